@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -69,15 +69,24 @@ class Sharing:
             when, tokens_in_launch(config, cost, trains=trains), tokens_in_search(config, cost, trains=trains)
         )
 
-    def time(self, sizes: Iterable[int]) -> int:
-        """Estimate the time of passes, as a number of tokens.
+    def time(self, sizes: Sequence[int]) -> int:
+        """Estimate the time of passes, as a number of tokens. The host launches a pass while the device computes.
 
         Args:
             sizes: Number of computed tokens of each pass.
         """
-        return sum(max(self.in_launch, size) for size in sizes)
+        return max(len(sizes) * self.in_launch, sum(sizes))
 
-    def is_faster(self, shared: Iterable[int], apart: Iterable[int], n_rows: int) -> bool:
+    def may_be_faster(self, n_tokens: int, n_rows: int) -> bool:
+        """Return whether passes may take less time with shared prefixes, if most tokens are shared.
+
+        Args:
+            n_tokens: Number of tokens of the rows.
+            n_rows: Number of rows.
+        """
+        return self.is_faster([1], [n_tokens], n_rows)
+
+    def is_faster(self, shared: Sequence[int], apart: Sequence[int], n_rows: int) -> bool:
         """Return whether passes take less time with shared prefixes than without. True unless `when` is "auto".
 
         Args:

@@ -27,7 +27,7 @@ from areno.engine.train.old_logprobs import Batches, compare_with_rollout, compl
 from areno.engine.train.old_logprobs import of_step as old_of_step
 from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, halved, pack_group, pack_step
-from areno.engine.train.prefixes import saves_tokens
+from areno.engine.train.prefixes import order_to_share
 from areno.engine.train.routes import StepRouting
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
@@ -262,8 +262,9 @@ class TrainBackend:
         """
         if not rows:
             return []
-        rule = self.sharing if saves_tokens(rows, self.sharing.when) else APART
-        groups, share = row_micro_batches([[row] for row in rows], mb_spec, self.context.size, rule)
+        order = order_to_share(rows, self.sharing)
+        rule = APART if order is None else self.sharing
+        groups, share = row_micro_batches([[row] for row in rows], mb_spec, self.context.size, rule, order)
         with torch.no_grad(), self._out_of_memory_hint(mb_spec), self._prefix_passes():
             scored = []
             for group in groups:

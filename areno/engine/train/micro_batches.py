@@ -14,7 +14,7 @@ import numpy as np
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.spec import EngineInfo, Sharing, UpdateSpec
-from areno.engine.train.prefixes import LinkedPieces, Rows, linked_pieces, pieces, saves_tokens
+from areno.engine.train.prefixes import LinkedPieces, Rows, linked_pieces, order_to_share, pieces
 from areno.engine.train.rows import FlatRows, Row, read_tokens
 from areno.errors import DataError, Key
 from areno.models.cost import Cost, forward_flops, train_flops
@@ -167,14 +167,17 @@ def share_steps(
             )
         trained = trained_of_unit[step]
         tokens = [[row.tokens for row in units[index]] for index in step]
-        shares_step = saves_tokens([row for unit in tokens for row in unit], sharing.when)
+        order = order_to_share([row for unit in tokens for row in unit], sharing)
+        shares_step = order is not None
+        if dp_size > 1 or update.rows_per_unit > 1:
+            order = None  # because it is not that of a rank's units
         n_tokens, n_rows = int(trained.sum()), int((trained > 0).sum())
         of_ranks: list[StepMicroBatches] = []
         costs = [sum(_row_cost(row, cost) for row in units[index]) if dp_size > 1 else 1.0 for index in step]
         for mine in _split_units(tokens, costs, dp_size, shares_step):
             of_mine, spec = [tokens[place] for place in mine], update_of_units.mb_spec
             rule = sharing if shares_step and not counts_micro_batches else APART
-            found, shares_mine = row_micro_batches(of_mine, spec, cp_size, rule)
+            found, shares_mine = row_micro_batches(of_mine, spec, cp_size, rule, order)
             shares_mine = shares_mine or (shares_step and counts_micro_batches)
             groups = [[[row for at in batch for row in units[step[mine[at]]]] for batch in group] for group in found]
             if not mine:  # the rank takes part in collectives, but adds nothing to the loss
@@ -305,7 +308,11 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1
 
 
 def row_micro_batches(
-    units: Sequence[Rows], spec: MicroBatchSpec, cp_size: int = 1, sharing: Sharing = APART
+    units: Sequence[Rows],
+    spec: MicroBatchSpec,
+    cp_size: int = 1,
+    sharing: Sharing = APART,
+    order: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[list[list[list[int]]], bool]:
     """Divide units of rows into micro-batches as `micro_batches` does.
 
@@ -315,6 +322,7 @@ def row_micro_batches(
         cp_size: Number of context-parallel ranks that share a micro-batch.
         sharing: When the model computes shared prefixes once. Such a prefix counts once for `spec.max_tokens_per_mb`,
             and units that share a prefix are put together as far as possible.
+        order: The `sorted_rows` of the first rows of the units. None if they are not known.
 
     Returns:
         Groups of micro-batches with the unit indices of each micro-batch, and whether the model should compute shared
@@ -328,7 +336,7 @@ def row_micro_batches(
         return [[batch] for batch in apart], sharing.when != "off"
     most = spec.max_tokens_per_mb * cp_size
     if cp_size == 1:
-        found = linked_pieces(units, most, sharing)
+        found = linked_pieces(units, most, sharing, order)
     else:
         found = [LinkedPieces([piece], [piece.n_computed]) for piece in pieces(units, most)]
     alone = [each.pieces[0] for each in found if len(each.pieces) == 1]
@@ -337,7 +345,7 @@ def row_micro_batches(
     passes = [sum(alone[place].n_computed for place in batch) for batch in batches]
     passes += [n for each in linked for n in each.passes]
     passes_apart = [sum(lengths[unit] for unit in batch) for batch in apart]
-    of_device = ([n // cp_size for n in sizes] for sizes in (passes, passes_apart))
+    of_device = ([-(-n // cp_size) for n in sizes] for sizes in (passes, passes_apart))
     if not sharing.is_faster(*of_device, n_rows=sum(map(len, units))):
         return [[batch] for batch in apart], False
     groups = [[sorted(unit for place in batch for unit in alone[place].units)] for batch in batches]
@@ -394,7 +402,7 @@ def share_rows(
         for index, tokens in enumerate(rows)
     ]
     costs = [forward_flops(info.cost, [len(tokens)]) for tokens in checked]
-    share = n_shares > 1 and saves_tokens(checked, sharing.when)
+    share = n_shares > 1 and order_to_share(checked, sharing) is not None
     shares = _split_units([[tokens] for tokens in checked], costs, n_shares, share)
     columns = [checked] if routes is None else [checked, list(routes)]
     return shares, [[[column[index] for index in share] for column in columns] for share in shares]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areno.engine.spec import WORTH_SHARING, SharePrefixes, Sharing
+from areno.engine.spec import WORTH_SHARING, Sharing
 
 LEAST = 16  # tokens in which rows must agree to share them; fewer would save less than the copies of keys cost
 _LEAST_OF_SHORT = 4  # the same where all rows are short
@@ -352,14 +352,14 @@ def _pieces(joins: Iterable[_Join], most: int) -> list[Piece]:
     return found
 
 
-def _joins(units: Sequence[Rows]) -> Iterator[_Join]:
+def _joins(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None = None) -> Iterator[_Join]:
     """Yield the units in an order in which units with a common prefix are neighbours.
 
-    The first row of a unit stands for it.
+    The first row of a unit stands for it. `order` has the `sorted_rows` of these rows, if they are known.
     """
     firsts = [unit[0] for unit in units]
     least = least_shared(firsts)
-    for index, common in sorted_rows(firsts):
+    for index, common in sorted_rows(firsts) if order is None else order:
         unit = units[index]
         size = computed = len(unit[0])
         if len(unit) > 1:
@@ -382,7 +382,9 @@ class LinkedPieces(NamedTuple):
     passes: list[int]
 
 
-def linked_pieces(units: Sequence[Rows], most: int, sharing: Sharing) -> list[LinkedPieces]:
+def linked_pieces(
+    units: Sequence[Rows], most: int, sharing: Sharing, order: Iterable[tuple[int, int]] | None = None
+) -> list[LinkedPieces]:
     """Divide units of rows into pieces as `pieces` does, and link pieces that have a prefix in common.
 
     The common prefixes of linked pieces are computed in a forward pass of their own, before the pieces. Their keys,
@@ -393,12 +395,13 @@ def linked_pieces(units: Sequence[Rows], most: int, sharing: Sharing) -> list[Li
         units: The rows of each unit, which stay together. The first row of a unit stands for it.
         most: Largest size of a piece with more than one unit.
         sharing: The rule of the model, which estimates the time of passes.
+        order: The `sorted_rows` of the first rows of the units. None if they are not known.
 
     Returns:
         The linked pieces. Most of the results have one piece.
     """
     groups: list[list[_Join]] = []  # units with a common prefix
-    for join in _joins(units):
+    for join in _joins(units, order):
         if join.common:
             groups[-1].append(join)
         else:
@@ -463,17 +466,19 @@ def shared_routes(forest: Forest, routes_U: np.ndarray) -> np.ndarray | None:
     return routes_N if np.array_equal(routes_N[forest.places_U[known]], routes_U[known]) else None
 
 
-def saves_tokens(rows: Rows, when: SharePrefixes) -> bool:
-    """Return whether enough tokens are saved if those of shared prefixes are computed once.
+def order_to_share(rows: Rows, sharing: Sharing) -> list[tuple[int, int]] | None:
+    """Return the `sorted_rows` if enough tokens are saved by computing those of shared prefixes once, else None.
 
     Args:
         rows: int64 token ids of each row.
-        when: The setting share_prefixes. A tenth of the tokens is enough for "auto", and one token for "on".
+        sharing: The rule of the model. A tenth of the tokens is enough for "auto", and one token for "on".
     """
-    if when == "off":
-        return False
+    n_tokens = sum(map(len, rows))
+    if sharing.when == "off" or not sharing.may_be_faster(n_tokens, len(rows)):
+        return None
     least = least_shared(rows)
     if len({row[:least].tobytes() for row in rows}) == len(rows):
-        return False
-    saved = sum(common for _, common in sorted_rows(rows))
-    return saved >= (WORTH_SHARING * sum(map(len, rows)) if when == "auto" else 1)
+        return None
+    order = list(sorted_rows(rows))
+    saved = sum(common for _, common in order)
+    return order if saved >= (WORTH_SHARING * n_tokens if sharing.when == "auto" else 1) else None

@@ -15,7 +15,7 @@ from areno.engine.spec import Sharing, UpdateSpec
 from areno.engine.train import prefixes
 from areno.engine.train.micro_batches import row_micro_batches, share_steps
 from areno.engine.train.packing import pack_group
-from areno.engine.train.prefixes import forest_of, n_computed, pieces, saves_tokens
+from areno.engine.train.prefixes import forest_of, n_computed, order_to_share, pieces
 from areno.engine.train.rows import read_rows
 from tests.helpers.large_shapes import QWEN3_06B, QWEN3_8B
 from tests.helpers.shared_rows import Rows, cases, group, n_nodes, train_rows, tree
@@ -80,8 +80,8 @@ def test_short_prefixes_are_not_worth_a_segment(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("when", "prompt", "expected"), [("auto", 12, True), ("auto", 1, False), ("on", 1, True)])
 def test_auto_shares_if_it_saves_a_tenth(when: Any, prompt: int, expected: bool) -> None:
     rows = group(prompt, [10, 10], VOCAB)
-    assert saves_tokens(rows, when) == expected
-    assert not saves_tokens(rows, "off")
+    assert (order_to_share(rows, Sharing(when)) is not None) == expected
+    assert order_to_share(rows, Sharing("off")) is None
 
 
 PASSES = [
@@ -232,6 +232,6 @@ def test_rows_share_half_of_their_tokens_or_sixteen(
     head, others = list(range(6)), iter(range(100, 10_000))
     rows = [np.array([*head, *itertools.islice(others, length - 6)]) for _ in range(8)]
     assert n_computed(rows) == 8 * length - 7 * n_shared
-    assert saves_tokens(rows, "auto") == (n_shared > 0)
+    assert (order_to_share(rows, Sharing("auto")) is not None) == (n_shared > 0)
     long = [np.concatenate([np.arange(20), row]) for row in rows]
     assert n_computed(long) == 8 * (length + 20) - 7 * 26

@@ -21,7 +21,7 @@ from areno.engine.train import prefixes
 from areno.engine.train.activations import KeptLayers
 from areno.engine.train.micro_batches import row_micro_batches, share_rows, share_steps
 from areno.engine.train.packing import LocalTokens, PrefixPass, halved, pack_group, pack_tokens
-from areno.engine.train.prefixes import saves_tokens
+from areno.engine.train.prefixes import order_to_share
 from areno.engine.train.rows import read_rows
 from areno.errors import EngineError
 from areno.layers import rotary
@@ -55,7 +55,7 @@ def test_rows_that_share_nothing_are_packed_as_without_sharing() -> None:
     local, plain = packed(rows, share=True), packed(rows, share=False)
     assert local.packed.shared is None
     assert torch.equal(local.tokens_n, plain.tokens_n)
-    assert not saves_tokens(rows, "on")
+    assert order_to_share(rows, ON) is None
 
 
 # -- one pass ----------------------------------------------------------------------------------------------------------
