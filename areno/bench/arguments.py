@@ -148,7 +148,7 @@ Kind = Literal[
 _TRAINS = ("train", "step", "state", "grid")
 _WITH_TEXT = ("sampling", "agents", "serve", "driver", "sft", "grid")
 PLAIN = "plain"
-"""Name of areno without --exact and --deterministic, for --against."""
+"""Name of areno without --exact, --deterministic and --share-prefixes, for --against."""
 _STANDALONE = (
     "sampling",
     "state",
@@ -310,7 +310,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--folder", help="state: folder to write to (default: a temporary folder)")
     add("--repeats", type=_positive, default=3, help="number of timed repeats after a warm-up")
-    others = "also measure the same work with this library. plain: areno without --exact and --deterministic"
+    others = "also measure the same work with this library. plain: areno without --exact, --deterministic and --share-prefixes"
     add("--against", choices=["transformers", "vllm", PLAIN], action="append", help=others)
     add("--against-repeats", type=_positive, default=2)
     add(
@@ -430,9 +430,9 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
         ),
         (kind == "agents" and not args.tokenizer, "--tokenizer", "is missing; agents need one with a chat template"),
         (
-            PLAIN in against and not (args.exact or args.deterministic),
+            PLAIN in against and not (args.exact or args.deterministic or args.share_prefixes != "off"),
             "--against",
-            "plain is for --exact and --deterministic; without them there is nothing to compare",
+            "plain is for --exact, --deterministic and --share-prefixes; without them there is nothing to compare",
         ),
         (with_vllm and kind != "rollout", "--against", f"vllm does rollout only, not {kind}"),
         (with_vllm and device != "cuda:0", "--against", f"vllm takes the first GPU, cuda:0, and --device is {device}"),

@@ -155,7 +155,7 @@ def test_the_page_names_every_figure_that_matters(tmp_path: Path, capsys: pytest
         ("rollout --shape tiny --uniform 2000 3000", "--uniform: makes rows of "),
         ("train --against vllm", "--against: vllm does rollout only, not train"),
         ("rollout --against vllm", "--against: vllm takes the first GPU"),
-        ("rollout --against plain", "--against: plain is for --exact and --deterministic"),
+        ("rollout --against plain", "--against: plain is for --exact, --deterministic and --share-prefixes"),
         ("sleep", "work: invalid choice"),
         ("rollout --prompt 5", "ambiguous option"),
         ("rollout 7", "unrecognized arguments: 7"),
