@@ -310,7 +310,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--folder", help="state: folder to write to (default: a temporary folder)")
     add("--repeats", type=_positive, default=3, help="number of timed repeats after a warm-up")
-    others = "also measure the same work with this library. plain: areno without --exact, --deterministic and --share-prefixes"
+    others = "also measure this library. plain: areno without --exact, --deterministic and --share-prefixes"
     add("--against", choices=["transformers", "vllm", PLAIN], action="append", help=others)
     add("--against-repeats", type=_positive, default=2)
     add(
