@@ -328,7 +328,8 @@ class Decoder:
                     self._outputs.append(sequence.output())
             if sequence.finish_reason is not None:
                 finished.append(sequence)
-            self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
+            if self.blocks.has_windows:
+                self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
         return finished
 
     def _fail(self, sequence: Sequence) -> None:

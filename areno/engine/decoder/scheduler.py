@@ -22,7 +22,7 @@ import numpy as np
 
 from areno.engine.decoder.block_manager import BlockManager, BlockTables, PrefixMatch
 from areno.engine.decoder.sequence import Sequence
-from areno.engine.decoder.slots import SlotTable
+from areno.engine.decoder.slots import NEVER, SlotTable
 from areno.types import GenerationRequest
 
 
@@ -141,6 +141,9 @@ class Scheduler:
         self._running_slots: np.ndarray | None = None  # of `running`, until it changes
         self._slots = list(range(max_running))[::-1]
         self._prefilled: list[Sequence] = []  # sequences of the last step's chunks, only with windows
+        # Of sequences that have left the batch: blocks, tokens, number of tokens with keys and values. The blocks enter
+        # the prefix cache when a prompt may match them or blocks run out, so never if the rollout ends before.
+        self._left: list[tuple[BlockTables, list[int], int]] = []
         self.n_preemptions = 0
         self.n_cached_tokens = 0
 
@@ -161,7 +164,10 @@ class Scheduler:
         free their blocks.
         """
         n_needed = int(np.count_nonzero(self.table.needs_block(self._slots_of_running())))
-        return n_needed * self.blocks.blocks_over_all_groups > self.blocks.n_available
+        n_needed *= self.blocks.blocks_over_all_groups
+        if n_needed > self.blocks.n_available:
+            self.cache_left()
+        return n_needed > self.blocks.n_available
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step.
@@ -184,10 +190,15 @@ class Scheduler:
             n_tokens: Number of leading tokens whose ids are on the host, and whose keys and values are in the cache
                 after the planned step.
         """
-        if self.reuses_prefixes and n_tokens >= (sequence.block_tables.n_registered + 1) * self.blocks.block_size:
+        if self.reuses_prefixes and n_tokens >= self._next_full(sequence):
             sequence.settle()
             sequence.block_tables.register(sequence.tokens, n_tokens)
-            self.table.register_at[sequence.slot] = (sequence.block_tables.n_registered + 1) * self.blocks.block_size
+            if self.blocks.has_windows:
+                self.table.register_at[sequence.slot] = self._next_full(sequence)
+
+    def _next_full(self, sequence: Sequence) -> int:
+        """Return the number of tokens with which the next block of a sequence is full."""
+        return (sequence.block_tables.n_registered + 1) * self.blocks.block_size
 
     def remove_finished(self) -> None:
         """Remove the running sequences that have a finish reason, and free their slots and blocks."""
@@ -242,9 +253,12 @@ class Scheduler:
         return list(found.values())
 
     def preempt_all(self) -> None:
-        """Preempt every sequence. They will be recomputed from their tokens."""
+        """Preempt every sequence. They will be recomputed from their tokens, and their blocks cannot be found again."""
         while self.prefilling or self.running:
             self._preempt_youngest()
+        for block_tables, _, _ in self._left:
+            block_tables.release()
+        self._left = []
 
     def _slots_of_running(self) -> np.ndarray:
         """Return the slots of the running sequences, (B,) int64. The same array until `running` changes."""
@@ -266,6 +280,15 @@ class Scheduler:
         decodes_B = ~(table.is_done(slots_B) | table.awaits_token(slots_B))
         rows = np.flatnonzero(decodes_B & table.needs_block(slots_B)).tolist()
         grown: list[Sequence] = []
+        n_needed = len(rows) * self.blocks.blocks_over_all_groups
+        if n_needed > self.blocks.n_available:
+            self.cache_left()
+        if n_needed <= self.blocks.n_available and not self.blocks.has_windows:
+            grown = [running[row] for row in rows]
+            for sequence in grown:
+                sequence.block_tables.append_blocks()
+            table.capacity[slots_B[rows]] += self.blocks.block_size
+            rows = []
         for sequence in [running[row] for row in rows]:
             if sequence.slot < 0:  # preempted for an older one
                 continue
@@ -273,6 +296,7 @@ class Scheduler:
                 sequence.block_tables.release_skipped(sequence.n_kv)
             while self.blocks.n_available < self.blocks.blocks_over_all_groups and sequence.slot >= 0:
                 self._preempt_youngest()
+                self.cache_left()
             if sequence.slot >= 0:
                 sequence.block_tables.append_blocks()
                 table.capacity[sequence.slot] = sequence.block_tables.capacity
@@ -308,7 +332,11 @@ class Scheduler:
             for sequence in prefill.sequences:
                 sequence.enter("decode")
                 sequence.n_sampled += 1
-                sequence.begin_decode(self.reuses_prefixes, self.blocks.block_size)
+                slot = sequence.slot
+                self.table.capacity[slot] = sequence.block_tables.capacity
+                # Blocks before a window can be freed once they are in the prefix cache. Others have time until the end.
+                is_early = self.reuses_prefixes and self.blocks.has_windows
+                self.table.register_at[slot] = self._next_full(sequence) if is_early else NEVER
                 self.running.append(sequence)
                 self._running_slots = None
         if self.blocks.has_windows:
@@ -355,6 +383,7 @@ class Scheduler:
         """
         if not self.waiting or not self._slots:
             return None
+        self.cache_left()
         leader = self.waiting[0]
         n_tokens, size = len(leader.tokens), self.blocks.block_size
         # The last token is always computed: its hidden state gives the logits of the first sampled token.
@@ -416,7 +445,20 @@ class Scheduler:
         self.n_preemptions += len(victims)
 
     def _release(self, sequence: Sequence) -> None:
-        """Free the slot and the blocks of a sequence."""
-        sequence.block_tables.release()
+        """Free the slot of a sequence, and its blocks as soon as they are needed."""
+        block_tables = sequence.block_tables
+        # The last token was sampled and not computed.
+        n_tokens = min(sequence.n_kv, sequence.n_prompt + sequence.n_new - 1)
         self._slots.append(sequence.slot)
         sequence.leave_cache()
+        if self.reuses_prefixes and not self.blocks.has_windows and sequence.finish_reason != "error":
+            self._left.append((block_tables, sequence.tokens, n_tokens))
+        else:
+            block_tables.release()
+
+    def cache_left(self) -> None:
+        """Add the blocks of sequences that have left the batch to the prefix cache, and release these blocks."""
+        left, self._left = self._left, []
+        for block_tables, tokens, n_tokens in left:
+            block_tables.register(tokens, n_tokens)
+            block_tables.release()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from areno import trace
 from areno.engine.decoder.block_manager import BlockTables
 from areno.engine.decoder.grammar import GrammarState
-from areno.engine.decoder.slots import NEVER, SlotTable
+from areno.engine.decoder.slots import SlotTable
 from areno.types import FinishReason, GenerationOutput, GenerationRequest, TokenScores
 
 Detokenize = Callable[[list[int]], str]
@@ -164,19 +164,6 @@ class Sequence:
             or request.pieces
         )
         self.table, self.slot = table, slot
-
-    def begin_decode(self, reuses_prefixes: bool, block_size: int) -> None:
-        """Note the KV blocks that the sequence has after its prefill.
-
-        Args:
-            reuses_prefixes: Whether full blocks enter the prefix cache.
-            block_size: Number of tokens in a block.
-        """
-        assert self.table is not None
-        self.table.capacity[self.slot] = self.block_tables.capacity
-        self.table.register_at[self.slot] = (
-            (self.block_tables.n_registered + 1) * block_size if reuses_prefixes else NEVER
-        )
 
     def settle(self) -> None:
         """Append the staged tokens to the lists of the sequence."""

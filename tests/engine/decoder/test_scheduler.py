@@ -181,6 +181,7 @@ def test_abort_finds_sequences_wherever_they_are() -> None:
         assert scheduler.abort(request_id) == sequences
         assert all(sequence.finish_reason == "abort" for sequence in sequences)
     assert not scheduler.has_work
+    scheduler.cache_left()
     assert scheduler.blocks.n_available == 64
     assert scheduler.n_running == 0
 
@@ -216,6 +217,7 @@ def test_random_work_ends_with_every_token_drawn_and_no_block_or_slot_lost(seed:
     assert not scheduler.has_work
     for sequence in everybody:
         assert sequence.finish_reason == "abort" or len(sequence.logprobs) == sequence.max_new
+    scheduler.cache_left()
     assert scheduler.blocks.n_available == n_blocks
     assert scheduler.n_running == 0
     assert sorted(scheduler._slots) == list(range(5))
@@ -229,3 +231,24 @@ def arrive_unfinished(scheduler: Scheduler, plan: SchedulerOutput) -> None:
             sequence.accept(7, -1.0, 0)
             scheduler.register(sequence, len(sequence.tokens) - 1)
     scheduler.remove_finished()
+
+
+@pytest.mark.parametrize("new_weights", [False, True])
+def test_blocks_of_finished_sequences_wait_for_a_prompt_that_may_match_them(new_weights: bool) -> None:
+    scheduler = make_scheduler()
+    (first,) = make_request(1, 4, max_new=9)
+    add(scheduler, [first])
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        for sequence in [chunk.prefill.leader for chunk in plan.chunks] + plan.decode:
+            sequence.accept(7, -1.0, 0)
+        scheduler.remove_finished()
+    assert len(scheduler.blocks.cached_group_blocks) == 0
+    if new_weights:
+        scheduler.preempt_all()
+        scheduler.blocks.reset()
+    (second,) = make_request(1, 4)
+    second.tokens = [*first.tokens, 8]  # the next turn of a conversation
+    add(scheduler, [second])
+    (chunk,) = scheduler.schedule().chunks
+    assert chunk.start == (0 if new_weights else 12)
