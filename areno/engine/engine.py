@@ -64,7 +64,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._wanted, self._mode, self.workers = spec, workers, start_workers(spec, workers)
         self.spec = self.workers.spec
         self.info: EngineInfo = self.workers.call("info")[0]
-        self._sharing: dict[str, Sharing] = {"actor": self.info.sharing}  # when training shares prefixes, by role
+        self._train_sharing: dict[str, Sharing] = {"actor": self.info.sharing}  # when training shares prefixes, by role
         # Streams poll from a thread of their own. `_poll_lock` gives the workers to one thread at a time.
         # `_records_lock` guards the records of requests below. It is never held for long.
         self._poll_lock, self._records_lock = FairLock(), threading.RLock()
@@ -103,7 +103,7 @@ class Engine(AbstractContextManager["Engine"]):
                         f"role {name!r} cannot be loaded inside a rollout phase, whose KV cache has taken the memory; "
                         "call ensure_roles before it"
                     )
-                self._sharing[name] = self._call("load_role", name, spec)[0]
+                self._train_sharing[name] = self._call("load_role", name, spec)[0]
                 self._roles[name] = copy.deepcopy(spec)  # a copy, because the caller may change the spec later
                 self._budgets_are_due = True
 
@@ -404,7 +404,7 @@ class Engine(AbstractContextManager["Engine"]):
         update = self._sized_update(update or UpdateSpec(self.spec.mb_spec), role)
         checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
         add_routes(checked, rows, self.info.routes, row_name)
-        layout, sharing = self.spec.layout, self._sharing[role]
+        layout, sharing = self.spec.layout, self._train_sharing[role]
         shares = share_steps(checked, update, layout.data_size, spec.section, self.info.cost, layout.cp_size, sharing)
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(layout.cp_size)]
         with self._poll_lock:
@@ -486,7 +486,7 @@ class Engine(AbstractContextManager["Engine"]):
             float for "rewards".
         """
         self._role(role, "lm" if what == "logprobs" else "value")
-        shares, given = share_rows(rows, routes, self.spec.layout.data_size, self.info, self._sharing[role])
+        shares, given = share_rows(rows, routes, self.spec.layout.data_size, self.info, self._train_sharing[role])
         n_together = self.spec.layout.cp_size
         spec, may_halve = mb_spec or self.spec.mb_spec, False
         if spec.is_automatic:

@@ -102,7 +102,7 @@ class Footprint:
         on_cuda: Whether the devices are GPUs, which have memory of their own.
         may_adapt: Whether error messages may suggest LoRA for the actor.
         host_bytes: Free host memory for each device. None if it is not known.
-        share_prefixes: Whether prefixes that rows share are computed once, by models that can do so.
+        share_prefixes: Whether models that can share prefixes may do so: true unless the setting is "off".
     """
 
     models: tuple[Model, ...]

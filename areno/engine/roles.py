@@ -335,6 +335,7 @@ class Roles:
                 stays=stays,
                 in_host=leaves,
                 share_prefixes=self.spec.share_prefixes,
+                adapters=spec.lora.adapters if spec.lora else None,
                 beside=self._beside,
             )
             return Role(spec, backend, _offload(backend, keeps_weights=is_actor) if leaves else Offload())

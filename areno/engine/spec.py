@@ -30,27 +30,36 @@ SharePrefixes = Literal["auto", "on", "off"]
 """When training and scoring compute the prefixes that rows share once; see EngineSpec.share_prefixes."""
 WORTH_SHARING = 0.1  # share of the rows' tokens from which "auto" computes shared tokens once
 _SHARED_LAUNCH = 1.15  # how much longer the host launches the kernels of a pass with shared prefixes
-_FASTER = 0.95  # share of the time from which passes count as faster
+FASTER = 0.95  # share of the time without sharing, below which passes with shared prefixes count as faster
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """Decides when training or scoring with a model computes shared prefixes once.
 
-    Host times are given as the number of tokens that the device computes in them. They are 0 on a CPU.
+    Times of the host are given in tokens: how many the device computes meanwhile. They are 0 on a CPU.
 
     Attributes:
         when: The setting share_prefixes, or "off" if the model cannot share prefixes.
-        in_launch: Time in which the host launches the kernels of a pass.
-        in_search: Time in which the host looks for the shared prefix of a row.
+        launch_tokens: Time in which the host launches the kernels of a pass.
+        search_tokens: Time in which the host looks for the shared prefix of a row.
     """
 
     when: SharePrefixes = "off"
-    in_launch: int = 0
-    in_search: float = 0.0
+    launch_tokens: int = 0
+    search_tokens: float = 0.0
 
     @staticmethod
-    def of(when: SharePrefixes, config: TransformerConfig, itemsize: int, *, trains: bool, on_cuda: bool) -> Sharing:
+    def of(
+        when: SharePrefixes,
+        config: TransformerConfig,
+        itemsize: int,
+        *,
+        trains: bool,
+        on_cuda: bool,
+        adapters: AdapterSpec | None = None,
+        tp_size: int = 1,
+    ) -> Sharing:
         """Return the rule for a model.
 
         Args:
@@ -59,26 +68,28 @@ class Sharing:
             itemsize: Bytes of a weight.
             trains: Whether the rule is for training. Otherwise it is for scoring.
             on_cuda: Whether the model is on a GPU.
+            adapters: Adapters, if they are trained in place of the weights.
+            tp_size: Number of tensor-parallel GPUs that share the work.
         """
         if not config.shares_prefixes or when == "off":
             return Sharing()
         if not on_cuda:
             return Sharing(when)
-        cost = Cost.of(config, itemsize)
-        return Sharing(
-            when, tokens_in_launch(config, cost, trains=trains), tokens_in_search(config, cost, trains=trains)
-        )
+        cost = Cost.of(config, itemsize, adapters)
+        launch, search = tokens_in_launch(config, cost, trains=trains), tokens_in_search(config, cost, trains=trains)
+        return Sharing(when, tp_size * launch, tp_size * search)
 
-    def time(self, sizes: Sequence[int]) -> int:
-        """Estimate the time of passes, as a number of tokens. The host launches a pass while the device computes.
+    def time(self, sizes: Sequence[int], launch_tokens: float | None = None) -> float:
+        """Estimate the time of passes in tokens: the larger of the host's time and the device's, which overlap.
 
         Args:
             sizes: Number of computed tokens of each pass.
+            launch_tokens: Time in which the host launches a pass. None is that of passes without shared prefixes.
         """
-        return max(len(sizes) * self.in_launch, sum(sizes))
+        return max(len(sizes) * (self.launch_tokens if launch_tokens is None else launch_tokens), sum(sizes))
 
     def may_be_faster(self, n_tokens: int, n_rows: int) -> bool:
-        """Return whether passes may take less time with shared prefixes, if most tokens are shared.
+        """Return whether passes would take less time with shared prefixes if nearly all tokens were shared.
 
         Args:
             n_tokens: Number of tokens of the rows.
@@ -94,9 +105,10 @@ class Sharing:
             apart: The same without shared prefixes.
             n_rows: Number of rows.
         """
-        launch = round(_SHARED_LAUNCH * self.in_launch)
-        shared_time = replace(self, in_launch=launch).time(shared) + n_rows * self.in_search
-        return self.when != "auto" or shared_time < _FASTER * self.time(apart)
+        if self.when != "auto":
+            return True
+        shared_time = self.time(shared, _SHARED_LAUNCH * self.launch_tokens) + n_rows * self.search_tokens
+        return shared_time < FASTER * self.time(apart)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ _LEAST_TOKENS = 256
 _LEAST_TOKENS_CPU = 512
 _CPU_BYTES = 2**27  # activations of a micro-batch on a CPU: larger ones no longer fit its caches, and are no faster
 _NEARLY_BEST = 1.02  # estimated times that differ by less count as equal
-_OF_GROUPS = 2  # so many times as large may a micro-batch be if its rows share prefixes
+_LARGER_IF_SHARED = 2  # so many times as large may a micro-batch be if its rows share prefixes
 
 # Fitted to training steps of models with 31M to 4B parameters on an H100.
 _FLOPS = 400e12  # FLOPs in a second, in large matrix products
@@ -107,7 +107,7 @@ def choose_token_budget(footprint: Footprint, model: Model, phase: str, device_b
         return small[-1]
     seconds = {size: work.seconds_per_token(size, room) for size in sizes}
     nearly_best = [size for size in sizes if seconds[size] <= _NEARLY_BEST * min(seconds.values())]
-    larger = _OF_GROUPS if footprint.share_prefixes and model.config.shares_prefixes else 1
+    larger = _LARGER_IF_SHARED if footprint.share_prefixes and model.config.shares_prefixes else 1
     return max(size for size in nearly_best if size <= larger * nearly_best[0])
 
 

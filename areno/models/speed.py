@@ -146,7 +146,7 @@ def pass_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: R
 def tokens_in_launch(config: TransformerConfig, cost: Cost, *, trains: bool) -> int:
     """Estimate the number of tokens that an H100 computes while the host launches the kernels of one pass.
 
-    A pass over fewer tokens takes as long as one over this number.
+    If passes have fewer tokens on average, the device waits for the host.
 
     Args:
         config: Shape of the model.

@@ -29,8 +29,8 @@ class SlotTable:
         max_new: Largest number of completion tokens.
         min_new: Number of completion tokens before which a stop token is not allowed.
         capacity: Number of positions that have KV blocks.
-        register_at: Number of tokens at which the next KV block is full and enters the prefix cache. NEVER if this waits
-            until the sequence has left the batch.
+        register_at: Number of tokens at which the next KV block is full and enters the prefix cache. NEVER if this
+            waits until the sequence has left the batch.
         needs_host: Whether the sequence must see each of its tokens, as with a grammar, stop strings or streaming.
         has_grammar: Whether the sequence has a grammar.
         is_filtered: Whether top-k or top-p restricts the sampled tokens.

@@ -33,6 +33,7 @@ from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
 from areno.layers.attention import PrefixKeys
+from areno.layers.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.pack import DataPack
 from areno.models.cost import LOGITS_KEPT
@@ -70,10 +71,11 @@ class TrainBackend:
             one flat buffer.
         in_host: Whether master weights and moments are kept in host memory and pass the device in each update.
         share_prefixes: When to compute the shared prefixes of rows once, see EngineSpec.
+        adapters: Adapters, if they are trained in place of the weights.
         beside: Function that returns setting changes that make the KV cache smaller, for out-of-memory errors.
 
     Attributes:
-        sharing: When scoring computes shared prefixes once.
+        score_sharing: When scoring computes shared prefixes once.
         train_sharing: When training computes shared prefixes once.
         params: Buffers that hold all parameters.
         flat: Buffers of parameters, gradients and master weights. None for a frozen model.
@@ -102,14 +104,14 @@ class TrainBackend:
         stays: bool = False,
         in_host: bool = False,
         share_prefixes: SharePrefixes = "off",
+        adapters: AdapterSpec | None = None,
         beside: Callable[[], Iterable[Option]] = tuple,
     ):
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
         self.dp, self.context, self.data = dp, context, data or dp
         self.section, self.device, self.exact, self._beside = section, model.device, exact, beside
         on_cuda = self.device.type == "cuda"
-        rule = partial(Sharing.of, share_prefixes, model.config, model.embed.weight.element_size(), on_cuda=on_cuda)
-        self.sharing, self.train_sharing = rule(trains=False), rule(trains=True)
+        self.score_sharing, self.train_sharing = _sharing_of(model, share_prefixes, adapters)
         self._split = sequence_parallel and model.tp.size > 1
         self._multiple = model.tp.size if self._split else 1  # of the number of tokens of a pass
         self._prefix: PrefixPass | None = None  # begun by the last micro-batch
@@ -262,8 +264,8 @@ class TrainBackend:
         """
         if not rows:
             return []
-        order = order_to_share(rows, self.sharing)
-        rule = APART if order is None else self.sharing
+        order = order_to_share(rows, self.score_sharing)
+        rule = APART if order is None else self.score_sharing
         groups, share = row_micro_batches([[row] for row in rows], mb_spec, self.context.size, rule, order)
         with torch.no_grad(), self._out_of_memory_hint(mb_spec), self._prefix_passes():
             scored = []
@@ -580,3 +582,10 @@ def _without_trailing(tokens: np.ndarray, pad: int | None) -> np.ndarray:
     """
     kept = np.flatnonzero(np.asarray(tokens) != pad)
     return tokens[: kept[-1] + 1 if kept.size else 1]
+
+
+def _sharing_of(model: Transformer, when: SharePrefixes, adapters: AdapterSpec | None) -> tuple[Sharing, Sharing]:
+    """Return when scoring and when training computes shared prefixes once."""
+    on_cuda, itemsize = model.device.type == "cuda", model.embed.weight.element_size()
+    rule = partial(Sharing.of, when, model.config, itemsize, on_cuda=on_cuda, tp_size=model.tp.size)
+    return rule(trains=False), rule(trains=True, adapters=adapters)

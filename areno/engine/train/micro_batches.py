@@ -14,7 +14,7 @@ import numpy as np
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.spec import EngineInfo, Sharing, UpdateSpec
-from areno.engine.train.prefixes import LinkedPieces, Rows, linked_pieces, order_to_share, pieces
+from areno.engine.train.prefixes import LinkedPieces, Rows, linked_pieces, n_computed, order_to_share, pieces
 from areno.engine.train.rows import FlatRows, Row, read_tokens
 from areno.errors import DataError, Key
 from areno.models.cost import Cost, forward_flops, train_flops
@@ -168,21 +168,20 @@ def share_steps(
         trained = trained_of_unit[step]
         tokens = [[row.tokens for row in units[index]] for index in step]
         order = order_to_share([row for unit in tokens for row in unit], sharing)
-        shares_step = order is not None
+        step_shares = order is not None
         if dp_size > 1 or update.rows_per_unit > 1:
             order = None  # because it is not that of a rank's units
         n_tokens, n_rows = int(trained.sum()), int((trained > 0).sum())
         of_ranks: list[StepMicroBatches] = []
         costs = [sum(_row_cost(row, cost) for row in units[index]) if dp_size > 1 else 1.0 for index in step]
-        for mine in _split_units(tokens, costs, dp_size, shares_step):
-            of_mine, spec = [tokens[place] for place in mine], update_of_units.mb_spec
-            rule = sharing if shares_step and not counts_micro_batches else APART
-            found, shares_mine = row_micro_batches(of_mine, spec, cp_size, rule, order)
-            shares_mine = shares_mine or (shares_step and counts_micro_batches)
+        for mine in _split_units(tokens, costs, dp_size, step_shares):
+            my_units, spec = [tokens[place] for place in mine], update_of_units.mb_spec
+            rule = sharing if step_shares else APART
+            found, i_share = row_micro_batches(my_units, spec, cp_size, rule, order, keeps_count=counts_micro_batches)
             groups = [[[row for at in batch for row in units[step[mine[at]]]] for batch in group] for group in found]
             if not mine:  # the rank takes part in collectives, but adds nothing to the loss
                 groups = [[[_untrained(units[index][0] for index in step)]]]
-            of_ranks.append(StepMicroBatches(groups, n_tokens, n_rows, 0, shares_mine))
+            of_ranks.append(StepMicroBatches(groups, n_tokens, n_rows, 0, i_share))
         rounds = max(of_rank.n_backward for of_rank in of_ranks)
         for of_rank, steps in zip(of_ranks, shares, strict=True):
             steps.append(replace(of_rank, rounds=rounds))
@@ -313,6 +312,8 @@ def row_micro_batches(
     cp_size: int = 1,
     sharing: Sharing = APART,
     order: Sequence[tuple[int, int]] | None = None,
+    *,
+    keeps_count: bool = False,
 ) -> tuple[list[list[list[int]]], bool]:
     """Divide units of rows into micro-batches as `micro_batches` does.
 
@@ -323,6 +324,7 @@ def row_micro_batches(
         sharing: When the model computes shared prefixes once. Such a prefix counts once for `spec.max_tokens_per_mb`,
             and units that share a prefix are put together as far as possible.
         order: The `sorted_rows` of the first rows of the units. None if they are not known.
+        keeps_count: Whether the micro-batches must be those without sharing.
 
     Returns:
         Groups of micro-batches with the unit indices of each micro-batch, and whether the model should compute shared
@@ -332,8 +334,17 @@ def row_micro_batches(
     """
     lengths = [sum(map(len, unit)) for unit in units]
     apart = micro_batches(lengths, spec, cp_size)
-    if sharing.when == "off" or spec.max_tokens_per_mb is None:
-        return [[batch] for batch in apart], sharing.when != "off"
+    passes_apart = [sum(lengths[unit] for unit in batch) for batch in apart]
+
+    def is_faster(passes: Sequence[int]) -> bool:
+        of_device = ([-(-n // cp_size) for n in sizes] for sizes in (passes, passes_apart))
+        return sharing.is_faster(*of_device, n_rows=sum(map(len, units)))
+
+    if sharing.when == "off" or not units:
+        return [[batch] for batch in apart], False
+    if keeps_count or spec.max_tokens_per_mb is None:
+        passes = [n_computed([row for unit in batch for row in units[unit]]) for batch in apart]
+        return [[batch] for batch in apart], is_faster(passes)
     most = spec.max_tokens_per_mb * cp_size
     if cp_size == 1:
         found = linked_pieces(units, most, sharing, order)
@@ -344,9 +355,7 @@ def row_micro_batches(
     batches = micro_batches([piece.size for piece in alone], spec, cp_size)
     passes = [sum(alone[place].n_computed for place in batch) for batch in batches]
     passes += [n for each in linked for n in each.passes]
-    passes_apart = [sum(lengths[unit] for unit in batch) for batch in apart]
-    of_device = ([-(-n // cp_size) for n in sizes] for sizes in (passes, passes_apart))
-    if not sharing.is_faster(*of_device, n_rows=sum(map(len, units))):
+    if not is_faster(passes):
         return [[batch] for batch in apart], False
     groups = [[sorted(unit for place in batch for unit in alone[place].units)] for batch in batches]
     return sorted(groups + [[sorted(piece.units) for piece in each.pieces] for each in linked]), True

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areno.engine.spec import WORTH_SHARING, Sharing
+from areno.engine.spec import FASTER, WORTH_SHARING, Sharing
 
 LEAST = 16  # tokens in which rows must agree to share them; fewer would save less than the copies of keys cost
 _LEAST_OF_SHORT = 4  # the same where all rows are short
 KEYS = 8  # copied keys of shared tokens take about as much memory as one computed token
-KEPT = 2  # computed tokens that take about as much memory as a token whose keys and gradients are kept in all layers
-WORTH_A_PASS = 0.95  # share of the time, from which a pass over the prefixes of several micro-batches is worthwhile
+KEPT = (
+    2  # memory, in computed tokens, of a prefix token whose activations, keys and gradients stay during linked passes
+)
 
 _MOST_AT_ONCE = 2**22  # tokens that are compared at once
 
@@ -319,12 +320,14 @@ def pieces(units: Sequence[Rows], most: int) -> list[Piece]:
         units: The rows of each unit, which stay together. The first row of a unit stands for it.
         most: Largest size of a piece with more than one unit.
 
+    Returns:
+        The pieces. Each unit is in one of them.
     """
     return _pieces(_joins(units), most)
 
 
-class _Join(NamedTuple):
-    """A unit, and its tokens as part of a piece that has the unit before it.
+class _Addition(NamedTuple):
+    """A unit, and what it adds to a piece that already has the unit before it.
 
     Attributes:
         unit: Index of the unit.
@@ -341,7 +344,7 @@ class _Join(NamedTuple):
     alone: Piece
 
 
-def _pieces(joins: Iterable[_Join], most: int) -> list[Piece]:
+def _pieces(joins: Iterable[_Addition], most: int) -> list[Piece]:
     """Divide units into pieces, see `pieces`."""
     found: list[Piece] = []
     for join in joins:
@@ -352,7 +355,7 @@ def _pieces(joins: Iterable[_Join], most: int) -> list[Piece]:
     return found
 
 
-def _joins(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None = None) -> Iterator[_Join]:
+def _joins(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None = None) -> Iterator[_Addition]:
     """Yield the units in an order in which units with a common prefix are neighbours.
 
     The first row of a unit stands for it. `order` has the `sorted_rows` of these rows, if they are known.
@@ -366,7 +369,9 @@ def _joins(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None = None
             computed = n_computed(unit)
             size = computed + (sum(map(len, unit)) - computed) // KEYS
         saved = max(0, common - least + 1)  # at least so many tokens are shared, see _Tree
-        yield _Join(index, common, size - saved + -(-saved // KEYS), computed - saved, Piece([index], size, computed))
+        yield _Addition(
+            index, common, size - saved + -(-saved // KEYS), computed - saved, Piece([index], size, computed)
+        )
 
 
 class LinkedPieces(NamedTuple):
@@ -400,7 +405,7 @@ def linked_pieces(
     Returns:
         The linked pieces. Most of the results have one piece.
     """
-    groups: list[list[_Join]] = []  # units with a common prefix
+    groups: list[list[_Addition]] = []  # units with a common prefix
     for join in _joins(units, order):
         if join.common:
             groups[-1].append(join)
@@ -410,16 +415,16 @@ def linked_pieces(
     for group in groups:
         apart = _pieces(group, most)
         linked = _linked(group, most) if len(apart) > 1 and len(units[0]) == 1 else None
-        # Pieces that are not linked are put together with others, so that their passes are not small.
-        if linked and sharing.time(linked.passes) < WORTH_A_PASS * sum(piece.n_computed for piece in apart):
+        # Compared with tokens alone: pieces that are not linked are put together, so launches do not limit them.
+        if linked and sharing.time(linked.passes) < FASTER * sum(piece.n_computed for piece in apart):
             found.append(linked)
         else:
             found += [LinkedPieces([piece], [piece.n_computed]) for piece in apart]
     return found
 
 
-def _linked(joins: Sequence[_Join], most: int) -> LinkedPieces | None:
-    """Return linked pieces of units with a common prefix. None if the prefixes would take too much memory.
+def _linked(joins: Sequence[_Addition], most: int) -> LinkedPieces | None:
+    """Return linked pieces of units with a common prefix. None if these would take too much memory, or one is empty.
 
     Args:
         joins: The units, which are too large for one piece.
@@ -428,25 +433,34 @@ def _linked(joins: Sequence[_Join], most: int) -> LinkedPieces | None:
 
     def cut(room: int) -> LinkedPieces:
         """Return pieces of at most a size. The first of the passes is that of the prefixes."""
-        found, of_prefixes = [joins[0].alone], [0]  # of each piece, the tokens that the pass over the prefixes computes
-        seen = 0  # tokens at the beginning of the unit that are counted in of_prefixes
+        found, moved = [joins[0].alone], [0]  # `moved`: tokens of each piece that the pass over the prefixes computes
+        seen = 0  # tokens at the beginning of the unit that are counted in `moved`
         for join in joins[1:]:
             seen = min(seen, join.common)
             if found[-1].size + join.size <= room:
                 found[-1] = found[-1].joined(join.unit, join.size, join.n_computed)
                 continue
-            of_prefixes[-1], seen = join.common - seen, join.common
+            moved[-1], seen = join.common - seen, join.common
             found.append(Piece([join.unit], join.size, join.n_computed))
-            of_prefixes.append(0)
-        own = [piece.n_computed - others for piece, others in zip(found, of_prefixes, strict=True)]
-        return LinkedPieces(found, [sum(of_prefixes), *own])
+            moved.append(0)
+        own = [piece.n_computed - n for piece, n in zip(found, moved, strict=True)]
+        return LinkedPieces(found, [sum(moved), *own])
 
     found = cut(most // 2)
     n_prefixes = found.passes[0]
     if KEPT * n_prefixes > most // 2:
         return None
     larger = cut(most - KEPT * n_prefixes)
-    return larger if larger.passes[0] <= n_prefixes else found
+    if larger.passes[0] <= n_prefixes:
+        found = larger
+    n_prefixes, *own = found.passes
+    alone = {join.unit: join.alone.size for join in joins}
+    for piece, n in zip(found.pieces, own, strict=True):
+        n_copied = piece.size - piece.n_computed
+        fits = KEPT * n_prefixes + n + n_copied <= max(most, *(alone[unit] for unit in piece.units))
+        if not n or not fits:
+            return None
+    return found
 
 
 def shared_routes(forest: Forest, routes_U: np.ndarray) -> np.ndarray | None:

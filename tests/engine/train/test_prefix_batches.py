@@ -17,6 +17,7 @@ from areno.engine.train.micro_batches import row_micro_batches, share_steps
 from areno.engine.train.packing import pack_group
 from areno.engine.train.prefixes import forest_of, n_computed, order_to_share, pieces
 from areno.engine.train.rows import read_rows
+from areno.layers.config import AdapterSpec
 from tests.helpers.large_shapes import QWEN3_06B, QWEN3_8B
 from tests.helpers.shared_rows import Rows, cases, group, n_nodes, train_rows, tree
 from tests.helpers.tiny_backend import VOCAB, WHOLE
@@ -88,10 +89,10 @@ PASSES = [
     (Sharing("auto"), [60, 30], [100], True),
     (Sharing("auto"), [60, 36], [100], False),  # less than a twentieth faster
     (Sharing("on"), [60, 36], [100], True),
-    (Sharing("auto", in_launch=100), [60, 60], [120, 120], False),  # the host takes 115 for each pass
-    (Sharing("auto", in_launch=50), [60, 60], [120, 120], True),
-    (Sharing("auto", in_search=20), [60], [120], True),
-    (Sharing("auto", in_search=30), [60], [120], False),
+    (Sharing("auto", launch_tokens=100), [60, 60], [120, 120], False),  # the host takes 115 for each pass
+    (Sharing("auto", launch_tokens=50), [60, 60], [120, 120], True),
+    (Sharing("auto", search_tokens=20), [60], [120], True),
+    (Sharing("auto", search_tokens=30), [60], [120], False),
 ]
 
 
@@ -103,7 +104,7 @@ def test_auto_counts_what_the_host_takes(sharing: Any, shared: list[int], apart:
 def test_small_passes_are_not_shared_or_linked_on_a_gpu() -> None:
     """A 0.6B model, whose passes of less than about 10,000 tokens wait for the host."""
     rule = Sharing.of("auto", QWEN3_06B, 2, trains=True, on_cuda=True)
-    assert 5_000 < rule.in_launch < 20_000
+    assert 5_000 < rule.launch_tokens < 20_000
     assert Sharing.of("auto", QWEN3_06B, 2, trains=True, on_cuda=False) == Sharing("auto")
     assert Sharing.of("off", QWEN3_06B, 2, trains=True, on_cuda=True) == Sharing("off")
     units = [[row] for row in group(1024, [1024] * 16, 9999)]
@@ -162,7 +163,7 @@ def test_prefixes_that_save_little_are_not_worth_a_pass(prompt: int, is_linked: 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_linked_micro_batches_fit_beside_their_prefixes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "WORTH_A_PASS", 10.0)
+    monkeypatch.setattr(prefixes, "FASTER", 10.0)
     monkeypatch.setattr(prefixes, "KEPT", 1)
     rows = [np.concatenate([np.arange(2), row]) for row in tree(4, VOCAB, seed)]
     found = 0
@@ -235,3 +236,40 @@ def test_rows_share_half_of_their_tokens_or_sixteen(
     assert (order_to_share(rows, Sharing("auto")) is not None) == (n_shared > 0)
     long = [np.concatenate([np.arange(20), row]) for row in rows]
     assert n_computed(long) == 8 * (length + 20) - 7 * 26
+
+
+def test_a_rank_without_rows_of_a_shared_step() -> None:
+    rows = read_rows(train_rows(group(20, [5, 6], VOCAB)), VOCAB)
+    shares = share_steps(rows, UpdateSpec(WHOLE), dp_size=3, sharing=ON)
+    assert [len(step.micro_batches[0]) for (step,) in shares] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("spec", [MicroBatchSpec(mini_bs=4), MicroBatchSpec(max_tokens_per_mb=120)])
+def test_micro_batches_of_a_fixed_number_share_only_if_this_is_faster(spec: MicroBatchSpec) -> None:
+    units = [[row] for row in group(20, [10] * 8, VOCAB)]
+    for launch, shares in ((0, True), (1000, False)):
+        rule = Sharing("auto", launch_tokens=launch)
+        groups, found = row_micro_batches(units, spec, sharing=rule, keeps_count=True)
+        assert found == shares
+        assert groups == row_micro_batches(units, spec)[0]
+
+
+def test_a_row_that_is_only_the_prefix_prevents_linking() -> None:
+    """Its micro-batch would have no tokens of its own."""
+    units = [[row] for row in group(100, [0] + [450] * 8, VOCAB)]
+    groups, _ = row_micro_batches(units, MicroBatchSpec(max_tokens_per_mb=700), sharing=ON)
+    assert max(map(len, groups)) == 1
+
+
+def test_a_linked_micro_batch_of_one_row_takes_no_more_memory_than_the_row_alone() -> None:
+    units = [[row] for row in group(1024, [3072, 20, 20, 20], VOCAB)]
+    groups, _ = row_micro_batches(units, MicroBatchSpec(max_tokens_per_mb=4096), sharing=ON)
+    assert max(map(len, groups)) == 1
+
+
+def test_tensor_parallel_gpus_wait_sooner_for_the_host() -> None:
+    alone, four = (Sharing.of("auto", QWEN3_8B, 2, trains=True, on_cuda=True, tp_size=n) for n in (1, 4))
+    assert four == Sharing("auto", 4 * alone.launch_tokens, 4 * alone.search_tokens)
+    adapters = AdapterSpec(8, 16.0, ("q_proj",))
+    assert Sharing.of("auto", QWEN3_8B, 2, trains=True, on_cuda=True, adapters=adapters) != alone
+    assert Sharing.of("auto", QWEN3_8B, 2, trains=False, on_cuda=True).launch_tokens > 0

@@ -231,7 +231,7 @@ def test_the_prompt_of_a_group_passes_the_model_once() -> None:
     step(backend, train_rows(rows), LOSSES["grpo"], "on")
     assert sum(seen) == 4 * (20 + 5 + 6 + 7)
     seen.clear()
-    backend.sharing = ON
+    backend.score_sharing = ON
     backend.logprobs(rows, SamplingConfig(), WHOLE)
     assert sum(seen) == 4 * (20 + 5 + 6 + 7)
 
@@ -241,7 +241,7 @@ def test_scores_are_those_of_rows_apart(name: str) -> None:
     rows = cases(VOCAB)[name]
     backend = make()
     expected = backend.logprobs(rows, SamplingConfig(temperature=0.7), WHOLE)
-    backend.sharing = ON
+    backend.score_sharing = ON
     for spec in (WHOLE, MicroBatchSpec(max_tokens_per_mb=25), MicroBatchSpec(mini_bs=1)):
         found = backend.logprobs(rows, SamplingConfig(temperature=0.7), spec)
         for shared, apart, row in zip(found, expected, rows, strict=True):
@@ -254,7 +254,7 @@ def test_a_model_with_recurrent_states_does_not_share(tmp_path: Path) -> None:
 
     random_model("qwen3.5", tmp_path)
     backend = TrainBackend(load(tmp_path), None, attn_backend="sdpa", share_prefixes="on")
-    assert backend.sharing == backend.train_sharing == Sharing("off")
+    assert backend.score_sharing == backend.train_sharing == Sharing("off")
     rows = group(14, [3, 12, 0], 101)
     assert all(len(scores) for scores in backend.logprobs(rows, SamplingConfig(), WHOLE))
 
@@ -327,7 +327,7 @@ def test_linked_micro_batches_score_as_rows_apart(name: str) -> None:
     rows = linked_rows(name)
     backend = make()
     expected = backend.logprobs(rows, SamplingConfig(), WHOLE)
-    backend.sharing = ON
+    backend.score_sharing = ON
     for shared, apart in zip(backend.logprobs(rows, SamplingConfig(), LINKED[name]), expected, strict=True):
         np.testing.assert_allclose(shared, apart, atol=2e-5)
     assert backend._prefix is None
