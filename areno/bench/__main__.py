@@ -26,6 +26,7 @@ from areno.bench.driver import driver_page, run_driver
 from areno.bench.grid import grid_page, run_grid
 from areno.bench.host import host_page, run_host
 from areno.bench.other_contenders import TransformersContender, VllmContender
+from areno.bench.parity import run_parity, trl_page
 from areno.bench.report import page, record
 from areno.bench.rows import run_sft, sft_page
 from areno.bench.serving import run_agents, run_serving, serving_page
@@ -83,7 +84,7 @@ def show(settings: Settings) -> None:
         found = run(settings, Path(folder))
     agents_page = partial(sampling_page, title="rollout", base="direct")
     pages = {"sampling": sampling_page, "state": states_page, "agents": agents_page, "serve": serving_page}
-    pages |= {"driver": driver_page, "host": host_page, "sft": sft_page, "grid": grid_page}
+    pages |= {"driver": driver_page, "host": host_page, "sft": sft_page, "grid": grid_page, "trl": trl_page}
     to_text = pages.get(settings.kind, page)
     print(json.dumps(found) if settings.json else to_text(found))
 
@@ -110,6 +111,8 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: The shape is unknown, or the rows (prompt plus completion) are longer than the model's context.
     """
+    if settings.kind == "trl":
+        return run_parity(settings, folder)
     path, random_init = model_folder(settings.shape, folder)
     config = load_config(path)
     longest = max(settings.work.row_lens)

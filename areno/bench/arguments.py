@@ -142,7 +142,19 @@ def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float
 
 
 Kind = Literal[
-    "rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve", "driver", "host", "sft", "grid"
+    "rollout",
+    "train",
+    "step",
+    "logprob",
+    "sampling",
+    "state",
+    "agents",
+    "serve",
+    "driver",
+    "host",
+    "sft",
+    "grid",
+    "trl",
 ]
 
 _TRAINS = ("train", "step", "state", "grid")
@@ -158,14 +170,18 @@ _STANDALONE = (
     "host",
     "sft",
     "grid",
-)  # kinds of work that are not compared with other libraries
+    "trl",
+)  # kinds of work that take no --against
+_OF_TRL = ("config", "algo", "seeds", "overrides")
+_USED_BY_TRL = ("work", "shape", "device", "steps", "folder", "json", *_OF_TRL)
 _WORKS = (
     "step: rollout, then one GSPO step on its samples. sampling: the cost of sampling settings. state: the cost of "
     "saving the run state during a step. agents: the cost of a rollout by agents. serve: the speed that clients get "
     "over HTTP. driver: the time that simulated devices wait for the driver. host: the host time of a decoding step "
     "against the number of rows, without the device's work. sft: the share of a step of supervised fine-tuning that is "
     "not the device's work. grid: the settings that tune.enabled chooses against a grid of "
-    "settings, with lengths that are drawn up to --prompt-len and --new-tokens"
+    "settings, with lengths that are drawn up to --prompt-len and --new-tokens. trl: the training of a base model by "
+    "areno and by GRPOTrainer of TRL, with the same settings: rewards, solve rates and the time of a step"
 )
 
 
@@ -182,6 +198,8 @@ class Settings:
         dtype: Dtype of the weights, by its name in torch.
         copies: Numbers of model copies to simulate, for the work "driver".
         against: Names of the libraries to compare with.
+        seeds: Seeds of the runs, for the work "trl".
+        overrides: Settings of the runs as `key=value`, for the work "trl".
     """
 
     kind: Kind
@@ -204,6 +222,10 @@ class Settings:
     rows: int
     messages: bool
     steps: int
+    config: str | None
+    algo: str
+    seeds: tuple[int, ...]
+    overrides: tuple[str, ...]
     limit_s: int
     max_prefill_tokens: int
     mem_fraction: float
@@ -298,7 +320,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--rows", type=_positive, default=1024, help="sft: number of rows per step")
     add("--messages", action="store_true", help="sft: rows are conversations, not a prompt and a response")
-    add("--steps", type=_positive, default=0, help="grid: number of further steps with the chosen settings (default 0)")
+    of_steps = "grid: number of further steps with the chosen settings (default 0). trl: number of training steps "
+    add("--steps", type=_positive, default=0, help=f"{of_steps}(default: total_train_steps of --config)")
+    _add_arguments_of_trl(parser)
     add("--limit-s", type=_positive, help="grid: seconds after which no other point is measured (default 480)")
     add("--updates", type=_positive, default=1, help="step: optimizer steps per batch, as actor.ppo_n_minibatches")
     compared = "step: source of the ratio's denominator; rollout is actor.recompute_logprob=false"
@@ -308,7 +332,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="tokenizer folder. sampling: also measure stop strings. agents, serve, driver and sft need it",
     )
-    add("--folder", help="state: folder to write to (default: a temporary folder)")
+    kept = "trl: folder to keep the curves (curves.svg), the numbers (result.json) and the runs in"
+    add("--folder", help=f"state: folder to write to (default: a temporary folder). {kept}")
     add("--repeats", type=_positive, default=3, help="number of timed repeats after a warm-up")
     others = "also measure this library. plain: areno without --exact, --deterministic and --share-prefixes"
     add("--against", choices=["transformers", "vllm", PLAIN], action="append", help=others)
@@ -319,6 +344,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a trace of one more repeat: device time by kernel group, and idle time (CUDA)",
     )
     add("--json", action="store_true", help="print one line of JSON")
+
+
+def _add_arguments_of_trl(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that only the work "trl" uses."""
+    add = parser.add_argument
+    add("--config", metavar="NAME", help="trl: name of the YAML file with the settings of the runs, as --config-name")
+    add("--algo", choices=["grpo", "gspo"], default="grpo", help="trl: the algorithm (default: %(default)s)")
+    add("--seeds", type=_seed, nargs="+", default=[1], metavar="N", help="trl: seed of each pair of runs (default: 1)")
+    add(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="trl: another setting of the runs, such as gconfig.n_samples=16. Repeat it for more settings",
+    )
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -368,6 +409,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     from areno.kernels.backend import default_dtype
 
     kind, against = args.work, tuple(dict.fromkeys(args.against or ()))
+    _check_trl(args)
     device = args.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     _check(args, device, against)
     if args.uniform:
@@ -380,6 +422,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     dtype = args.dtype or str(default_dtype([device])).removeprefix("torch.")
     values = vars(args) | {"kind": kind, "work": work, "device": device, "dtype": dtype, "against": against}
     values |= {"copies": tuple(args.copies), "limit_s": args.limit_s or 480}
+    values |= {"seeds": tuple(dict.fromkeys(args.seeds)), "overrides": tuple(args.overrides)}
     return Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
 
 
@@ -414,13 +457,13 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
         (args.offload and kind not in _TRAINS, "--offload", f"is for {', '.join(_TRAINS)}, not for {kind}"),
         (args.offload and not cuda, "--offload", f"is for a CUDA device, and --device is {device}"),
         (args.profile and kind in _STANDALONE, "--profile", f"is for other works, not for {kind}"),
-        (args.folder and kind != "state", "--folder", f"is for state, not for {kind}"),
+        (args.folder and kind not in ("state", "trl"), "--folder", f"is for state and trl, not for {kind}"),
         (args.folder and not Path(args.folder).is_dir(), "--folder", f"{args.folder} is not a folder"),
         (args.tokenizer and kind not in _WITH_TEXT, "--tokenizer", f"is for {', '.join(_WITH_TEXT)}, not for {kind}"),
         (kind == "serve" and not args.tokenizer, "--tokenizer", "is missing; serve needs one, for texts"),
         (kind == "serve" and args.samples not in (None, 1), "--samples", "is for other works; serve has 1 for each"),
         (kind in ("driver", "sft") and not args.tokenizer, "--tokenizer", f"is missing; {kind} needs one, for texts"),
-        (args.steps and kind != "grid", "--steps", f"is for grid, not for {kind}"),
+        (args.steps and kind not in ("grid", "trl"), "--steps", f"is for grid and trl, not for {kind}"),
         (args.limit_s and kind != "grid", "--limit-s", f"is for grid, not for {kind}"),
         (args.messages and kind != "sft", "--messages", f"is for sft, not for {kind}"),
         (
@@ -447,6 +490,39 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
             raise ConfigError([Problem(option, message)])
 
 
+def _check_trl(args: argparse.Namespace) -> None:
+    """Raise ConfigError for the first argument that the work "trl" lacks, does not use or alone uses.
+
+    Args:
+        args: The parsed arguments.
+    """
+    parser = _Parser()
+    add_arguments(parser)
+    kind, is_trl = args.work, args.work == "trl"
+    options = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
+    for name, option in options.items():
+        if name in vars(args) and vars(args)[name] != parser.get_default(name):
+            if is_trl and name not in _USED_BY_TRL:
+                raise ConfigError([Problem(option, "is for other works; trl takes settings from --config and --set")])
+            if not is_trl and name in _OF_TRL:
+                raise ConfigError([Problem(option, f"is for trl, not for {kind}")])
+    if not is_trl:
+        return
+    model = Path(args.shape)
+    missing = [name for name in ("trl", "accelerate", "datasets") if find_spec(name) is None]
+    for is_wrong, option, message in (
+        (not args.config, "--config", "is missing; trl needs the name of a YAML file, such as countdown_cpu"),
+        (
+            not any(model.glob("*.safetensors")),
+            "--model",
+            f"is {args.shape}; trl needs the folder of a base model with weights, such as areno reproduce makes",
+        ),
+        (bool(missing), "WORK", f"trl needs packages that are not installed here (pip install {' '.join(missing)})"),
+    ):
+        if is_wrong:
+            raise ConfigError([Problem(option, message)])
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError for a wrong argument, instead of ending the process."""
 
@@ -458,6 +534,13 @@ def _positive(text: str) -> int:
     """Parse a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}; a whole number of at least 1 is needed")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    """Parse a whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"is {text!r}; a whole number of at least 0 is needed")
     return int(text)
 
 

@@ -228,59 +228,11 @@ def _result(folder: Path, bands: Bands) -> dict[str, Any]:
 def _write(output: Path, result: dict[str, Any]) -> None:
     """Write result.json and curve.svg."""
     from areno.files.durable import atomic_write_text
+    from areno.report.picture import svg
 
     atomic_write_text(output / "result.json", json.dumps(result, indent=2) + "\n")
     title = f"{result['name']}, {result['algo']}, seed {result['seed']}, on a {result['size'].upper()}"
-    atomic_write_text(output / "curve.svg", svg(title, result["curve"]["steps"], result["curve"]["rewards"]))
-
-
-def svg(title: str, steps: Sequence[int], rewards: Sequence[float]) -> str:
-    """Return an SVG picture of the mean reward against the step, with the mean over nine steps as a thick line.
-
-    Args:
-        title: Text above the picture.
-        steps: Steps in ascending order, at least one.
-        rewards: Mean reward of each step.
-    """
-    left, top, width, height = 50, 40, 700, 300
-    most_x, most_y = max(steps), max(*rewards, 0.1)
-
-    def points(values: Sequence[float]) -> str:
-        return " ".join(
-            f"{left + width * step / most_x:.1f},{top + height * (1 - value / most_y):.1f}"
-            for step, value in zip(steps, values, strict=True)
-        )
-
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width + 80} {height + 90}" font-family="sans-serif">',
-        f'<rect width="100%" height="100%" fill="white"/><text x="{left}" y="24" font-size="16">{title}</text>',
-    ]
-    for part in range(5):
-        y, value = top + height * (1 - part / 4), most_y * part / 4
-        lines.append(f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="#ddd"/>')
-        lines.append(f'<text x="{left - 6}" y="{y + 4}" font-size="12" text-anchor="end">{value:.2f}</text>')
-        x = left + width * part / 4
-        lines.append(
-            f'<text x="{x}" y="{top + height + 18}" font-size="12" text-anchor="middle">{most_x * part // 4}</text>'
-        )
-    lines += [
-        f'<text x="{left + width / 2}" y="{top + height + 40}" font-size="13" text-anchor="middle">step</text>',
-        f'<polyline points="{points(rewards)}" fill="none" stroke="#1f5fa8" stroke-opacity="0.35"/>',
-        f'<polyline points="{points(smoothed(rewards))}" fill="none" stroke="#1f5fa8" stroke-width="2.5"/>',
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def smoothed(values: Sequence[float], reach: int = 4) -> list[float]:
-    """Compute the moving average of values: the mean of each value and its neighbours.
-
-    Args:
-        values: The values.
-        reach: Number of neighbours on each side.
-    """
-    windows = (values[max(0, place - reach) : place + reach + 1] for place in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
+    atomic_write_text(output / "curve.svg", svg(title, result["curve"]["steps"], {"": result["curve"]["rewards"]}))
 
 
 def _show(output: Path, result: dict[str, Any]) -> None:
