@@ -94,7 +94,7 @@ def run_parity(settings: Settings, folder: Path) -> dict[str, Any]:
         place.mkdir()
         log_progress(f"trl: seed {seed}, {n_steps} steps by areno, results in {place}")
         ours = _in_a_process(train_with_areno, settings.algo, config, place / "areno")
-        theirs = _trained_by_trl(config, n_steps, rows_at_once, settings.device, place / "trl")
+        theirs = _trained_by_trl(config, n_steps, rows_at_once, settings.device, ours.n_threads, place / "trl")
         rows_at_once = theirs.rows_at_once or rows_at_once  # what ran out of memory once would again
         models = {"base": config.actor.path, "areno": ours.model, "trl": theirs.model}
         rates = {
@@ -105,7 +105,10 @@ def run_parity(settings: Settings, folder: Path) -> dict[str, Any]:
         runs.append({"seed": seed, "solve_rate": rates["base"], **found})
     config = configs[settings.seeds[0]]
     found = {
-        **{"config": settings.config, "algo": settings.algo, "steps": n_steps, "device": _device_name(settings.device)},
+        "config": settings.config,
+        "algo": settings.algo,
+        "steps": n_steps,
+        "device": _device_name(settings.device),
         "samples": [config.train_dataset.batch_size, config.gconfig.n_samples],
         "versions": {name: version(name) for name in ("areno", "trl", "transformers", "torch")},
         "trl_settings": trl_settings(config, n_steps, rows_at_once, settings.device),
@@ -195,11 +198,12 @@ def train_with_areno(algo: str, config: PolicyExperimentConfig, folder: Path) ->
     with get_algorithm(algo).loop()(config, run_dir=folder, trackers=[steps]) as trainer:
         steps.begin()
         trainer.fit()
+        found.n_threads = torch.get_num_threads()  # on a CPU, the engine is in this process
     return found
 
 
 def _trained_by_trl(
-    config: PolicyExperimentConfig, n_steps: int, rows_at_once: int, device: str, folder: Path
+    config: PolicyExperimentConfig, n_steps: int, rows_at_once: int, device: str, n_threads: int, folder: Path
 ) -> Training:
     """Train by TRL with micro-batches that fit into memory, beginning with `rows_at_once` rows.
 
@@ -209,7 +213,7 @@ def _trained_by_trl(
     size: int | None = rows_at_once
     while size is not None:
         log_progress(f"trl: {n_steps} steps by TRL, micro-batches of {size} rows")
-        if (found := _in_a_process(train_with_trl, config, n_steps, size, device, folder)) is not None:
+        if (found := _in_a_process(train_with_trl, config, n_steps, size, device, n_threads, folder)) is not None:
             return found
         log_progress("trl: out of device memory; training begins again with smaller micro-batches")
         size = smaller(n_rows(config), size)

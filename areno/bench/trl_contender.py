@@ -66,6 +66,7 @@ class Training:
         step_s: Seconds of each step.
         rollout_s: Seconds of sampling in each step.
         rows_at_once: Number of rows in a micro-batch. None if it is chosen for each step.
+        n_threads: Number of threads that torch used on a CPU.
     """
 
     model: str
@@ -73,6 +74,7 @@ class Training:
     step_s: list[float] = field(default_factory=list)
     rollout_s: list[float] = field(default_factory=list)
     rows_at_once: int | None = None
+    n_threads: int = 1
 
 
 def trl_problems(config: PolicyExperimentConfig) -> Iterator[Problem]:
@@ -231,7 +233,7 @@ def _tokenizer_folder(config: PolicyExperimentConfig) -> str:
 
 
 def train_with_trl(
-    config: PolicyExperimentConfig, n_steps: int, rows_at_once: int, device: str, folder: Path
+    config: PolicyExperimentConfig, n_steps: int, rows_at_once: int, device: str, n_threads: int, folder: Path
 ) -> Training | None:
     """Train a model by GRPOTrainer.
 
@@ -240,6 +242,7 @@ def train_with_trl(
         n_steps: Number of training steps.
         rows_at_once: Number of rows in a micro-batch.
         device: Name of the device in torch.
+        n_threads: Number of threads of torch on a CPU. Small models are fastest with one.
         folder: Folder of the run. The trained model is written to its subfolder `model`.
 
     Returns:
@@ -249,6 +252,8 @@ def train_with_trl(
         ArenoError: The installed version of TRL lacks a setting, or TRL would encode prompts in another way.
     """
     items = prompts_of(config, n_steps)
+    if device == "cpu":
+        torch.set_num_threads(n_threads)
     try:
         with RewardPool(config.reward, n_devices=1) as pool:
             pool.wait_ready()
@@ -258,7 +263,11 @@ def train_with_trl(
 
 
 def _train(
-    config: PolicyExperimentConfig, items: Sequence[PromptItem], settings: dict[str, Any], pool: RewardPool, folder: Path
+    config: PolicyExperimentConfig,
+    items: Sequence[PromptItem],
+    settings: dict[str, Any],
+    pool: RewardPool,
+    folder: Path,
 ) -> Training:
     """Train as `train_with_trl` describes it, with open reward processes."""
     import trl
@@ -282,7 +291,8 @@ def _train(
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             """Return areno's schedule of the learning rate."""
             share = lambda step: learning_rate(schedule, step) / (schedule.lr or 1.0)  # noqa: E731
-            self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, share)
+            mine: Any = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = LambdaLR(mine, share)
             return self.lr_scheduler
 
     found = Training(str(folder / "model"), rows_at_once=settings["per_device_train_batch_size"])
@@ -294,8 +304,8 @@ def _train(
         train_dataset=Dataset.from_list([{"prompt": item.text, "place": place} for place, item in enumerate(items)]),
     )
     trainer.remove_callback(PrinterCallback)
-    generation = _Stopwatch(trainer.model.generate)
-    trainer.model.generate = generation
+    model: Any = trainer.model
+    generation = model.generate = _Stopwatch(model.generate)
     trainer.add_callback(_steps_of(found, generation, n_steps))
     trainer.train()
     trainer.save_model(found.model)
@@ -318,8 +328,8 @@ def _reward(config: PolicyExperimentConfig, items: Sequence[PromptItem], pool: R
         if skips:
             texts = decode_all(tokenizer, completion_ids, skip_special_tokens=True)
         records = [
-            _record(items[at], *found, step=trainer_state.global_step + 1)
-            for at, *found in zip(place, completion_ids, texts, rendered, strict=True)
+            _record(items[at], tokens, text, raw, trainer_state.global_step + 1)
+            for at, tokens, text, raw in zip(place, completion_ids, texts, rendered, strict=True)
         ]
         outcomes = pool.score(records)
         return [math.nan if outcome.value is None else outcome.value for outcome in outcomes]
