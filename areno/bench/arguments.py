@@ -508,7 +508,7 @@ def _check_trl(args: argparse.Namespace) -> None:
                 raise ConfigError([Problem(option, f"is for trl, not for {kind}")])
     if not is_trl:
         return
-    model = Path(args.shape)
+    model = Path(args.shape).expanduser()
     missing = [name for name in ("trl", "accelerate", "datasets") if find_spec(name) is None]
     for is_wrong, option, message in (
         (not args.config, "--config", "is missing; trl needs the name of a YAML file, such as countdown_cpu"),
@@ -516,6 +516,11 @@ def _check_trl(args: argparse.Namespace) -> None:
             not any(model.glob("*.safetensors")),
             "--model",
             f"is {args.shape}; trl needs the folder of a base model with weights, such as areno reproduce makes",
+        ),
+        (
+            args.device not in (None, "cpu", "cuda:0"),
+            "--device",
+            f"is {args.device!r}; trl takes cpu or the first GPU, cuda:0",
         ),
         (bool(missing), "WORK", f"trl needs packages that are not installed here (pip install {' '.join(missing)})"),
     ):

@@ -11,11 +11,11 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -30,6 +30,7 @@ from areno.bench.timing import log_progress
 from areno.bench.trl_contender import (
     Training,
     n_rows,
+    prompts_of,
     smaller,
     train_with_trl,
     trl_problems,
@@ -44,6 +45,7 @@ from areno.launch.compose import load
 from areno.report.picture import svg
 from areno.tracking.tracker import END_OF_STEP, Tracker
 from areno.trainers.loop import PolicyEvaluation
+from areno.types import PromptItem
 
 T = TypeVar("T")
 
@@ -85,16 +87,17 @@ def run_parity(settings: Settings, folder: Path) -> dict[str, Any]:
         ArenoError: A training failed.
     """
     configs = {seed: config_of(settings, seed) for seed in settings.seeds}
-    n_steps = next(iter(configs.values())).total_train_steps
-    assert n_steps is not None
-    runs, rows_at_once = [], n_rows(next(iter(configs.values())))
+    config = configs[settings.seeds[0]]
+    n_steps, rows_at_once, runs = config.total_train_steps or 0, n_rows(config), []
+    items = {seed: prompts_of(config, n_steps) for seed, config in configs.items()}
     out = folder if settings.folder is None else Path(settings.folder).absolute()
     for seed, config in configs.items():
         place = out / time.strftime(f"seed-{seed}-%Y%m%d-%H%M%S")
         place.mkdir()
         log_progress(f"trl: seed {seed}, {n_steps} steps by areno, results in {place}")
         ours = _in_a_process(train_with_areno, settings.algo, config, place / "areno")
-        theirs = _trained_by_trl(config, n_steps, rows_at_once, settings.device, ours.n_threads, place / "trl")
+        log_progress(f"trl: seed {seed}, {n_steps} steps by TRL")
+        theirs = _trained_by_trl(config, items[seed], rows_at_once, settings.device, ours.n_threads, place / "trl")
         rows_at_once = theirs.rows_at_once or rows_at_once  # what ran out of memory once would again
         models = {"base": config.actor.path, "areno": ours.model, "trl": theirs.model}
         rates = {
@@ -103,7 +106,6 @@ def run_parity(settings: Settings, folder: Path) -> dict[str, Any]:
         }
         found = {"areno": _figures(ours, rates["areno"]), "trl": _figures(theirs, rates["trl"])}
         runs.append({"seed": seed, "solve_rate": rates["base"], **found})
-    config = configs[settings.seeds[0]]
     found = {
         "config": settings.config,
         "algo": settings.algo,
@@ -134,7 +136,7 @@ def config_of(settings: Settings, seed: int) -> PolicyExperimentConfig:
     keys = [text.partition("=")[0].lstrip("+") for text in settings.overrides]
     if given := [Problem(key, f"is set by the comparison with TRL{_FIXED[key]}") for key in keys if key in _FIXED]:
         raise ConfigError(given)
-    model = str(Path(settings.shape).absolute()).replace('"', '\\"')
+    model = str(Path(settings.shape).expanduser().absolute()).replace('"', '\\"')
     own = [f'actor.path="{model}"', f"seed={seed}", "engine.world_size=1", "total_train_n_seqs=null"]
     own += [f"engine.device={settings.device.partition(':')[0]}"]
     own += [f"total_train_steps={settings.steps}"] if settings.steps else []
@@ -203,7 +205,12 @@ def train_with_areno(algo: str, config: PolicyExperimentConfig, folder: Path) ->
 
 
 def _trained_by_trl(
-    config: PolicyExperimentConfig, n_steps: int, rows_at_once: int, device: str, n_threads: int, folder: Path
+    config: PolicyExperimentConfig,
+    items: Sequence[PromptItem],
+    rows_at_once: int,
+    device: str,
+    n_threads: int,
+    folder: Path,
 ) -> Training:
     """Train by TRL with micro-batches that fit into memory, beginning with `rows_at_once` rows.
 
@@ -212,8 +219,8 @@ def _trained_by_trl(
     """
     size: int | None = rows_at_once
     while size is not None:
-        log_progress(f"trl: {n_steps} steps by TRL, micro-batches of {size} rows")
-        if (found := _in_a_process(train_with_trl, config, n_steps, size, device, n_threads, folder)) is not None:
+        log_progress(f"trl: micro-batches of {size} rows")
+        if (found := _in_a_process(train_with_trl, config, items, size, device, n_threads, folder)) is not None:
             return found
         log_progress("trl: out of device memory; training begins again with smaller micro-batches")
         size = smaller(n_rows(config), size)
@@ -239,17 +246,28 @@ def _in_a_process(work: Callable[..., T], *arguments: Any) -> T:
     Raises:
         ArenoError: The process ended without a result, or the function raised this error.
     """
-    with ProcessPoolExecutor(1, get_context("spawn"), _prepare_process) as pool:
+    with _first_gpu(), ProcessPoolExecutor(1, get_context("spawn"), _print_to_stderr) as pool:
         try:
             return pool.submit(work, *arguments).result()
         except BrokenProcessPool as error:
             raise ArenoError("the process of {} ended without a result", work.__name__) from error
 
 
-def _prepare_process() -> None:
-    """Send the output of this process to stderr, and show it one GPU, because TRL splits batches over all it sees."""
-    os.dup2(sys.stderr.fileno(), 1)
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+@contextmanager
+def _first_gpu() -> Iterator[None]:
+    """Show only the first GPU to processes that start in a `with` block, because TRL would use all that it sees."""
+    name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ[name] = "0" if before is None else before.partition(",")[0]
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ |= {} if before is None else {name: before}
+
+
+def _print_to_stderr() -> None:
+    """Send everything that this process prints to stderr."""
+    os.dup2(2, 1)
 
 
 def _figures(training: Training, rate: float) -> dict[str, Any]:

@@ -233,13 +233,18 @@ def _tokenizer_folder(config: PolicyExperimentConfig) -> str:
 
 
 def train_with_trl(
-    config: PolicyExperimentConfig, n_steps: int, rows_at_once: int, device: str, n_threads: int, folder: Path
+    config: PolicyExperimentConfig,
+    items: Sequence[PromptItem],
+    rows_at_once: int,
+    device: str,
+    n_threads: int,
+    folder: Path,
 ) -> Training | None:
     """Train a model by GRPOTrainer.
 
     Args:
         config: Settings of the run of areno.
-        n_steps: Number of training steps.
+        items: The prompts of all steps, in their order.
         rows_at_once: Number of rows in a micro-batch.
         device: Name of the device in torch.
         n_threads: Number of threads of torch on a CPU. Small models are fastest with one.
@@ -251,7 +256,7 @@ def train_with_trl(
     Raises:
         ArenoError: The installed version of TRL lacks a setting, or TRL would encode prompts in another way.
     """
-    items = prompts_of(config, n_steps)
+    n_steps = len(items) // config.train_dataset.batch_size
     if device == "cpu":
         torch.set_num_threads(n_threads)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import xml.etree.ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 
 from areno.api import Algorithm, algorithms
 from areno.cli.__main__ import main
-from areno.cli.reproduce import REPRODUCTIONS, Bands, smoothed, svg
+from areno.cli.reproduce import REPRODUCTIONS, Bands
 from areno.files.user_code import load_module
 from areno.launch import yaml_files
 from areno.launch.compose import load
@@ -98,16 +97,6 @@ def test_the_verdict(base: float, trained: float, met: list[bool]) -> None:
     bands = Bands(base=(0.05, 0.15), trained=(0.15, 0.40), factor=2)
     assert [each for each, _ in bands.judge(base, trained)] == met
     assert [each for each, _ in Bands(factor=2).judge(base, trained)] == met[2:]
-
-
-def test_the_curve_is_a_picture() -> None:
-    picture = xml.etree.ElementTree.fromstring(svg("title", [1, 2, 3], [0.0, 0.5, 1.0]))
-    raw, smooth = (line.attrib["points"].split() for line in picture.iter("{http://www.w3.org/2000/svg}polyline"))
-    assert len(raw) == len(smooth) == 3
-    heights = [float(point.split(",")[1]) for point in raw]
-    assert heights == sorted(heights, reverse=True)
-    assert smoothed([0, 0, 9, 0, 0], reach=1) == [0, 3, 3, 3, 0]
-    assert svg("title", [1], [0.0])
 
 
 def test_the_page_has_the_bands() -> None:

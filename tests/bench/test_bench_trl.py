@@ -1,0 +1,297 @@
+"""python -m areno.bench trl: settings of TRL from those of areno, the comparison, and a tiny run of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import xml.etree.ElementTree
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areno.api.algorithms import get_algorithm
+from areno.api.trainer import Trainer
+from areno.bench import parity, trl_contender
+from areno.bench.__main__ import main
+from areno.bench.arguments import parse
+from areno.bench.parity import compare, config_of, picture, trl_page
+from areno.bench.trl_contender import (
+    Training,
+    prompts_of,
+    smaller,
+    trl_problems,
+    trl_settings,
+    with_formulas_of_trl,
+)
+from areno.config.models import NormConfig
+from areno.errors import ArenoError
+from areno.launch.compose import load
+from areno.loss_fns.advantages import group_advantages
+from areno.plan.plan import TrainerPlan
+from areno.types import TrainSequence
+from tests.helpers.tiny_engine import engine_spec
+
+MODEL = Path(__file__).parents[2] / "examples/quickstart/model"
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    return load(get_algorithm("grpo").config, "countdown_cpu", [f"actor.path={MODEL}", "seed=7"])
+
+
+def test_the_settings_of_trl_are_those_of_areno(config: Any) -> None:
+    assert list(trl_problems(config)) == []
+    found = trl_settings(config, 60, 64, "cpu")
+    expected = {
+        "max_steps": 60,
+        "seed": 7,
+        "per_device_train_batch_size": 64,
+        "gradient_accumulation_steps": 4,  # 32 prompts, 8 samples each, one optimizer step
+        "num_generations": 8,
+        "max_completion_length": 64,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": None,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "importance_sampling_level": "token",
+        "loss_type": "grpo",
+        "scale_rewards": "group",
+        "mask_truncated_completions": False,
+        "learning_rate": 5e-4,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_epsilon": 1e-8,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_other_settings_of_the_loss(config: Any) -> None:
+    norm = NormConfig(std_level=None)
+    actor = replace(config.actor, eps_clip_higher=0.28, reduction="token_mean", adv_norm=norm, dtype="bfloat16")
+    gconfig = replace(config.gconfig, top_k=20, min_p=0.1)
+    found = trl_settings(replace(config, actor=actor, gconfig=gconfig), 1, 256, "cuda:0")
+    names = ("epsilon", "epsilon_high", "loss_type", "scale_rewards", "bf16", "top_k", "min_p", "use_cpu")
+    assert [found[name] for name in names] == [0.2, 0.28, "dapo", "none", True, 20, 0.1, False]
+    assert with_formulas_of_trl(replace(config, actor=actor)).actor.adv_norm == norm
+
+
+def test_the_settings_of_gspo() -> None:
+    found = trl_settings(load(get_algorithm("gspo").config, "countdown_cpu", [f"actor.path={MODEL}"]), 1, 256, "cpu")
+    names = ("importance_sampling_level", "loss_type", "epsilon", "gradient_accumulation_steps")
+    assert [found[name] for name in names] == ["sequence", "grpo", 3e-4, 1]
+
+
+def test_areno_divides_by_the_deviation_of_trl(config: Any) -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.5])
+    norm = with_formulas_of_trl(config).actor.adv_norm
+    ours = group_advantages(rewards.tolist(), [0] * 4, **dataclasses.asdict(norm))
+    assert ours.tolist() == pytest.approx(((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist())
+
+
+def test_settings_without_a_counterpart_are_told_together(config: Any) -> None:
+    norm = NormConfig(mean_level="batch")
+    actor = replace(config.actor, reward_scaling=2.0, mask_no_eos_with_zero=True, ppo_n_minibatches=2, adv_norm=norm)
+    changed = replace(config, actor=actor, gconfig=replace(config.gconfig, stop=["."]))
+    assert {problem.key for problem in trl_problems(changed)} == {
+        "actor.reward_scaling",
+        "actor.mask_no_eos_with_zero",
+        "actor.ppo_n_minibatches",
+        "actor.adv_norm.mean_level",
+        "gconfig.stop",
+    }
+    masked = replace(config.actor, mask_no_eos_with_zero=True, reduction="token_mean")
+    assert not list(trl_problems(replace(config, actor=masked)))
+
+
+def test_prompts_come_in_the_order_of_a_run(config: Any) -> None:
+    few = replace(config, train_dataset=replace(config.train_dataset, dataset_kwargs={"count": 10}, batch_size=4))
+    items = prompts_of(replace(few, total_train_epochs=2), 4)
+    assert len(items) == 16
+    assert len({item.index for item in items[:8]}) == 8  # an epoch
+    assert [item.index for item in items[:8]] != [item.index for item in items[8:]]
+    with pytest.raises(ArenoError, match="--steps: is 5, and 2 epochs have 4 steps"):
+        prompts_of(replace(few, total_train_epochs=2), 5)
+
+
+def test_smaller_micro_batches_divide_the_step() -> None:
+    sizes, size = [], 96
+    while (size := smaller(96, size) or 0) > 0:
+        sizes.append(size)
+    assert sizes == [48, 24, 12, 6, 3, 1]
+
+
+def test_a_training_out_of_memory_begins_again(config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried = []
+
+    def run(work: Any, config: Any, items: Any, size: int, *_: Any) -> Training | None:
+        tried.append(size)
+        return None if size > fits else Training("model", rows_at_once=size)
+
+    monkeypatch.setattr(parity, "_in_a_process", run)
+    fits = 64
+    assert parity._trained_by_trl(config, [], 256, "cuda:0", 1, tmp_path).rows_at_once == 64
+    assert tried == [256, 128, 64]
+    fits = 0
+    with pytest.raises(ArenoError, match="even with one row at a time"):
+        parity._trained_by_trl(config, [], 256, "cuda:0", 1, tmp_path)
+
+
+def runs() -> list[dict[str, Any]]:
+    """Two seeds, whose rates are 0.2 and 0.3 by areno and 0.28 and 0.3 by TRL."""
+
+    def of(rewards: list[float], median_s: float, rate: float) -> dict[str, Any]:
+        return {"rewards": rewards, "median_s": median_s, "rollout_s": median_s / 2, "solve_rate": rate}
+
+    return [
+        {"seed": 1, "solve_rate": 0.1, "areno": of([0.1, 0.3], 1.0, 0.2), "trl": of([0.1, 0.2], 6.0, 0.28)},
+        {"seed": 2, "solve_rate": 0.1, "areno": of([0.2, 0.3], 2.0, 0.3), "trl": of([0.1, 0.4], 8.0, 0.3)},
+    ]
+
+
+def test_the_comparison_its_page_and_its_picture() -> None:
+    found: dict[str, Any] = compare(runs())
+    assert found["solve_rate"] == pytest.approx({"base": 0.1, "areno": 0.25, "trl": 0.29})
+    assert (found["apart"], found["spread"], found["ratio"]) == pytest.approx((0.04, 0.1, 5.0))
+    assert found["is_equal"]  # because of the spread
+    assert not compare(runs()[:1])["is_equal"]
+    found |= {"config": "c", "algo": "grpo", "steps": 2, "device": "d", "samples": [4, 8], "runs": runs()}
+    page = trl_page({**found, "versions": {"trl": "1"}}).splitlines()
+    assert page[0] == "c, grpo: 2 steps of 4 x 8 samples"
+    areno = next(line.split() for line in page if line.startswith("1     areno"))
+    assert areno == ["1", "areno", "0.100", "0.300", "0.100", "0.200", "1.000", "0.500", "0.500"]
+    assert page[-1] == "a step of TRL takes 5.00 times as long"
+    shapes = xml.etree.ElementTree.fromstring(picture(found))
+    assert len(list(shapes.iter("{http://www.w3.org/2000/svg}polyline"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("trl --config countdown_cpu", "--model: is qwen3-0.6b; trl needs the folder of a base model with weights"),
+        (f"trl --model {MODEL}", "--config: is missing"),
+        (f"trl --model {MODEL} --config a --prompts 3", "--prompts: is for other works; trl takes settings from"),
+        (f"trl --model {MODEL} --config a --device cuda:1", "--device: is 'cuda:1'; trl takes cpu or the first GPU"),
+        (f"trl --model {MODEL} --config a --seeds x", "--seeds: is 'x'; a whole number of at least 0"),
+        ("train --config a --device cpu", "--config: is for trl, not for train"),
+        ("train --seeds 1 2 --device cpu", "--seeds: is for trl, not for train"),
+        ("train --set a=b --device cpu", "--set: is for trl, not for train"),
+    ],
+)
+def test_arguments_that_do_not_fit(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    assert main(arguments.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("areno.bench.arguments.find_spec", lambda name: None)
+    assert main(["trl", "--model", str(MODEL), "--config", "countdown_cpu"]) == 2
+    assert "trl needs packages that are not installed here (pip install trl accelerate" in capsys.readouterr().err
+
+
+def settings_with(monkeypatch: pytest.MonkeyPatch, *more: str) -> Any:
+    monkeypatch.setattr("areno.bench.arguments.find_spec", lambda name: name)
+    return parse(["trl", "--model", str(MODEL), "--config", "countdown_cpu", "--device", "cpu", *more])
+
+
+def test_settings_that_the_command_sets_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_with(monkeypatch, "--set", "seed=3", "--set", "actor.adv_norm.eps=1")
+    with pytest.raises(ArenoError) as caught:
+        config_of(settings, 1)
+    assert [problem.key for problem in caught.value.problems] == ["seed", "actor.adv_norm.eps"]
+    found: Any = config_of(settings_with(monkeypatch, "--steps", "9", "--set", "gconfig.n_samples=2"), 5)
+    values = found.seed, found.total_train_steps, found.gconfig.n_samples, found.actor.path, found.engine.device
+    assert values == (5, 9, 2, str(MODEL), "cpu")
+
+
+@pytest.mark.slow
+def test_a_tiny_run_of_both(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("trl", "accelerate", "datasets"):
+        pytest.importorskip(name)
+    command = f"trl --model {MODEL} --config quickstart --steps 3 --device cpu --json --folder {tmp_path}".split()
+    assert main([*command, "--set", "train_dataset.batch_size=16", "--set", "reward.workers=1"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    [run] = found["runs"]
+    for name in ("areno", "trl"):
+        assert len(run[name]["rewards"]) == len(run[name]["step_s"]) == 3
+        assert 0 < run[name]["rollout_s"] < run[name]["median_s"]
+        assert (Path(run[name]["model"]) / "model.safetensors").is_file()
+    # 128 samples of the same policy: the deviation of the difference is at most 0.063.
+    assert run["areno"]["rewards"][0] == pytest.approx(run["trl"]["rewards"][0], abs=0.2)
+    assert found["ratio"] == run["trl"]["median_s"] / run["areno"]["median_s"]
+    assert json.loads((tmp_path / "result.json").read_text()) == found
+    assert (tmp_path / "curves.svg").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algo", "more"),
+    [
+        ("grpo", []),
+        ("grpo", ["actor.reduction=token_mean", "actor.adv_norm.std_level=null", "gconfig.temperature=0.7"]),
+        ("grpo", ["actor.reduction=seq_mean_token_sum_norm", "actor.optimizer.gradient_clipping=0.01"]),
+        ("gspo", ["actor.adv_norm.std_level=batch", "actor.optimizer.warmup_steps_proportion=0.5"]),
+    ],
+)
+def test_areno_updates_as_trl_on_the_samples_of_trl(
+    algo: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("trl", "accelerate", "datasets"):
+        pytest.importorskip(name)
+    own = [f"actor.path={MODEL}", "train_dataset.batch_size=8", "reward.workers=1", "actor.optimizer.eps=1e-4"]
+    steps: list[list[Any]] = []
+    reward_of = trl_contender._reward
+
+    def recorded(config: Any, items: Any, pool: Any) -> Any:
+        reward = reward_of(config, items, pool)
+
+        def record(completion_ids: Any, place: Any, **named: Any) -> list[float]:
+            found = reward(completion_ids=completion_ids, place=place, **named)
+            steps.append(list(zip([items[at] for at in place], completion_ids, found, strict=True)))
+            return found
+
+        return record
+
+    monkeypatch.setattr(trl_contender, "_reward", recorded)
+    config: Any = with_formulas_of_trl(load(get_algorithm(algo).config, "quickstart", [*own, *more]))
+    items = prompts_of(config, 4)
+    theirs = trl_contender.train_with_trl(config, items, 32, "cpu", 1, tmp_path / "trl")
+    assert theirs is not None
+    assert theirs.rewards == pytest.approx([sum(reward for *_, reward in step) / 64 for step in steps])
+
+    optimizer = replace(config.actor.optimizer, lr_decay_steps=4)
+    spec = engine_spec(MODEL, optimizer=optimizer, gradient_checkpointing=False)
+    with Trainer.from_plan(TrainerPlan(spec=spec, tokenizer=None)) as trainer:
+        trainer.init()
+        for step in steps:
+            rows = [
+                TrainSequence(
+                    prompt_mask=[True] * len(item.tokens) + [False] * len(tokens),
+                    tokens=[*item.tokens, *tokens],
+                    logprobs=[0.0] * (len(item.tokens) + len(tokens)),
+                    advantages=[0.0] * (len(item.tokens) + len(tokens)),
+                    reward=reward,
+                )
+                for item, tokens, reward in step
+            ]
+            found = config.advantages(rows, [number // 8 for number in range(64)])
+            for row, advantages, (item, *_) in zip(rows, found, step, strict=True):
+                row.advantages = [0.0] * len(item.tokens) + list(map(float, advantages))
+            trainer.train(rows, config.loss_fn(), temperature=config.gconfig.temperature)
+        trainer.save_checkpoint(tmp_path / "ours")
+    start, ours, after = (load_file(Path(at) / "model.safetensors") for at in (MODEL, tmp_path / "ours", theirs.model))
+    moved = sum((after[name] - start[name]).double().square().sum() for name in ours)
+    apart = sum((after[name] - ours[name]).double().square().sum() for name in ours)
+    assert moved > 0
+    assert (apart / moved) ** 0.5 < 1e-2
