@@ -35,6 +35,7 @@ from areno.plan.plan import TrainerPlan
 from areno.types import TrainSequence
 from tests.helpers.tiny_engine import engine_spec
 
+WARM_UP = "actor.optimizer.warmup_steps_proportion=0.5"
 MODEL = Path(__file__).parents[2] / "examples/quickstart/model"
 
 
@@ -238,10 +239,10 @@ def test_a_tiny_run_of_both(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("algo", "more"),
     [
-        ("grpo", []),
+        ("grpo", ["actor.optimizer.gradient_clipping=0"]),
         ("grpo", ["actor.reduction=token_mean", "actor.adv_norm.std_level=null", "gconfig.temperature=0.7"]),
         ("grpo", ["actor.reduction=seq_mean_token_sum_norm", "actor.optimizer.gradient_clipping=0.01"]),
-        ("gspo", ["actor.adv_norm.std_level=batch", "actor.optimizer.warmup_steps_proportion=0.5"]),
+        ("gspo", ["actor.adv_norm.std_level=batch", "actor.optimizer.gradient_clipping=0", WARM_UP]),
     ],
 )
 def test_areno_updates_as_trl_on_the_samples_of_trl(
@@ -249,7 +250,11 @@ def test_areno_updates_as_trl_on_the_samples_of_trl(
 ) -> None:
     for name in ("trl", "accelerate", "datasets"):
         pytest.importorskip(name)
-    own = [f"actor.path={MODEL}", "train_dataset.batch_size=8", "reward.workers=1", "actor.optimizer.eps=1e-4"]
+    own = [f"actor.path={MODEL}", "train_dataset.batch_size=8", "reward.workers=1"]
+    own += [
+        "actor.optimizer.eps=0.1",
+        "actor.optimizer.lr=0.02",
+    ]  # so that Adam does not divide the size of gradients out
     steps: list[list[Any]] = []
     reward_of = trl_contender._reward
 
@@ -294,4 +299,4 @@ def test_areno_updates_as_trl_on_the_samples_of_trl(
     moved = sum((after[name] - start[name]).double().square().sum() for name in ours)
     apart = sum((after[name] - ours[name]).double().square().sum() for name in ours)
     assert moved > 0
-    assert (apart / moved) ** 0.5 < 1e-2
+    assert (apart / moved) ** 0.5 < 1e-3
