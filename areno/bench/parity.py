@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from areno.api.algorithms import get_algorithm
+from areno import __version__
 from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
 from areno.bench.trl_contender import (
@@ -42,6 +42,7 @@ from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.durable import atomic_write_text
 from areno.launch.compose import load
+from areno.recipes import grpo, gspo
 from areno.report.picture import svg
 from areno.tracking.tracker import END_OF_STEP, Tracker
 from areno.trainers.loop import PolicyEvaluation
@@ -49,6 +50,7 @@ from areno.types import PromptItem
 
 T = TypeVar("T")
 
+_ALGORITHMS = {"grpo": grpo.ALGORITHM, "gspo": gspo.ALGORITHM}
 POINTS = 0.03
 """Solve rates that are no further apart count as equal, even if the spread of seeds is smaller."""
 _WARM_UP = 3  # steps that are left out of the medians, if others are left
@@ -75,12 +77,13 @@ def run_parity(settings: Settings, folder: Path) -> dict[str, Any]:
         folder: Temporary folder, for the runs if the command line names no folder.
 
     Returns:
-        Figures by name. `config`, `algo`, `device`, `versions` and `trl_settings` describe the comparison. `runs` has
-        for each seed `seed`, `solve_rate` of the base model, and for "areno" and "trl" `rewards` and `step_s` (of each
-        step), `median_s`, `rollout_s` (medians without the first steps) and `solve_rate`. `solve_rate` has the mean
-        over the seeds for "base", "areno" and "trl". `apart` is the distance of the last two, `spread` the larger
-        distance between two seeds of one library, and `is_equal` whether apart is at most 0.03 or spread. `ratio` is
-        the seconds of a step of TRL / those of areno.
+        Figures by name. `config`, `algo`, `steps`, `samples` (prompts of a step, samples of a prompt), `device`,
+        `versions` and `trl_settings` (of the last seed) describe the comparison. `runs` has for each seed
+        `seed`, `solve_rate` of the base model, and for "areno" and "trl" `rewards` and `step_s` (of each step),
+        `median_s` and `rollout_s` (medians without the first steps), `solve_rate` and `model` (the folder).
+        `solve_rate` has the mean over the seeds for "base", "areno" and "trl". `apart` is the distance of the last two,
+        `spread` the largest distance between two seeds of one library, and `is_equal` whether apart is at most 0.03 or
+        spread. `ratio` is the seconds of a step of TRL / those of areno.
 
     Raises:
         ConfigError: A setting is wrong, or TRL has no counterpart for it.
@@ -88,9 +91,18 @@ def run_parity(settings: Settings, folder: Path) -> dict[str, Any]:
     """
     configs = {seed: config_of(settings, seed) for seed in settings.seeds}
     config = configs[settings.seeds[0]]
-    n_steps, rows_at_once, runs = config.total_train_steps or 0, n_rows(config), []
+    n_steps, rows_at_once = config.total_train_steps or 0, n_rows(config)
     items = {seed: prompts_of(config, n_steps) for seed, config in configs.items()}
     out = folder if settings.folder is None else Path(settings.folder).absolute()
+    found: dict[str, Any] = {
+        "config": settings.config,
+        "algo": settings.algo,
+        "steps": n_steps,
+        "samples": [config.train_dataset.batch_size, config.gconfig.n_samples],
+        "device": _device_name(settings.device),
+        "versions": {"areno": __version__} | {name: version(name) for name in ("trl", "transformers", "torch")},
+        "runs": [],
+    }
     for seed, config in configs.items():
         place = out / time.strftime(f"seed-{seed}-%Y%m%d-%H%M%S")
         place.mkdir()
@@ -99,28 +111,22 @@ def run_parity(settings: Settings, folder: Path) -> dict[str, Any]:
         log_progress(f"trl: seed {seed}, {n_steps} steps by TRL")
         theirs = _trained_by_trl(config, items[seed], rows_at_once, settings.device, ours.n_threads, place / "trl")
         rows_at_once = theirs.rows_at_once or rows_at_once  # what ran out of memory once would again
-        models = {"base": config.actor.path, "areno": ours.model, "trl": theirs.model}
-        rates = {
-            name: _in_a_process(solve_rate, config, model, place / f"evaluation-{name}")
-            for name, model in models.items()
-        }
-        found = {"areno": _figures(ours, rates["areno"]), "trl": _figures(theirs, rates["trl"])}
-        runs.append({"seed": seed, "solve_rate": rates["base"], **found})
-    found = {
-        "config": settings.config,
-        "algo": settings.algo,
-        "steps": n_steps,
-        "device": _device_name(settings.device),
-        "samples": [config.train_dataset.batch_size, config.gconfig.n_samples],
-        "versions": {name: version(name) for name in ("areno", "trl", "transformers", "torch")},
-        "trl_settings": trl_settings(config, n_steps, rows_at_once, settings.device),
-        "runs": runs,
-        **compare(runs),
-    }
-    if settings.folder is not None:
-        atomic_write_text(out / "result.json", json.dumps(found, indent=2) + "\n")
-        atomic_write_text(out / "curves.svg", picture(found))
+        found["runs"].append(_measured(config, ours, theirs, place) | {"seed": seed})
+        found |= compare(found["runs"]) | {"trl_settings": trl_settings(config, n_steps, rows_at_once, settings.device)}
+        if settings.folder is not None:  # after each seed, so that an interruption leaves results
+            atomic_write_text(out / "result.json", json.dumps(found, indent=2) + "\n")
+            atomic_write_text(out / "curves.svg", picture(found))
     return found
+
+
+def _measured(config: PolicyExperimentConfig, ours: Training, theirs: Training, place: Path) -> dict[str, Any]:
+    """Measure the solve rates of three models, and return the figures of a seed that `run_parity` describes."""
+    models = {"base": config.actor.path, "areno": ours.model, "trl": theirs.model}
+    rates = {
+        name: _in_a_process(solve_rate, config, model, place / f"evaluation-{name}") for name, model in models.items()
+    }
+    of_both = {"areno": _figures(ours, rates["areno"]), "trl": _figures(theirs, rates["trl"])}
+    return {"solve_rate": rates["base"], **of_both}
 
 
 def config_of(settings: Settings, seed: int) -> PolicyExperimentConfig:
@@ -140,7 +146,7 @@ def config_of(settings: Settings, seed: int) -> PolicyExperimentConfig:
     own = [f'actor.path="{model}"', f"seed={seed}", "engine.world_size=1", "total_train_n_seqs=null"]
     own += [f"engine.device={settings.device.partition(':')[0]}"]
     own += [f"total_train_steps={settings.steps}"] if settings.steps else []
-    config: Any = load(get_algorithm(settings.algo).config, settings.config or "", [*own, *settings.overrides])
+    config: Any = load(_ALGORITHMS[settings.algo].config, settings.config or "", [*own, *settings.overrides])
     problems = list(trl_problems(config))
     if config.total_train_steps is None:
         problems.append(Problem("--steps", f"is missing; {settings.config} sets no total_train_steps"))
@@ -197,7 +203,7 @@ def train_with_areno(algo: str, config: PolicyExperimentConfig, folder: Path) ->
     found = Training(str(folder / "checkpoints" / "latest"))
     steps = _Steps(found)
     config = _only(config, valid_dataset=None, eval_gconfig=None)
-    with get_algorithm(algo).loop()(config, run_dir=folder, trackers=[steps]) as trainer:
+    with _ALGORITHMS[algo].loop()(config, run_dir=folder, trackers=[steps]) as trainer:
         steps.begin()
         trainer.fit()
         found.n_threads = torch.get_num_threads()  # on a CPU, the engine is in this process

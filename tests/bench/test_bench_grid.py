@@ -66,10 +66,10 @@ def test_points_after_the_limit_are_left_out(capsys: pytest.CaptureFixture[str])
     assert {point["failed"] for point in others} == {"not measured, see --limit-s"}
 
 
-@pytest.mark.parametrize("option", ["--steps", "--limit-s"])
-def test_options_of_other_works(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("option", "works"), [("--steps", "grid and trl"), ("--limit-s", "grid")])
+def test_options_of_other_works(option: str, works: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", option, "2", "--device", "cpu"]) == 2
-    assert f"{option}: is for grid, not for train" in capsys.readouterr().err
+    assert f"{option}: is for {works}, not for train" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -34,7 +34,7 @@ def test_a_step_with_a_state_is_compared_with_one_without(tmp_path: Path, capsys
     ("arguments", "wrong"),
     [
         ("state --against transformers", "--against: is for other works"),
-        ("step --folder x", "--folder: is for state, not for step"),
+        ("step --folder x", "--folder: is for state and trl, not for step"),
         ("state --folder /nowhere/at/all", "--folder: /nowhere/at/all is not a folder"),
     ],
 )
