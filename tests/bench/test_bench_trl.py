@@ -216,11 +216,13 @@ def test_settings_that_the_command_sets_itself(monkeypatch: pytest.MonkeyPatch) 
     assert values == (5, 9, 2, str(MODEL), "cpu")
 
 
-@pytest.mark.slow
-def test_a_tiny_run_of_both(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda:0", marks=pytest.mark.gpu)]
+)
+def test_a_tiny_run_of_both(device: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("trl", "accelerate", "datasets"):
         pytest.importorskip(name)
-    command = f"trl --model {MODEL} --config quickstart --steps 3 --device cpu --json --folder {tmp_path}".split()
+    command = f"trl --model {MODEL} --config quickstart --steps 3 --device {device} --json --folder {tmp_path}".split()
     assert main([*command, "--set", "train_dataset.batch_size=16", "--set", "reward.workers=1"]) == 0
     found = json.loads(capfd.readouterr().out)
     [run] = found["runs"]
@@ -230,6 +232,7 @@ def test_a_tiny_run_of_both(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         assert (Path(run[name]["model"]) / "model.safetensors").is_file()
     # 128 samples of the same policy: the deviation of the difference is at most 0.063.
     assert run["areno"]["rewards"][0] == pytest.approx(run["trl"]["rewards"][0], abs=0.2)
+    assert found["trl_settings"]["bf16"] == (device != "cpu")
     assert found["ratio"] == run["trl"]["median_s"] / run["areno"]["median_s"]
     assert json.loads((tmp_path / "result.json").read_text()) == found
     assert (tmp_path / "curves.svg").is_file()
