@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,17 @@ def one_revision() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_folder, "git_revision", functools.cache(run_folder.git_revision))
         patch.setattr(run_folder, "version", functools.cache(run_folder.version))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def old_objects_stay_frozen() -> Iterator[None]:
+    """What a run froze it unfreezes at its end, with all that this process has frozen itself. The collections of later
+    tests would look through torch and all tests: a third of a second each, and a test may have a hundred."""
+    from areno.run import setup
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "gc", SimpleNamespace(freeze=lambda: None, unfreeze=lambda: None))
         yield
 
 
