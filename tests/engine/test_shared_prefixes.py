@@ -40,6 +40,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp 2": {"devices": 2, "cp_size": 2},
     "tp 2, cp 2": {"devices": 4, "tp_size": 2, "cp_size": 2},
 }
+# Each kind meets copies, tensor and context parallelism, the last two together; each layout alone meets one kind.
+ON_RANKS = [
+    (kind, layout) for layout in ("two copies, zero 2", "tp 2, cp 2") for kind in ("dense", "adapters", "experts")
+]
+ON_RANKS += [("adapters", "two copies"), ("dense", "tp 2"), ("experts", "cp 2")]
 
 
 def rows_of_groups(vocab: int) -> Rows:
@@ -107,8 +112,7 @@ def test_one_rank(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["dense", "adapters", "experts"])
+@pytest.mark.parametrize(("kind", "layout"), ON_RANKS)
 def test_several_ranks(kind: str, layout: str, tmp_path: Path) -> None:
     check(folder_of(kind, tmp_path / "model"), **KINDS[kind], **LAYOUTS[layout])
 
