@@ -178,7 +178,7 @@ def test_two_ranks_train_as_one(tmp_path: Path, models: dict[str, Path]) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 def test_quickstart_learns_with_a_critic(seed: int, tmp_path: Path) -> None:
     started = time.perf_counter()
     root = str(Path(areno.__file__).parents[1])
