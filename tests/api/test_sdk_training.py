@@ -62,7 +62,7 @@ def scaled(pack: Any, logprobs: Any, *, scale: float) -> Any:
     return Scaled(scale)(pack, logprobs)
 
 
-@pytest.mark.parametrize("workers", ["inline", "spawn"])
+@pytest.mark.parametrize("workers", ["inline", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_every_form_of_a_custom_loss(workers: str) -> None:
     """All double the same loss."""
     scale = 2.0

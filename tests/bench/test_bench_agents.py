@@ -38,6 +38,7 @@ def test_agents_need_a_chat_template(capsys: pytest.CaptureFixture[str]) -> None
     assert "--tokenizer: is missing; agents need one with a chat template" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_clients_get_is_compared_with_direct_sampling(capsys: pytest.CaptureFixture[str]) -> None:
     command = f"serve --shape {model_folder()} --tokenizer {TOKENIZER} --device cpu --clients 3"
     work = "--prompts 5 --prompt-len 6 --new-tokens 5 --repeats 1"

@@ -13,6 +13,7 @@ from tests.helpers.bench_runs import TINY_ROLLOUT
 from tests.helpers.tiny_engine import model_folder
 
 
+@pytest.mark.slow
 def test_steps_on_played_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = (
         f"driver --shape {model_folder(tmp_path, vocab_size=5000)} --tokenizer {TOKENIZER} {TINY_ROLLOUT} --copies 1 2"

@@ -212,6 +212,7 @@ if sys.argv[1] == "killed":
 """
 
 
+@pytest.mark.slow
 @reads_proc
 @pytest.mark.parametrize(("how", "code"), [("killed", -signal.SIGKILL), ("without close", 0)])
 def test_no_process_outlives_the_run(how: str, code: int, tmp_path: Path) -> None:

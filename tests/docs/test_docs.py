@@ -153,6 +153,7 @@ def test_links_lead_somewhere(page: Path) -> None:
                 assert anchor in anchors, f"{page.name} links to {target}#{anchor}"
 
 
+@pytest.mark.slow
 def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
     """Every scalar of short runs has its row in docs/runs.md, and every row names what one of these runs records."""
     from areno.launch.compose import load
@@ -191,6 +192,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
     assert recorded == documented, recorded ^ documented
 
 
+@pytest.mark.slow
 def test_the_sdk_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks, in order; what they show, and every number and key they could return, is what the page says."""
     from areno.plan.backend import RuntimeConfig

@@ -75,7 +75,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(group, "poll", poll)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_runs_are_equal(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = [*SETTINGS, "total_train_steps=2", f"engine.world_size={world_size}"]
     settings += ["reward.fn=null", f"reward.path={classifier(tmp_path / 'reward')}"]

@@ -386,6 +386,7 @@ def compare_interpreted() -> None:
     assert torch.equal(found, there)
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_compute_the_same() -> None:
     run_interpreted("from tests.engine.test_exact import compare_interpreted; compare_interpreted()")
 

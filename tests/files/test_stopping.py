@@ -53,13 +53,14 @@ class Call:
 @pytest.mark.parametrize(
     ("recipe", "place", "name", "n", "number", "step"),
     [
-        ("gspo", Engine, "generate", 3, signal.SIGTERM, 1),  # the first call is an evaluation
+        pytest.param("gspo", Engine, "generate", 3, signal.SIGTERM, 1, marks=pytest.mark.slow),  # after an evaluation
         ("gspo", Scoring, "outcomes", 3, signal.SIGINT, 1),
         pytest.param("gspo", Engine, "generate", 4, signal.SIGTERM, 2, marks=pytest.mark.slow),  # in an evaluation
         pytest.param("gspo", Engine, "train", 3, signal.SIGUSR1, 3, marks=pytest.mark.slow),  # the update is finished
         ("gspo", Saver, "save", 1, signal.SIGTERM, 3),
         pytest.param("ppo", Engine, "values", 2, signal.SIGTERM, 1, marks=pytest.mark.slow),
-        ("ppo", Engine, "train", 3, signal.SIGINT, 3),  # the critic's; the policy's comes after it
+        # The critic's; the policy's comes after it.
+        pytest.param("ppo", Engine, "train", 3, signal.SIGINT, 3, marks=pytest.mark.slow),
         ("dpo", Engine, "train", 2, signal.SIGTERM, 2),
     ],
 )

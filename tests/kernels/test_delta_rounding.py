@@ -58,6 +58,7 @@ def logprobs(logits_BNV: Tensor, rows_BN: Tensor) -> Tensor:
     return logits_BNV[:, :-1].double().log_softmax(-1).gather(-1, rows_BN[:, 1:, None]).squeeze(-1)
 
 
+@pytest.mark.slow
 def test_rows_of_hundreds_of_tokens_are_as_exact_as_with_transformers(tmp_path: Path) -> None:
     """Training against their chunks, rollouts against their steps with a cache, and the one against the other."""
     kind, extra = CASES["qwen3.5"]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -118,5 +119,6 @@ def compare(n_ranks: int) -> None:
         mp.start_processes(compare_rank, (folder, n_ranks), n_ranks, start_method="fork")  # of one that interprets
 
 
+@pytest.mark.slow
 def test_ranks_that_read_each_others_memory_do_what_collectives_do() -> None:
     run_interpreted("from tests.kernels.test_symmetric_memory_interpreted import compare; compare(3)", timeout=100)

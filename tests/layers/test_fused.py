@@ -144,10 +144,12 @@ def compare_two_ranks() -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        "compare_interpreted",
         "compare_families",
         "compare_states",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("compare_frozen", "compare_two_ranks")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("compare_interpreted", "compare_frozen", "compare_two_ranks")
+        ),
     ],
 )
 def test_interpreted_layers_are_the_plain_ones(what: str) -> None:

@@ -162,6 +162,7 @@ def count_activations() -> None:
         assert found == [n * expected.always, n * (expected.always + expected.kept)], (dtype, found, expected)
 
 
+@pytest.mark.slow
 def test_activation_bytes_are_what_a_layer_saves() -> None:
     run_interpreted("from tests.models.test_cost import count_activations; count_activations()", timeout=200)
 

@@ -249,8 +249,15 @@ def test_each_step_may_print_again(caplog):
     assert lines[-1] == "reward: again"
 
 
-@pytest.mark.parametrize("function", ["reward_fn", "judge"])
-@pytest.mark.parametrize("action", ["time.sleep(60)", "os._exit(3)"])
+@pytest.mark.parametrize(
+    ("action", "function"),
+    [
+        ("time.sleep(60)", "reward_fn"),
+        pytest.param("time.sleep(60)", "judge", marks=pytest.mark.slow),  # an async function has some seconds to spare
+        ("os._exit(3)", "reward_fn"),
+        ("os._exit(3)", "judge"),
+    ],
+)
 def test_a_call_that_ends_its_process_is_in_the_trace(reward_file, function, action):
     """Until the process was given up: otherwise the time would count as that of the driver."""
     source = f"import os, time\ndef reward_fn(record):\n    if record.completion == 'bad': {action}\n    return 1.0\n"

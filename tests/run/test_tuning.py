@@ -73,6 +73,7 @@ def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_trials_need_no_weights_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pids: list[int]
 ) -> None:
@@ -328,6 +329,7 @@ def test_a_script_is_tuned_too(tmp_path: Path, chosen: list[set[str]]) -> None:
     assert sorted(without_times(tmp_path / "train/t")) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_tuned_run_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In exact mode, if no setting was chosen that changes what is learned."""
     exact = ["engine.deterministic=true", "engine.exact=true", f"{BATCH}=8"]

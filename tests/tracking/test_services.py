@@ -118,6 +118,7 @@ def wandb_rows(files):
     return [{name: json.loads(value) for name, value in row.items() if name[0] != "_"} for row in rows]
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path):
     pytest.importorskip("wandb", reason="needs the extra wandb")
     settings = ["mode=offline", "tags=[a,b]", "notes=why", "group=some", "project=mine"]

@@ -125,8 +125,7 @@ def test_losses_without_a_ratio(tmp_path: Path, recipe: str, task: str) -> None:
         assert run.series("train/loss")[0] == pytest.approx(math.log(2), abs=0.01)
 
 
-@pytest.mark.parametrize("task", ["tictactoe", "tools"])
-@pytest.mark.parametrize("recipe", ["gspo", "grpo"])
+@pytest.mark.parametrize(("recipe", "task"), [("gspo", "tictactoe"), ("grpo", "tools")])
 def test_tasks_of_agents(tmp_path: Path, recipe: str, task: str) -> None:
     small = ["total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=2", "gconfig.max_new_tokens=16"]
     processes = ["reward.workers=1", "agent.workers=1", "saver.freq_steps=null"]

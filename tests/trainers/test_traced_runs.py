@@ -141,6 +141,7 @@ def test_every_interval_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert written == [[1, 2], [3, 4], [5]]
 
 
+@pytest.mark.slow
 def test_ranks_in_processes_send_their_events(tmp_path: Path) -> None:
     """Of a tensor-parallel group, too, of which only the leader sends results."""
     profiling, requests = ProfilingSpec(folder=str(tmp_path), events=True), [request(0, 4)]

@@ -286,6 +286,7 @@ def compare_triton(device: str) -> None:
             assert ((got[0] >= 0) & (got[0] < vocab)).all()
 
 
+@pytest.mark.slow
 def test_triton_kernels_in_the_interpreter_draw_what_torch_draws() -> None:
     run_interpreted("from tests.engine.decoder.test_sampler import compare_triton; compare_triton('cpu')")
 

@@ -118,6 +118,7 @@ def busy_driver(folder: Path, work: str, tmp_path: Path) -> Iterator[tuple[Start
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_runs_once_and_its_functions_travel(folder: Path) -> None:
     with driver(PLAIN, folder) as process:
         out, err = process.communicate(timeout=200)

@@ -69,8 +69,19 @@ def buffers(engine: Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "sgd"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# Kind and number format meet each other in the slow tests; each of them is here once.
+FORMATS = [
+    ("adam", "bfloat16"),
+    ("adam_8bit", "float32"),
+    ("sgd", "bfloat16"),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (("adam", "float32"), ("adam_8bit", "bfloat16"), ("sgd", "float32"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), FORMATS)
 def test_a_run_may_be_resumed_with_and_without_offload(folder: Path, tmp_path: Path, kind: Any, dtype: str) -> None:
     """All of it is that of the run that went on, to the bit: samples, statistics, weights, masters and moments."""
     optimizer = OptimizerConfig(type=kind, lr=1e-2, lr_scheduler_type="cosine", lr_decay_steps=6)

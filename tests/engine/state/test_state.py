@@ -74,8 +74,19 @@ def buffers(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "sgd"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# Kind and number format meet each other in the slow tests; each of them is here once.
+FORMATS = [
+    ("adam", "bfloat16"),
+    ("adam_8bit", "float32"),
+    ("sgd", "bfloat16"),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (("adam", "float32"), ("adam_8bit", "bfloat16"), ("sgd", "float32"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), FORMATS)
 def test_training_goes_on_as_if_nothing_had_happened(
     folder: Path, tmp_path: Path, kind: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,11 +103,13 @@ def test_updates_are_those_on_the_device(
     assert_same_in_host(plain, in_host)
 
 
+@pytest.mark.slow
 def test_ranks_that_divide_the_optimizer(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     zero_ranks.on_ranks(2, zero_ranks.compare_in_host, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_kv_heads", [1, 2])
 def test_tensor_parallel_ranks(tmp_path: Path, n_kv_heads: int) -> None:
     """With one key-value head, both ranks hold a copy of it."""
