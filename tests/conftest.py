@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
@@ -125,6 +126,15 @@ def old_objects_stay_frozen() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "gc", SimpleNamespace(freeze=lambda: None, unfreeze=lambda: None))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def certificates_once() -> Iterator[None]:
+    """Each client of a server reads the certificates of the machine, a third of the time of a request. Nobody here
+    speaks TLS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 
 
