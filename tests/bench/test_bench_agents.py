@@ -67,6 +67,7 @@ def test_what_serving_needs(arguments: str, message: str, capsys: pytest.Capture
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_client_that_gets_no_answer_is_told() -> None:
     with Clients(1) as clients, pytest.raises(RuntimeError, match="a client failed: Client"):
         clients.run(

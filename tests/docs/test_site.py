@@ -46,6 +46,7 @@ class Addresses(HTMLParser):
             self.links.append(given.get("href") or "")
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 20
@@ -57,6 +58,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert not re.search(r"url\(['\"]?(https?:)?//|@import", sheet.read_text(encoding="utf-8")), sheet.name
 
 
+@pytest.mark.slow
 def test_links_out_of_the_documentation_lead_to_pages_of_the_files(site: Path) -> None:
     for page in site.rglob("*.html"):
         if page.name != "404.html":
@@ -69,6 +71,7 @@ def test_links_out_of_the_documentation_lead_to_pages_of_the_files(site: Path) -
     assert "../../algorithms.html#on-the-quickstart" in Addresses(folder / "recipes/index.html").links
 
 
+@pytest.mark.slow
 def test_the_search_finds_pages_and_no_code(site: Path) -> None:
     index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
     places = {entry["location"].partition("#")[0] for entry in index["docs"]}
@@ -76,6 +79,7 @@ def test_the_search_finds_pages_and_no_code(site: Path) -> None:
     assert not any("/areno/" in place for place in places)
 
 
+@pytest.mark.slow
 def test_code_blocks_show_no_words_for_tests(site: Path) -> None:
     page = (site / "recipes.html").read_text(encoding="utf-8")
     assert '<span class="filename">letters.py</span>' in page
@@ -83,6 +87,7 @@ def test_code_blocks_show_no_words_for_tests(site: Path) -> None:
     assert "```" not in "".join(each.read_text(encoding="utf-8") for each in site.glob("*.html"))
 
 
+@pytest.mark.slow
 def test_each_public_name_is_on_the_page_of_the_sdk(site: Path) -> None:
     text = (site / "reference/sdk.html").read_text(encoding="utf-8")
     public = [areno.ArenoConfig, areno.PPOTrainer, *map(vars(areno.api).get, areno.api.__all__)]

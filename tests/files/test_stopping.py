@@ -61,7 +61,7 @@ class Call:
         pytest.param("ppo", Engine, "values", 2, signal.SIGTERM, 1, marks=pytest.mark.slow),
         # The critic's; the policy's comes after it.
         pytest.param("ppo", Engine, "train", 3, signal.SIGINT, 3, marks=pytest.mark.slow),
-        ("dpo", Engine, "train", 2, signal.SIGTERM, 2),
+        pytest.param("dpo", Engine, "train", 2, signal.SIGTERM, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_leaves_a_state_of_the_last_step(

@@ -238,7 +238,11 @@ def compare_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["memory", "forward", "pieces", "gradients", "no_tokens", "step_with_rows", "around_interpreted"]
+    "what",
+    [
+        *("forward", "gradients", "no_tokens", "step_with_rows"),
+        *(pytest.param(what, marks=pytest.mark.slow) for what in ("memory", "pieces", "around_interpreted")),
+    ],
 )
 def test_interpreted_kernels(what: str) -> None:
     run_interpreted(f"from tests.kernels.test_delta_rows import compare_{what} as compare; compare()")

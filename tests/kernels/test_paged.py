@@ -146,6 +146,7 @@ def test_no_tile_behind_a_window_is_read_on_the_gpu() -> None:
     skip_what_is_behind("cuda")
 
 
+@pytest.mark.slow
 def test_windows_of_the_triton_kernel_in_the_interpreter_are_the_references() -> None:
     run_interpreted("from tests.kernels.test_paged import compare_windows; compare_windows('cpu')")
 

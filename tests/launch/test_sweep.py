@@ -150,8 +150,8 @@ def test_reports_call_runs_by_what_differs(tmp_path: Path) -> None:
     ("recipe", "task", "evaluated", "trained"),
     [
         ("gspo", "quickstart", "eval/accuracy", "rollout/rewards_mean"),
-        ("ppo", "quickstart_ppo", "eval/accuracy", "rollout/rewards_mean"),
-        ("dpo", "quickstart_dpo", "eval/accuracy", "train/accuracy"),
+        pytest.param("ppo", "quickstart_ppo", "eval/accuracy", "rollout/rewards_mean", marks=pytest.mark.slow),
+        pytest.param("dpo", "quickstart_dpo", "eval/accuracy", "train/accuracy", marks=pytest.mark.slow),
         ("sft", "quickstart_base", "eval/loss", "train/loss"),
     ],
 )

@@ -145,10 +145,9 @@ def compare_two_ranks() -> None:
     "what",
     [
         "compare_families",
-        "compare_states",
         *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("compare_interpreted", "compare_frozen", "compare_two_ranks")
+            pytest.param(f"compare_{name}", marks=pytest.mark.slow)
+            for name in ("interpreted", "states", "frozen", "two_ranks")
         ),
     ],
 )

@@ -166,7 +166,13 @@ def test_a_folder_of_peft_is_started_from(folder: Path, tmp_path: Path) -> None:
         assert apart(scored(engine, "actor", ROWS), of_peft(folder, tmp_path)) < 1e-5
 
 
-@pytest.mark.parametrize("case", ["gemma3-tied", "glm4", "mistral", "olmo2-tied", "phi3", "smollm3", "qwen3.5"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("gemma3-tied", "phi3", "qwen3.5"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("glm4", "mistral", "olmo2-tied", "smollm3")),
+    ],
+)
 def test_other_families(case: str, tmp_path: Path) -> None:
     """Adapters on all that the family has, as peft has them: rows of heads in the order of the file, norms behind.
 

@@ -258,6 +258,7 @@ def test_the_page_in_a_browser(tmp_path, browser):
     assert said == []
 
 
+@pytest.mark.slow
 def test_runs_share_one_legend_that_hides_them(tmp_path, browser):
     runs = [make_run(tmp_path, name, seed, 6, n_samples=4) for seed, name in enumerate("ab")]
     page, said = opened(browser, write_report(runs, tmp_path / "report.html"))
@@ -275,6 +276,7 @@ def test_runs_share_one_legend_that_hides_them(tmp_path, browser):
     assert said == []
 
 
+@pytest.mark.slow
 def test_a_page_of_any_width_shows_prompts_and_completions(tmp_path, browser):
     run = make_run(tmp_path, "a", 0, 6, n_samples=4)
     page, said = opened(browser, write_report([run], tmp_path / "report.html"))
@@ -318,6 +320,7 @@ def test_the_turns_of_an_agent_in_a_browser(tmp_path, browser):
     assert said == []
 
 
+@pytest.mark.slow
 def test_several_runs_on_the_screen_and_on_paper(tmp_path, browser):
     """Verdict and curves are on the first screen. On paper, every chart is drawn and nothing is folded away."""
     runs = [make_run(tmp_path, f"{seed}", seed, 6, n_samples=4) for seed in range(6)]
@@ -353,6 +356,7 @@ def test_several_runs_on_the_screen_and_on_paper(tmp_path, browser):
     assert said == []
 
 
+@pytest.mark.slow
 def test_axes_have_units_and_colours_are_offered_where_there_are_some(tmp_path, browser):
     run = make_run(tmp_path, "a", 0, 2, n_samples=1)
     lines = [

@@ -38,7 +38,13 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LARGE)
+# As long as others of them, or shorter.
+SIMILAR = ("a prompt of 1 MB", "a message of 7 MB", "10,000 messages")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in LARGE]
+)
 def test_the_event_loop_is_not_held_up(proxy: SessionProxy, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the work of its own thread: that of others, and of other programs, would make the test depend on them."""
     path, fields = LARGE[name]

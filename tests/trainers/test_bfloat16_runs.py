@@ -40,18 +40,19 @@ def assert_no_ratio_from_rounding(run: Played, rounds: bool = True) -> None:
     assert min(mismatch) > 0 or not rounds
 
 
-@pytest.mark.parametrize("recipe", ["gspo", "grpo", "ppo"])
+@pytest.mark.parametrize("recipe", ["gspo", pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
 def test_the_only_update_of_a_batch(runs: dict[str, Variant], recipe: str) -> None:
     run = runs[recipe](BF16)
     assert_no_ratio_from_rounding(run)
     assert all(norm > 0 for norm in run.series("train/grad_norm"))
 
 
-@pytest.mark.parametrize("recipe", ["gspo", "grpo", "ppo"])
+@pytest.mark.parametrize("recipe", ["gspo", pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
 def test_several_updates_with_unchanged_weights(runs: dict[str, Variant], recipe: str) -> None:
     assert_no_ratio_from_rounding(runs[recipe](BF16, *FROZEN))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant(runs: dict[str, Variant], variant: str) -> None:
     sizes = ["gconfig.n_samples=1", "train_dataset.batch_size=16", "actor.kl_ctl=0.1"] * (variant == "reinforce_pp")

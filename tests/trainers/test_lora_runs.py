@@ -63,6 +63,7 @@ def test_a_run_goes_on_exactly(
     assert kill_runs.differences(expected, kill_runs.left_by(folder_of(recipe))) == []
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_with_its_adapters(
     of_gspo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,6 +125,7 @@ def test_a_critic_that_skips_what_was_cut_off(tmp_path: Path) -> None:
     assert [len(trained(row, "advantages")) for row in masked.rows[0]] == ends
 
 
+@pytest.mark.slow
 def test_offloaded_roles_give_the_same_numbers(tmp_path: Path, models: dict[str, Path]) -> None:
     found = []
     for offload in (False, True):

@@ -190,6 +190,7 @@ def test_on_policy_rows_have_nothing_to_correct(grpo: Variant) -> None:
     assert run.series("train/loss") == close(plain.series("train/loss"), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "name"),
     [

@@ -124,9 +124,11 @@ def check(of: Decoder, device: str = "cpu") -> None:
     "settings",
     [
         {},
-        {"runs_ahead": False},
         {"n_blocks": 14, "block_size": 5, "max_prefill_tokens": 20},
-        {"max_prefill_tokens": 5, "max_running": 3},
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ({"runs_ahead": False}, {"max_prefill_tokens": 5, "max_running": 3})
+        ),
     ],
 )
 def test_the_draw_is_that_of_the_allowed_tokens_and_the_logprob_the_policys(settings: dict[str, int]) -> None:

@@ -42,6 +42,9 @@ ALL = [*CASES, *(f"older {case}" for case in OLDER), *(f"experts {case}" for cas
 
 # Of these families another case with the same layers runs; a head that is tied is the same for every family.
 TIED_AS_WELL = {"mistral-tied", "smollm3-tied", "olmo2-tied", "olmo3-tied", "older qwen3-tied", "older qwen2-tied"}
+TIED_AS_WELL |= {"gemma3-tied", "qwen3.5-tied", "glm4-tied", "experts qwen3-tied", "experts mixtral-tied"}
+WINDOW_AS_WELL = {"qwen2-window", "smollm3-window"}  # as in Mistral and Qwen3
+SLOW = TIED_AS_WELL | WINDOW_AS_WELL
 
 
 def make(case: str, folder: Path) -> Path:
@@ -52,7 +55,8 @@ def make(case: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in TIED_AS_WELL else case for case in ALL]
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow) if case in TIED_AS_WELL | WINDOW_AS_WELL else case for case in ALL],
 )
 def test_rollout_agrees_with_training_however_it_is_run(case: str, tmp_path: Path) -> None:
     model = load(make(case, tmp_path))

@@ -212,7 +212,7 @@ def arrive(scheduler: Scheduler, device: Device, plan: SchedulerOutput) -> None:
     scheduler.remove_finished()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_whoever_reads_a_block_finds_what_it_wrote(groups: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random requests, turns of conversations, shared prompts, aborts and preemptions; nothing is lost at the end."""

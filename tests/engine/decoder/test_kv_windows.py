@@ -78,7 +78,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+# "exact, cut prompts" is both.
+BOTH = ("cut prompts", "exact")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in BOTH else name for name in SETTINGS]
+)
 def test_samples_are_those_of_a_cache_that_keeps_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SETTINGS[name]
     decoder = make(**settings)

@@ -68,7 +68,11 @@ def check(settings: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"n_blocks": 14, "block_size": 5, "max_prefill_tokens": 20}, {"max_running": 3}]
+    "settings",
+    [
+        {"n_blocks": 14, "block_size": 5, "max_prefill_tokens": 20},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"max_running": 3})),
+    ],
 )
 def test_edited_draws_are_those_by_hand_and_others_are_as_without_them(settings: dict[str, int]) -> None:
     check(settings)

@@ -54,7 +54,7 @@ def smallest(model: Transformer, block_size: int, n_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 9))])
-@pytest.mark.parametrize("case", ["gemma3-tied", "mistral-window", "qwen3.5"])
+@pytest.mark.parametrize("case", [pytest.param("gemma3-tied", marks=pytest.mark.slow), "mistral-window", "qwen3.5"])
 def test_samples_are_those_of_a_decoder_with_room_for_all(case: str, seed: int, tmp_path: Path) -> None:
     random_model(case, tmp_path)
     model, rng = load(tmp_path), random.Random(seed)

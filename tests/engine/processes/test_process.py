@@ -127,7 +127,8 @@ def test_a_script_without_a_guard_runs_once_and_its_functions_travel(folder: Pat
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("work", ["train", pytest.param("rollout", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["train", "rollout"])
 def test_ctrl_c_reaches_the_driver_alone(folder: Path, work: str, tmp_path: Path) -> None:
     with busy_driver(folder, work, tmp_path) as (process, pid):
         os.killpg(process.pid, signal.SIGINT)

@@ -171,7 +171,7 @@ def test_waiting_for_a_disk_that_hangs_is_no_progress(
         assert engine.state_written(wait=True)
 
 
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+@pytest.mark.parametrize("kind", [pytest.param("adam", marks=pytest.mark.slow), "adam_8bit"])
 def test_moments_may_be_left_out(folder: Path, tmp_path: Path, kind: Any) -> None:
     optimizer = dataclasses.replace(OPTIMIZER, type=kind)
     found = []
@@ -185,7 +185,7 @@ def test_moments_may_be_left_out(folder: Path, tmp_path: Path, kind: Any) -> Non
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+@pytest.mark.parametrize("kind", [pytest.param("adam", marks=pytest.mark.slow), "adam_8bit"])
 def test_a_state_of_two_tensor_parallel_ranks(
     folder: Path, tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,8 +138,15 @@ def test_a_state_is_small(tmp_path: Path, kind: Any, most: float) -> None:
         assert sum(file.stat().st_size for file in state.iterdir()) / engine.info.n_params < most
 
 
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
-@pytest.mark.parametrize("left_out", ["of the state", "when it is loaded"])
+@pytest.mark.parametrize(
+    ("kind", "left_out"),
+    [
+        ("adam", "of the state"),
+        ("adam_8bit", "when it is loaded"),
+        pytest.param("adam", "when it is loaded", marks=pytest.mark.slow),
+        pytest.param("adam_8bit", "of the state", marks=pytest.mark.slow),
+    ],
+)
 def test_moments_that_are_left_out_begin_at_zero(folder: Path, tmp_path: Path, kind: Any, left_out: str) -> None:
     """Adam's bias correction begins again with them, and the schedule goes on. Later states know of both."""
     optimizer = dataclasses.replace(OPTIMIZER, type=kind, lr_scheduler_type="linear", lr_decay_steps=8)
