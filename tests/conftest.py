@@ -10,7 +10,6 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable, Generator, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,10 +121,9 @@ def one_revision() -> Iterator[None]:
 def old_objects_stay_frozen() -> Iterator[None]:
     """What a run froze it unfreezes at its end, with all that this process has frozen itself. The collections of later
     tests would look through torch and all tests: a third of a second each, and a test may have a hundred."""
-    from areno.run import setup
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "gc", SimpleNamespace(freeze=lambda: None, unfreeze=lambda: None))
+        for name in ("freeze", "unfreeze"):
+            patch.setattr(gc, name, lambda: None)
         yield
 
 
