@@ -91,7 +91,8 @@ def warm_workers() -> Iterator[None]:
     from tests.helpers import warm
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("areno.engine.processes.local.multiprocessing", warm.workers())
+        for module in ("areno.engine.processes.local", "areno.data.encoder_process"):
+            patch.setattr(f"{module}.multiprocessing", warm.workers())
         yield
 
 

@@ -14,7 +14,13 @@ from multiprocessing import forkserver
 from types import SimpleNamespace
 from typing import Any
 
-PRELOADED = ["areno.engine.worker", "areno.engine.processes.serving", "torch.distributed.checkpoint"]
+PRELOADED = [
+    "areno.engine.worker",
+    "areno.engine.processes.serving",
+    "areno.data.encoder_process",
+    "torch.distributed.checkpoint",
+    "transformers.models.auto.tokenization_auto",
+]
 
 
 class _Process(contexts.ForkServerProcess):
@@ -35,7 +41,7 @@ class _Context(contexts.ForkServerContext):
 
 
 def workers() -> Any:
-    """In place of `multiprocessing` in areno.engine.processes.local."""
+    """In place of `multiprocessing` in modules that spawn processes."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     return SimpleNamespace(get_context=lambda method: _Context())
 
