@@ -37,6 +37,7 @@ _ANSWER_S = 10.0  # for other calls of an actor
 _KILL_S = 2.0
 _CLOSE_S = 6.0  # longer than a worker has to end by itself
 _START_S = 120.0  # for Ray to start an actor, whose node may still load Python from a slow disk
+_MOVE_S = 10.0  # for Ray to move the actor of a lost node to another node
 RESERVE_S = 30.0  # for Ray to hand out devices that should be free
 _FORGET_S = 60.0  # for Ray to notice a lost node: it asks 5 times, for 10 seconds each
 # Environment variables of the driver that workers inherit, unless their node sets them.
@@ -218,9 +219,11 @@ class RayProcesses:
         started on the node. If the node was lost or its memory ran out, Ray's own exception is raised instead.
         """
         try:
-            deadline = time.monotonic() + _START_S
+            deadline, is_lost = time.monotonic() + _START_S, False
             while not self._ray.wait([asked], timeout=1.0)[0] and time.monotonic() < deadline:
                 heartbeat.beat()
+                if not is_lost and node.id not in {alive.id for alive in ray_cluster.nodes()}:
+                    deadline, is_lost = min(deadline, time.monotonic() + _MOVE_S), True
             return self._ray.get(asked, timeout=1.0)
         except self._ray.exceptions.RayError as error:
             is_there = node.id in {alive.id for alive in ray_cluster.nodes()}

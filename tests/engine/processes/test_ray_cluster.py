@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +154,23 @@ def test_a_node_that_is_lost_while_models_load_is_waited_for(
     lines = all_lines()
     assert "was lost" in lines
     assert "starting the workers again (1 of recover.retries=3)" in lines
+
+
+def test_the_report_of_a_lost_node_is_not_waited_for_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray keeps the call until there is a node for its actor again."""
+    import ray.exceptions
+
+    def get(*_: Any, **__: Any) -> Any:
+        raise ray.exceptions.GetTimeoutError("no answer")
+
+    group = object.__new__(ray_workers.RayProcesses)
+    group._ray = SimpleNamespace(wait=lambda asked, timeout: ([], asked), get=get, exceptions=ray.exceptions)
+    monkeypatch.setattr(of_ray, "nodes", list)
+    monkeypatch.setattr(ray_workers, "_MOVE_S", 0.1)
+    begun = time.monotonic()
+    with pytest.raises(ray.exceptions.GetTimeoutError):
+        group._report(ray_workers._Node("gone", "host", None, range(1)), None)
+    assert time.monotonic() - begun < ray_workers._START_S / 2
 
 
 def test_a_run_ends_on_the_node_that_is_left(nodes: TwoNodes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
