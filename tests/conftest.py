@@ -54,10 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> Generator[None, int, int]:
-    """One more than there are cores: the default tests wait now and then, for what they start or for a limit."""
+    """One more than there are cores: tests wait now and then, for what they start or for a limit."""
     n = yield
-    is_default = "not slow" in config.getoption("markexpr") and "PYTEST_XDIST_AUTO_NUM_WORKERS" not in os.environ
-    return n + is_default
+    return n + ("PYTEST_XDIST_AUTO_NUM_WORKERS" not in os.environ)
 
 
 @pytest.hookimpl(optionalhook=True)
