@@ -206,7 +206,7 @@ def test_dro_runs_a_sweep_from_a_copy(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 def test_dro_learns_to_carry(seed, tmp_path):
     done = run_dro(tmp_path, "total_train_steps=50", f"seed={seed}")
     assert done.returncode == 0, done.stderr

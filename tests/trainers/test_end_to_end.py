@@ -51,7 +51,7 @@ def test_quickstart_starts_anywhere(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("recipe", "seed"), [("gspo", 1), ("gspo", 2), ("grpo", 3)])
+@pytest.mark.parametrize(("recipe", "seed"), [("gspo", 1), ("grpo", 3)])
 def test_quickstart_learns_to_carry(recipe, seed, tmp_path):
     said, seconds = command(recipe, tmp_path, "--config-name=quickstart", f"seed={seed}", "trial_name=t")
     run_dir = tmp_path / "outputs/quickstart/t"
