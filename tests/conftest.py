@@ -127,6 +127,14 @@ def old_objects_stay_frozen() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def old_objects_are_frozen(freeze: Callable[[], None] = gc.freeze) -> None:
+    """Those of libraries that earlier tests have imported, too."""
+    if len(gc.get_objects(2)) > 50_000:
+        gc.collect()
+        freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def certificates_once() -> Iterator[None]:
     """Each client of a server reads the certificates of the machine, a third of the time of a request. Nobody here
