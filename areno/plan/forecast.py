@@ -19,7 +19,7 @@ from areno.config.ratio import RatioConfig
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache
 from areno.engine.footprint import Footprint, Model, footprint_of
 from areno.engine.memory import RESERVE
-from areno.engine.spec import WORTH_SHARING, EngineSpec, RoleSpec, RolloutSpec
+from areno.engine.spec import WORTH_SHARING, EngineSpec, RoleSpec, RolloutSpec, Sharing
 from areno.engine.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.errors import ConfigError
 from areno.files.paths import existing_path, model_setting
@@ -410,9 +410,9 @@ class _Step:
         """Return the phase in which the model `name` scores or trains `n_rows` rows."""
         model, lengths, role = self._model(name), self.lengths, self.roles[name]
         row, n_each = lengths.prompt + lengths.answer, -(-n_rows // self.layout.data_size)
-        shared_lens = (lengths.prompt,) * self._n_sharing(model, n_each)
-        n_tokens = -(-(n_each * row - sum(shared_lens)) // self.layout.cp_size)
         budget = self.budget(name, phase)
+        shared_lens = (lengths.prompt,) * self._n_sharing(model, n_each, phase, budget)
+        n_tokens = -(-(n_each * row - sum(shared_lens)) // self.layout.cp_size)
         share = lengths.answer / row if phase == TRAIN else 1.0
         head = 0.0 if model.config.head == "value" else share
         in_batch = min(budget, n_tokens)
@@ -454,14 +454,28 @@ class _Step:
             least=least,
         )
 
-    def _n_sharing(self, model: Model, n_rows: int) -> int:
-        """Return how many of the rows of a device have a prompt that another row has computed."""
-        config, lengths, wanted = self.config, self.lengths, self.config.actor.share_prefixes
-        if not isinstance(config, PolicyExperimentConfig) or not model.config.shares_prefixes or wanted == "off":
+    def _n_sharing(self, model: Model, n_rows: int, phase: str, budget: int) -> int:
+        """Return how many of the rows of a device have a prompt that another row has computed.
+
+        `budget` is the number of tokens in a micro-batch.
+        """
+        config, lengths, trains = self.config, self.lengths, phase == TRAIN
+        rule = Sharing.of(
+            config.actor.share_prefixes,
+            model.config,
+            self.footprint.itemsize,
+            trains=trains,
+            on_cuda=self.hardware.is_cuda,
+            adapters=model.adapters if trains else None,
+            tp_size=self.layout.tp_size,
+        )
+        if not isinstance(config, PolicyExperimentConfig) or rule.when == "off":
             return 0
         sharing = n_rows - -(-n_rows // config.gconfig.n_samples)
-        saved = sharing * lengths.prompt / (n_rows * (lengths.prompt + lengths.answer))
-        return sharing if wanted == "on" or saved >= WORTH_SHARING else 0
+        n_tokens, saved = n_rows * (lengths.prompt + lengths.answer), sharing * lengths.prompt
+        apart, shared = ([min(n, budget)] * -(-n // budget) for n in (n_tokens, n_tokens - saved))
+        is_worth = rule.when == "on" or saved >= WORTH_SHARING * n_tokens
+        return sharing if is_worth and rule.is_faster(shared, apart, n_rows) else 0
 
     def _updates(self, name: str) -> int:
         """Return the number of optimizer steps of a model in a training step."""
