@@ -103,7 +103,7 @@ def test_each_work_runs_on_a_cpu_and_tells_everything_in_one_line(
     if kind in ("rollout", "step"):
         assert ours["logp_abs_diff_mean"] < 1e-5
         assert ours["start_s"] < ours["first_token_s"] < ours["second_token_s"]
-        assert ours["prefill_s"] + ours["decode_s"] == pytest.approx(ours["rollout_s"])
+        assert ours["decode_s"] == pytest.approx(max(0.0, ours["rollout_s"] - ours["prefill_s"]))
         assert ours["rollout_percent_of_ordinary_floor"] == pytest.approx(
             100 * floor["rollout_ordinary_s"] / ours["rollout_s"]
         )

@@ -6,12 +6,15 @@ import gc
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 
 from areno.api import get_algorithm
+from areno.engine.engine import Engine
 from areno.launch.compose import load
 from areno.trainers.policy_only import PolicyOnlyTrainer
 from tests.helpers.recipe_runs import ROOT, command, graded_reward, metrics, rollouts, series, train, without_times
@@ -248,10 +251,20 @@ def test_checkpoint_continues(tmp_path):
     assert series(second, "eval/accuracy")[0] == after
 
 
-def test_garbage_collections_of_a_run_leave_out_what_was_there_before_the_models(tmp_path: Path) -> None:
+def test_garbage_collections_of_a_run_leave_out_what_was_there_before_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []  # conftest.py keeps what is frozen
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, partial(calls.append, name))
+    make = Engine.__init__
+
+    def noted(*args: Any, **how: Any) -> None:
+        calls.append("models")
+        make(*args, **how)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
     config = load(get_algorithm("grpo").config, "quickstart", ["engine.device=cpu", "valid_dataset=null"])
-    before = gc.get_freeze_count()
-    with PolicyOnlyTrainer(config, run_dir=tmp_path / "run") as trainer:
-        assert gc.get_freeze_count() > before + 10_000
-        assert gc.is_tracked(trainer.setup.trainer.engine)
-    assert gc.get_freeze_count() == 0
+    with PolicyOnlyTrainer(config, run_dir=tmp_path / "run"):
+        assert calls == ["freeze", "models"]
+    assert calls == ["freeze", "models", "unfreeze"]
