@@ -588,10 +588,6 @@ class BlockTables:
         Returns:
             Tuples (index of the block table, slot, column, block).
         """
-        if len(self.group_blocks) == 1 and self._blocks.groups[0].n_tables == 1:  # most models
-            (group_blocks,), first = self.group_blocks, max(self.n_uploaded, self.n_skipped[0])
-            self.n_uploaded = len(group_blocks)
-            return [(0, slot, column, group_blocks[column]) for column in range(first, self.n_uploaded)]
         entries: list[tuple[int, int, int, int]] = []
         table = 0
         for group, group_blocks in enumerate(self.group_blocks):

@@ -328,7 +328,7 @@ class Decoder:
                     self._outputs.append(sequence.output())
             if sequence.finish_reason is not None:
                 finished.append(sequence)
-            if self.blocks.has_windows:
+            if self._scheduler.caches_early:
                 self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
         return finished
 

@@ -193,12 +193,24 @@ class Scheduler:
         if self.reuses_prefixes and n_tokens >= self._next_full(sequence):
             sequence.settle()
             sequence.block_tables.register(sequence.tokens, n_tokens)
-            if self.blocks.has_windows:
-                self.table.register_at[sequence.slot] = self._next_full(sequence)
+            self._await_full_block(sequence)
+
+    @property
+    def caches_early(self) -> bool:
+        """Whether the blocks of an answer enter the prefix cache while its sequence decodes.
+
+        Blocks before a sliding window can be freed only after they have entered the prefix cache. Other blocks enter
+        after their sequence has left the batch.
+        """
+        return self.reuses_prefixes and self.blocks.has_windows
 
     def _next_full(self, sequence: Sequence) -> int:
-        """Return the number of tokens with which the next block of a sequence is full."""
+        """Return how many tokens a sequence has when its next block is full."""
         return (sequence.block_tables.n_registered + 1) * self.blocks.block_size
+
+    def _await_full_block(self, sequence: Sequence) -> None:
+        """Set the number of tokens at which the next block of a sequence enters the prefix cache."""
+        self.table.register_at[sequence.slot] = self._next_full(sequence) if self.caches_early else NEVER
 
     def remove_finished(self) -> None:
         """Remove the running sequences that have a finish reason, and free their slots and blocks."""
@@ -280,15 +292,8 @@ class Scheduler:
         decodes_B = ~(table.is_done(slots_B) | table.awaits_token(slots_B))
         rows = np.flatnonzero(decodes_B & table.needs_block(slots_B)).tolist()
         grown: list[Sequence] = []
-        n_needed = len(rows) * self.blocks.blocks_over_all_groups
-        if n_needed > self.blocks.n_available:
+        if len(rows) * self.blocks.blocks_over_all_groups > self.blocks.n_available:
             self.cache_left()
-        if n_needed <= self.blocks.n_available and not self.blocks.has_windows:
-            grown = [running[row] for row in rows]
-            for sequence in grown:
-                sequence.block_tables.append_blocks()
-            table.capacity[slots_B[rows]] += self.blocks.block_size
-            rows = []
         for sequence in [running[row] for row in rows]:
             if sequence.slot < 0:  # preempted for an older one
                 continue
@@ -332,11 +337,8 @@ class Scheduler:
             for sequence in prefill.sequences:
                 sequence.enter("decode")
                 sequence.n_sampled += 1
-                slot = sequence.slot
-                self.table.capacity[slot] = sequence.block_tables.capacity
-                # Blocks before a window can be freed once they are in the prefix cache. Others have time until the end.
-                is_early = self.reuses_prefixes and self.blocks.has_windows
-                self.table.register_at[slot] = self._next_full(sequence) if is_early else NEVER
+                self.table.capacity[sequence.slot] = sequence.block_tables.capacity
+                self._await_full_block(sequence)
                 self.running.append(sequence)
                 self._running_slots = None
         if self.blocks.has_windows:
@@ -451,7 +453,7 @@ class Scheduler:
         n_tokens = min(sequence.n_kv, sequence.n_prompt + sequence.n_new - 1)
         self._slots.append(sequence.slot)
         sequence.leave_cache()
-        if self.reuses_prefixes and not self.blocks.has_windows and sequence.finish_reason != "error":
+        if self.reuses_prefixes and not self.caches_early and sequence.finish_reason != "error":
             self._left.append((block_tables, sequence.tokens, n_tokens))
         else:
             block_tables.release()
