@@ -14,7 +14,7 @@ from areno.config.run import DecoderConfig, EngineConfig, Layout
 from areno.layers.config import AdapterSpec
 from areno.models.config import TransformerConfig
 from areno.models.cost import Cost
-from areno.models.speed import tokens_in_launch, tokens_in_search
+from areno.models.speed import host_tokens
 from areno.schema.values import flat
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ OldLogprobs = Literal["recompute", "loglinear", "rollout"]
 
 SharePrefixes = Literal["auto", "on", "off"]
 """When training and scoring compute the prefixes that rows share once; see EngineSpec.share_prefixes."""
-WORTH_SHARING = 0.1  # share of the rows' tokens from which "auto" computes shared tokens once
+_WORTH_SHARING = 0.1  # share of the rows' tokens from which "auto" computes shared tokens once
 _SHARED_LAUNCH = 1.15  # how much longer the host launches the kernels of a pass with shared prefixes
 FASTER = 0.95  # share of the time without sharing, below which passes with shared prefixes count as faster
 
@@ -76,8 +76,17 @@ class Sharing:
         if not on_cuda:
             return Sharing(when)
         cost = Cost.of(config, itemsize, adapters)
-        launch, search = tokens_in_launch(config, cost, trains=trains), tokens_in_search(config, cost, trains=trains)
+        launch, search = host_tokens(config, cost, trains=trains)
         return Sharing(when, tp_size * launch, tp_size * search)
+
+    def saves_enough(self, n_saved: int, n_tokens: int) -> bool:
+        """Return whether enough tokens are saved to share prefixes: a tenth for "auto", and one for "on".
+
+        Args:
+            n_saved: Number of tokens that are not computed again.
+            n_tokens: Number of tokens of the rows.
+        """
+        return self.when != "off" and n_saved >= (_WORTH_SHARING * n_tokens if self.when == "auto" else 1)
 
     def time(self, sizes: Sequence[int], launch_tokens: float | None = None) -> float:
         """Estimate the time of passes in tokens: the larger of the host's time and the device's, which overlap.

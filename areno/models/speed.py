@@ -143,33 +143,20 @@ def pass_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: R
     return max(seconds, launched) + n_micro_batches * _BETWEEN_S
 
 
-def tokens_in_launch(config: TransformerConfig, cost: Cost, *, trains: bool) -> int:
-    """Estimate the number of tokens that an H100 computes while the host launches the kernels of one pass.
-
-    If passes have fewer tokens on average, the device waits for the host.
+def host_tokens(config: TransformerConfig, cost: Cost, *, trains: bool) -> tuple[int, float]:
+    """Estimate how many tokens an H100 computes while the host does its part of a training or scoring pass.
 
     Args:
         config: Shape of the model.
         cost: Cost of the model. With `adapter_params`, only adapters are trained.
         trains: Whether there is a backward pass.
+
+    Returns:
+        (tokens while the host launches the kernels of the pass, tokens while it looks for the shared prefix of a row).
+        If passes have fewer tokens than the first number on average, the device waits for the host.
     """
-    return round(config.num_layers * _LAUNCH_S[trains] / _token_seconds(config, cost, trains=trains))
-
-
-def tokens_in_search(config: TransformerConfig, cost: Cost, *, trains: bool) -> float:
-    """Estimate the number of tokens that an H100 computes while the host looks for the shared prefix of one row.
-
-    Args:
-        config: Shape of the model.
-        cost: Cost of the model. With `adapter_params`, only adapters are trained.
-        trains: Whether there is a backward pass.
-    """
-    return _SEARCH_S / _token_seconds(config, cost, trains=trains)
-
-
-def _token_seconds(config: TransformerConfig, cost: Cost, *, trains: bool) -> float:
-    """Estimate the time of a token in the layers, on an H100."""
-    return device_seconds(config, cost, PassWork(row_lens=(1024,), n_predicted=0, trains=trains), H100) / 1024
+    token_s = device_seconds(config, cost, PassWork(row_lens=(1024,), n_predicted=0, trains=trains), H100) / 1024
+    return round(config.num_layers * _LAUNCH_S[trains] / token_s), _SEARCH_S / token_s
 
 
 def _kept_elements(config: TransformerConfig) -> int:

@@ -19,7 +19,7 @@ from areno.config.ratio import RatioConfig
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache
 from areno.engine.footprint import Footprint, Model, footprint_of
 from areno.engine.memory import RESERVE
-from areno.engine.spec import WORTH_SHARING, EngineSpec, RoleSpec, RolloutSpec, Sharing
+from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec, Sharing
 from areno.engine.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.errors import ConfigError
 from areno.files.paths import existing_path, model_setting
@@ -474,8 +474,7 @@ class _Step:
         sharing = n_rows - -(-n_rows // config.gconfig.n_samples)
         n_tokens, saved = n_rows * (lengths.prompt + lengths.answer), sharing * lengths.prompt
         apart, shared = ([min(n, budget)] * -(-n // budget) for n in (n_tokens, n_tokens - saved))
-        is_worth = rule.when == "on" or saved >= WORTH_SHARING * n_tokens
-        return sharing if is_worth and rule.is_faster(shared, apart, n_rows) else 0
+        return sharing if rule.saves_enough(saved, n_tokens) and rule.is_faster(shared, apart, n_rows) else 0
 
     def _updates(self, name: str) -> int:
         """Return the number of optimizer steps of a model in a training step."""

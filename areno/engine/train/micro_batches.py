@@ -177,11 +177,13 @@ def share_steps(
         for mine in _split_units(tokens, costs, dp_size, step_shares):
             my_units, spec = [tokens[place] for place in mine], update_of_units.mb_spec
             rule = sharing if step_shares else APART
-            found, i_share = row_micro_batches(my_units, spec, cp_size, rule, order, keeps_count=counts_micro_batches)
+            found, rank_shares = row_micro_batches(
+                my_units, spec, cp_size, rule, order, keeps_count=counts_micro_batches
+            )
             groups = [[[row for at in batch for row in units[step[mine[at]]]] for batch in group] for group in found]
             if not mine:  # the rank takes part in collectives, but adds nothing to the loss
                 groups = [[[_untrained(units[index][0] for index in step)]]]
-            of_ranks.append(StepMicroBatches(groups, n_tokens, n_rows, 0, i_share))
+            of_ranks.append(StepMicroBatches(groups, n_tokens, n_rows, 0, rank_shares))
         rounds = max(of_rank.n_backward for of_rank in of_ranks)
         for of_rank, steps in zip(of_ranks, shares, strict=True):
             steps.append(replace(of_rank, rounds=rounds))

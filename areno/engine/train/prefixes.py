@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areno.engine.spec import FASTER, WORTH_SHARING, Sharing
+from areno.engine.spec import FASTER, Sharing
 
 LEAST = 16  # tokens in which rows must agree to share them; fewer would save less than the copies of keys cost
 _LEAST_OF_SHORT = 4  # the same where all rows are short
@@ -323,7 +323,7 @@ def pieces(units: Sequence[Rows], most: int) -> list[Piece]:
     Returns:
         The pieces. Each unit is in one of them.
     """
-    return _pieces(_joins(units), most)
+    return _pieces(_additions(units), most)
 
 
 class _Addition(NamedTuple):
@@ -344,18 +344,18 @@ class _Addition(NamedTuple):
     alone: Piece
 
 
-def _pieces(joins: Iterable[_Addition], most: int) -> list[Piece]:
+def _pieces(additions: Iterable[_Addition], most: int) -> list[Piece]:
     """Divide units into pieces, see `pieces`."""
     found: list[Piece] = []
-    for join in joins:
-        if join.common and found and found[-1].size + join.size <= most:
-            found[-1] = found[-1].joined(join.unit, join.size, join.n_computed)
+    for addition in additions:
+        if addition.common and found and found[-1].size + addition.size <= most:
+            found[-1] = found[-1].joined(addition.unit, addition.size, addition.n_computed)
         else:
-            found.append(join.alone)
+            found.append(addition.alone)
     return found
 
 
-def _joins(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None = None) -> Iterator[_Addition]:
+def _additions(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None = None) -> Iterator[_Addition]:
     """Yield the units in an order in which units with a common prefix are neighbours.
 
     The first row of a unit stands for it. `order` has the `sorted_rows` of these rows, if they are known.
@@ -406,11 +406,11 @@ def linked_pieces(
         The linked pieces. Most of the results have one piece.
     """
     groups: list[list[_Addition]] = []  # units with a common prefix
-    for join in _joins(units, order):
-        if join.common:
-            groups[-1].append(join)
+    for addition in _additions(units, order):
+        if addition.common:
+            groups[-1].append(addition)
         else:
-            groups.append([join])
+            groups.append([addition])
     found: list[LinkedPieces] = []
     for group in groups:
         apart = _pieces(group, most)
@@ -423,25 +423,28 @@ def linked_pieces(
     return found
 
 
-def _linked(joins: Sequence[_Addition], most: int) -> LinkedPieces | None:
+def _linked(additions: Sequence[_Addition], most: int) -> LinkedPieces | None:
     """Return linked pieces of units with a common prefix. None if these would take too much memory, or one is empty.
 
     Args:
-        joins: The units, which are too large for one piece.
+        additions: The units, which are too large for one piece.
         most: Largest size of a piece, together with the prefixes that stay in memory.
     """
 
     def cut(room: int) -> LinkedPieces:
         """Return pieces of at most a size. The first of the passes is that of the prefixes."""
-        found, moved = [joins[0].alone], [0]  # `moved`: tokens of each piece that the pass over the prefixes computes
+        found, moved = (
+            [additions[0].alone],
+            [0],
+        )  # `moved`: tokens of each piece that the pass over the prefixes computes
         seen = 0  # tokens at the beginning of the unit that are counted in `moved`
-        for join in joins[1:]:
-            seen = min(seen, join.common)
-            if found[-1].size + join.size <= room:
-                found[-1] = found[-1].joined(join.unit, join.size, join.n_computed)
+        for addition in additions[1:]:
+            seen = min(seen, addition.common)
+            if found[-1].size + addition.size <= room:
+                found[-1] = found[-1].joined(addition.unit, addition.size, addition.n_computed)
                 continue
-            moved[-1], seen = join.common - seen, join.common
-            found.append(Piece([join.unit], join.size, join.n_computed))
+            moved[-1], seen = addition.common - seen, addition.common
+            found.append(Piece([addition.unit], addition.size, addition.n_computed))
             moved.append(0)
         own = [piece.n_computed - n for piece, n in zip(found, moved, strict=True)]
         return LinkedPieces(found, [sum(moved), *own])
@@ -454,7 +457,7 @@ def _linked(joins: Sequence[_Addition], most: int) -> LinkedPieces | None:
     if larger.passes[0] <= n_prefixes:
         found = larger
     n_prefixes, *own = found.passes
-    alone = {join.unit: join.alone.size for join in joins}
+    alone = {addition.unit: addition.alone.size for addition in additions}
     for piece, n in zip(found.pieces, own, strict=True):
         n_copied = piece.size - piece.n_computed
         fits = KEPT * n_prefixes + n + n_copied <= max(most, *(alone[unit] for unit in piece.units))
@@ -485,7 +488,7 @@ def order_to_share(rows: Rows, sharing: Sharing) -> list[tuple[int, int]] | None
 
     Args:
         rows: int64 token ids of each row.
-        sharing: The rule of the model. A tenth of the tokens is enough for "auto", and one token for "on".
+        sharing: The rule of the model.
     """
     n_tokens = sum(map(len, rows))
     if sharing.when == "off" or not sharing.may_be_faster(n_tokens, len(rows)):
@@ -494,5 +497,4 @@ def order_to_share(rows: Rows, sharing: Sharing) -> list[tuple[int, int]] | None
     if len({row[:least].tobytes() for row in rows}) == len(rows):
         return None
     order = list(sorted_rows(rows))
-    saved = sum(common for _, common in order)
-    return order if saved >= (WORTH_SHARING * n_tokens if sharing.when == "auto" else 1) else None
+    return order if sharing.saves_enough(sum(common for _, common in order), n_tokens) else None
