@@ -141,37 +141,17 @@ def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float
     )
 
 
-Kind = Literal[
-    "rollout",
-    "train",
-    "step",
-    "logprob",
-    "sampling",
-    "state",
-    "agents",
-    "serve",
-    "driver",
-    "host",
-    "sft",
-    "grid",
-    "trl",
-]
+Compared = Literal["rollout", "train", "step", "logprob"]
+"""Kinds of work that take --against."""
+Standalone = Literal["sampling", "state", "agents", "serve", "driver", "host", "sft", "grid", "trl"]
+"""Kinds of work that do not."""
+Kind = Literal[Compared, Standalone]
 
 _TRAINS = ("train", "step", "state", "grid")
 _WITH_TEXT = ("sampling", "agents", "serve", "driver", "sft", "grid")
 PLAIN = "plain"
 """Name of areno without --exact, --deterministic and --share-prefixes, for --against."""
-_STANDALONE = (
-    "sampling",
-    "state",
-    "agents",
-    "serve",
-    "driver",
-    "host",
-    "sft",
-    "grid",
-    "trl",
-)  # kinds of work that take no --against
+_STANDALONE = get_args(Standalone)
 _OF_TRL = ("config", "algo", "seeds", "overrides")
 _USED_BY_TRL = ("work", "shape", "device", "steps", "folder", "json", *_OF_TRL)
 _WORKS = (

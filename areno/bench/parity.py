@@ -120,7 +120,10 @@ def run_parity(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def _measured(config: PolicyExperimentConfig, ours: Training, theirs: Training, place: Path) -> dict[str, Any]:
-    """Measure the solve rates of three models, and return the figures of a seed that `run_parity` describes."""
+    """Measure the solve rates of the base model and of both trained models, and return the figures of a seed.
+
+    `run_parity` describes the figures.
+    """
     models = {"base": config.actor.path, "areno": ours.model, "trl": theirs.model}
     rates = {
         name: _in_a_process(solve_rate, config, model, place / f"evaluation-{name}") for name, model in models.items()
@@ -182,7 +185,7 @@ class _Steps(Tracker):
         self._end = time.perf_counter()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record the reward and the times of a step that ends."""
+        """Keep the mean reward of a step and, when the step ends, its seconds and those of its rollout."""
         found = self._found
         found.rewards += [value for name, value in scalars.items() if name == "rollout/rewards_mean"]
         if END_OF_STEP in scalars:
@@ -193,7 +196,7 @@ class _Steps(Tracker):
 
 
 def train_with_areno(algo: str, config: PolicyExperimentConfig, folder: Path) -> Training:
-    """Train by a recipe of areno.
+    """Train by a recipe of areno, without evaluation, and return the curve and the final model.
 
     Args:
         algo: Name of the algorithm.

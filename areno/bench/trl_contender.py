@@ -28,7 +28,8 @@ from areno.kernels.backend import default_dtype
 from areno.models.registry import load_config
 from areno.plan.plan import load_tokenizer
 from areno.rewards.pool import RewardPool
-from areno.types import PromptItem, RewardRecord
+from areno.rewards.records import reward_record
+from areno.types import PromptItem
 
 STD_EPS = 1e-4
 """TRL divides rewards by their unbiased standard deviation plus this number, which is no setting of TRL."""
@@ -333,32 +334,13 @@ def _reward(config: PolicyExperimentConfig, items: Sequence[PromptItem], pool: R
         if skips:
             texts = decode_all(tokenizer, completion_ids, skip_special_tokens=True)
         records = [
-            _record(items[at], tokens, text, raw, trainer_state.global_step + 1)
+            reward_record(items[at], tokens, [0.0] * len(tokens), text, raw, trainer_state.global_step + 1)
             for at, tokens, text, raw in zip(place, completion_ids, texts, rendered, strict=True)
         ]
         outcomes = pool.score(records)
         return [math.nan if outcome.value is None else outcome.value for outcome in outcomes]
 
     return reward
-
-
-def _record(item: PromptItem, tokens: list[int], text: str, rendered: str, step: int) -> RewardRecord:
-    """Return the record that a reward function of areno receives for a completion."""
-    asked = item.messages if item.messages is not None else [{"role": "user", "content": item.prompt}]
-    return RewardRecord(
-        prompt=item.prompt,
-        completion=text,
-        final_answer=text,
-        messages=[*asked, {"role": "assistant", "content": text}],
-        rendered_completion=rendered,
-        tokens=tokens,
-        logprobs=[0.0] * len(tokens),
-        loss_mask=[True] * len(tokens),
-        solutions=item.solutions,
-        record=item.record,
-        prompt_tokens=item.tokens,
-        step=step,
-    )
 
 
 class _Stopwatch:
@@ -375,7 +357,7 @@ class _Stopwatch:
         self._function, self.seconds = function, 0.0
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the function, and wait for the device."""
+        """Call the function, wait until the device has finished, and add the seconds of the call to `seconds`."""
         began = time.perf_counter()
         found = self._function(*args, **named)
         if torch.cuda.is_available():

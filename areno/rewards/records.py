@@ -82,20 +82,41 @@ def _record_of(
 
     `pickled` holds the prompt, `tokens` the bytes of int64 ids, and `logprobs` the bytes of float64 values.
     """
-    item: PromptItem = pickle.loads(pickled)
+    # Not by numpy, whose import takes longer than the rest of a process's start.
+    token_ids, values = array("q", tokens).tolist(), array("d", logprobs).tolist()
+    return reward_record(pickle.loads(pickled), token_ids, values, completion, rendered, step, epoch)
+
+
+def reward_record(
+    item: PromptItem,
+    tokens: list[int],
+    logprobs: list[float],
+    completion: str,
+    rendered: str,
+    step: int,
+    epoch: int = 0,
+) -> RewardRecord:
+    """Make the record of a completion that was sampled in one piece, without tools.
+
+    Args:
+        item: The prompt, with the row of the dataset.
+        tokens: Token ids of the completion.
+        logprobs: Log-probability of each token.
+        completion: Text of the completion, without special tokens.
+        rendered: Text of the completion, with special tokens.
+        step: Number of the training step.
+        epoch: Number of the epoch.
+    """
     asked = item.messages if item.messages is not None else [{"role": "user", "content": item.prompt}]
-    token_ids = array(
-        "q", tokens
-    ).tolist()  # not by numpy, whose import takes longer than the rest of a process's start
     return RewardRecord(
         prompt=item.prompt,
         completion=completion,
         final_answer=completion,
         messages=[*asked, {"role": "assistant", "content": completion}],
         rendered_completion=rendered,
-        tokens=token_ids,
-        logprobs=array("d", logprobs).tolist(),
-        loss_mask=[True] * len(token_ids),
+        tokens=tokens,
+        logprobs=logprobs,
+        loss_mask=[True] * len(tokens),
         solutions=item.solutions,
         record=item.record,
         prompt_tokens=item.tokens,

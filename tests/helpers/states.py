@@ -5,9 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from areno.engine.engine import Engine
+
+# Kind and number format meet each other in the slow tests; each of them is here once.
+FORMATS = [
+    ("adam", "bfloat16"),
+    ("adam_8bit", "float32"),
+    ("sgd", "bfloat16"),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (("adam", "float32"), ("adam_8bit", "bfloat16"), ("sgd", "float32"))
+    ),
+]
 
 
 def saved(engine: Engine, folder: Path) -> Path:

@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     n_computed: int
 
     def joined(self, unit: int, size: int, n_computed: int) -> Piece:
-        """Return the piece with one more unit."""
+        """Return a piece that has one more unit, which adds `size` and `n_computed`."""
         return Piece([*self.units, unit], self.size + size, self.n_computed + n_computed)
 
 

@@ -25,7 +25,7 @@ from areno.loss_fns.ppo import value_loss_fn
 from areno.run.resume import changes
 from tests.helpers.critics import OPTIMIZER, critic, critic_rows
 from tests.helpers.processes import worker_of
-from tests.helpers.states import content, same, saved
+from tests.helpers.states import FORMATS, content, same, saved
 from tests.helpers.tiny_engine import model_folder, rollout, spec, train_rows
 from tests.helpers.zero_ranks import state_of
 
@@ -67,18 +67,6 @@ def buffers(engine: Engine) -> dict[str, torch.Tensor]:
         with role.on_device():
             found |= {f"{name}.{kind}": tensor for kind, tensor in state_of(role.backend).items()}
     return found
-
-
-# Kind and number format meet each other in the slow tests; each of them is here once.
-FORMATS = [
-    ("adam", "bfloat16"),
-    ("adam_8bit", "float32"),
-    ("sgd", "bfloat16"),
-    *(
-        pytest.param(*each, marks=pytest.mark.slow)
-        for each in (("adam", "float32"), ("adam_8bit", "bfloat16"), ("sgd", "float32"))
-    ),
-]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), FORMATS)

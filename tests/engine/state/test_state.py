@@ -25,7 +25,7 @@ from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
 from tests.helpers.critics import OPTIMIZER, critic, critic_rows, large_shape
 from tests.helpers.processes import worker_of
-from tests.helpers.states import content, same, saved
+from tests.helpers.states import FORMATS, content, same, saved
 from tests.helpers.tiny_engine import model_folder, rollout, saved_tensors, scored, spec, train_rows
 
 NOTHING = [TrainSequence([True, True], [3, 4], [0.0, 0.0], [0.0, 0.0])]
@@ -72,18 +72,6 @@ def buffers(engine: Engine) -> dict[str, torch.Tensor]:
         found |= {f"{name}.{kind}": tensor for kind, tensor in optimizer.moments.items()}
         found[f"{name}.counters"] = torch.tensor([optimizer.steps, optimizer.skipped_steps])
     return {name: tensor.clone() for name, tensor in found.items()}
-
-
-# Kind and number format meet each other in the slow tests; each of them is here once.
-FORMATS = [
-    ("adam", "bfloat16"),
-    ("adam_8bit", "float32"),
-    ("sgd", "bfloat16"),
-    *(
-        pytest.param(*each, marks=pytest.mark.slow)
-        for each in (("adam", "float32"), ("adam_8bit", "bfloat16"), ("sgd", "float32"))
-    ),
-]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), FORMATS)
