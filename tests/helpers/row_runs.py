@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from areno.config.datasets import DatasetConfig
 from areno.config.models import ModelConfig, OptimizerConfig
 from areno.config.run import ClusterConfig, SaverConfig
+from areno.data.sources import load_rows
 from areno.files.paths import find_file
 from areno.recipes.dpo import DPOActorConfig, DPOConfig
 from areno.recipes.kto import KTOActorConfig, KTOConfig
@@ -85,21 +86,22 @@ def hf_logprobs(folder, prompt: str, answer: str) -> list[float]:
     return [table[t - 1, tokens[t]].item() for t in range(len(start), len(tokens))]
 
 
+def quickstart_pairs(split: str) -> list[dict[str, Any]]:
+    """The pairs of the quickstart: a correct sum, and the sum without carry."""
+    loader = "examples/quickstart/dataset_loader.py:preferences"
+    return list(load_rows(DatasetConfig(loader=loader, split=split), "dpo"))
+
+
 def ranking(folder) -> float:
     """Share of the held-out problems of the quickstart whose correct sum is more likely than the sum without carry."""
     from areno.api.trainer import Trainer
 
-    sys.path.insert(0, str(find_file("examples/quickstart")))
-    try:
-        from dataset_loader import preferences  # type: ignore[import-not-found]
-    finally:
-        sys.path.pop(0)
     with Trainer(1, str(folder)) as trainer:
         trainer.init()
-        tokenizer, sums = trainer.get_tokenizer(), {}
+        tokenizer, sums, problems = trainer.get_tokenizer(), {}, quickstart_pairs("test")
         for name in ("chosen", "rejected"):
-            rows = [row["prompt"] + row[name] for row in preferences("test")]
-            starts = [len(tokenizer.encode(row["prompt"], add_special_tokens=False)) for row in preferences("test")]
+            rows = [pair["prompt"] + pair[name] for pair in problems]
+            starts = [len(tokenizer.encode(pair["prompt"], add_special_tokens=False)) for pair in problems]
             tokens = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in rows]
             scored = trainer.score_logprobs("actor", tokens, 1.0)
             sums[name] = [sum(values[start:]) for start, values in zip(starts, scored, strict=True)]

@@ -14,7 +14,6 @@ from areno.config.datasets import ValidDatasetConfig
 from areno.config.models import MicroBatchSpec, ScoringRefConfig
 from areno.config.run import EngineConfig, EvaluatorConfig, RecoverConfig
 from areno.errors import ConfigError, DataError
-from areno.files.paths import find_file
 from areno.launch.compose import load
 from areno.loss_fns import sft_loss_fn
 from areno.recipes.dpo import DPOConfig
@@ -27,6 +26,7 @@ from tests.helpers.row_runs import (
     dpo_config,
     hf_logprobs,
     optimizer,
+    quickstart_pairs,
     scalars,
     sft_config,
 )
@@ -35,12 +35,6 @@ from tests.helpers.row_runs import (
 
 
 def test_dpo_of_a_script(tmp_path):
-    import sys
-
-    sys.path.insert(0, str(find_file("examples/quickstart")))
-    from dataset_loader import preferences
-
-    sys.path.pop(0)
     config = dpo_config(
         tmp_path,
         batch_size=16,
@@ -48,8 +42,8 @@ def test_dpo_of_a_script(tmp_path):
         total_train_steps=25,
         evaluator=EvaluatorConfig(eval_before_train=True),
     )
-    valid = preferences("test")[::5]
-    with areno.DPOTrainer(config, train_dataset=preferences("train"), valid_dataset=valid) as trainer:
+    valid = quickstart_pairs("test")[::5]
+    with areno.DPOTrainer(config, train_dataset=quickstart_pairs("train"), valid_dataset=valid) as trainer:
         result = trainer.fit()
         assert len(trainer.ref_scores) == 25 * 16
         again = trainer.evaluate()
