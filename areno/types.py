@@ -123,6 +123,21 @@ TokenScores = list[tuple[int, float]]
 """(token id, log-probability) of the most likely tokens at one position, the most likely first."""
 
 
+@dataclass(slots=True, frozen=True)
+class Begun:
+    """The completion tokens that a sample has from an earlier rollout, which ended before the sample did.
+
+    Attributes:
+        tokens: Token ids, at least one.
+        logprobs: Log-probability of each token.
+        versions: For each token, version of the weights that sampled the token.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
 @dataclass(slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt to be sampled `n_samples` times.
@@ -150,6 +165,9 @@ class GenerationRequest:
             several requests.
         expected_tokens: Expected length of a completion in tokens. An engine with several copies of the model divides
             requests among them by this length. None expects the longest possible completion.
+        begun: Tokens of the completion from an earlier rollout. Sampling continues after them, with the random numbers
+            that the sample would have had without the interruption. Only for a request of one sample. None starts a
+            new completion.
     """
 
     request_id: int
@@ -165,6 +183,7 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     first_sample: int = 0
     expected_tokens: float | None = None
+    begun: Begun | None = None
 
     @property
     def edits_logits(self) -> bool:
@@ -185,10 +204,11 @@ class GenerationOutput:
         sample: Sample number within the request. RETURNED (-1) means that this copy of the model gives back the request
             before beginning it.
         tokens: Token ids of the completion, with the stop token if one was sampled. A finished output has the whole
-            completion. A partial output has only the tokens after the previous partial output.
+            completion, and so has the output of a parked sample. A partial output has only the tokens after the
+            previous partial output.
         logprobs: Log-probability of each token.
         versions: For each token, version of the weights that sampled it.
-        finish_reason: Why the sample ended. None for a partial output. "error" if the model computed a logit that is
+        finish_reason: Why the sample ended. None for a partial output, and for a parked sample. "error" if the model computed a logit that is
             NaN or infinite; the tokens sampled before are returned.
         cached_tokens: Number of prompt tokens found in the prefix cache.
         top_logprobs: For each token, the `request.top_logprobs` most likely tokens. Empty if the request asked for

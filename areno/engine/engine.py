@@ -25,7 +25,7 @@ from areno.engine.streams import Consumer, FairLock, RequestBatcher, Streams
 from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, budgets_in_words
 from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps
 from areno.engine.train.rows import add_routes, read_rows, read_tokens, routes_of_rows
-from areno.errors import CheckpointError, EngineError
+from areno.errors import CheckpointError, EngineError, non_finite_logits
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
 logger = logging.getLogger("areno")
@@ -327,6 +327,56 @@ class Engine(AbstractContextManager["Engine"]):
             with self._records_lock:
                 if unfinished and self.streams.abandon(consumer):
                     self.abort(request.request_id)
+
+    def hold(self) -> None:
+        """Decode only in calls of `advance` until the rollout phase ends.
+
+        The set of tokens that a call samples then depends on the requests alone, and not on the clock.
+        """
+        self._call("hold")
+
+    def advance(self, n_finished: int, n_steps: int) -> tuple[list[GenerationOutput], list[RolloutStats]]:
+        """Decode in a held rollout phase until enough samples have finished.
+
+        Each copy of the model stops after `n_finished` finished samples of its own or after `n_steps` steps.
+
+        Args:
+            n_finished: Number of samples, at least 1.
+            n_steps: Number of decoding steps, at least 1.
+
+        Returns:
+            (outputs of the finished samples, decoding statistics of each data-parallel rank). The number of outputs may
+            be below or above `n_finished`.
+
+        Raises:
+            EngineError: The model computes no finite numbers, or a worker has failed.
+        """
+        outputs, stats = zip(*self._call("advance", n_finished, n_steps), strict=True)
+        with self._records_lock:
+            finished = self._received(outputs)
+            self._send_due()
+        return finished, list(stats)
+
+    def park(self) -> list[GenerationOutput]:
+        """End all requests of a held rollout phase, and return what their samples have so far.
+
+        Returns:
+            An output for each unfinished sample that has been sent to a copy of the model, with the whole completion so
+            far. The finish_reason is None, unless the sample finished in the last step. Requests that were not
+            sent have no outputs.
+        """
+        by_rank = self._call("park")
+        with self._records_lock:
+            outputs = self._received(by_rank)
+            self.dispatcher.clear()
+        return outputs
+
+    def _received(self, by_rank: Iterable[Iterable[GenerationOutput]]) -> list[GenerationOutput]:
+        """Return outputs of all ranks with the request ids of the callers. The caller must hold `_records_lock`."""
+        outputs = list(self.dispatcher.received(itertools.chain.from_iterable(by_rank)))
+        if any(output.finish_reason == "error" for output in outputs):
+            raise non_finite_logits()
+        return outputs
 
     def rollout_stats(self) -> list[RolloutStats]:
         """Return the latest decoding statistics of each data-parallel rank. Any thread may call this."""

@@ -27,7 +27,7 @@ from areno.engine.spec import RolloutStats
 from areno.errors import ConfigError, EngineError, Key, Problem, non_finite_logits
 from areno.schema.fields import partial_section, problems_between, settings
 from areno.schema.values import InvalidValue, show
-from areno.types import RETURNED, GenerationOutput, GenerationRequest, SamplingParams
+from areno.types import RETURNED, Begun, GenerationOutput, GenerationRequest, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,26 @@ class RequestLimits:
         if not 0 <= request.top_logprobs <= self.vocab_size:
             why = f"it asks for {request.top_logprobs} top log-probabilities; 0 to {self.vocab_size} are there"
             raise _refused(request, "top_logprobs", why)
+        if request.begun is not None:
+            self._check_begun(request, request.begun, max_new)
         self._check_ids(request)
         return max_new
+
+    def _check_begun(self, request: GenerationRequest, begun: Begun, max_new: int) -> None:
+        """Raise RequestRefused if a sample cannot continue after the tokens that a request brings."""
+        n_tokens = len(begun.tokens)
+        if request.n_samples != 1:
+            why = f"it continues a sample and asks for {request.n_samples} samples; a request continues one sample"
+        elif not 0 < n_tokens < max_new:
+            why = f"it continues after {n_tokens} tokens; 1 to {max_new - 1} are possible"
+        elif not len(begun.logprobs) == len(begun.versions) == n_tokens:
+            why = f"it continues after {n_tokens} tokens with {len(begun.logprobs)} log-probabilities and "
+            why += f"{len(begun.versions)} versions; one for each token is needed"
+        elif request.top_logprobs or request.stream or request.pieces:
+            why = "it continues a sample and asks for top log-probabilities or partial outputs, which are not kept"
+        else:
+            return
+        raise _refused(request, "begun", why)
 
     def _check_ids(self, request: GenerationRequest) -> None:
         """Raise RequestRefused if a token id in the request is outside the model's vocabulary.
@@ -107,6 +125,7 @@ class RequestLimits:
         """
         for field, ids, key in (
             ("prompt", request.prompt, "tokenizer_path"),
+            ("begun", None if request.begun is None else request.begun.tokens, ""),
             ("stop_token_ids", request.params.stop_token_ids, "gconfig.stop_token_ids"),
             ("logit_bias", request.logit_bias, ""),
         ):
@@ -299,7 +318,7 @@ class Dispatcher:
         Each new request has an id of its own.
         """
         n_parts = -(-request.n_samples // max(share, 1))
-        bounds = [request.n_samples * place // n_parts for place in range(n_parts + 1)]
+        bounds = [request.first_sample + request.n_samples * place // n_parts for place in range(n_parts + 1)]
         return [
             replace(request, request_id=next(self._numbers), first_sample=first, n_samples=end - first)
             for first, end in itertools.pairwise(bounds)
@@ -444,6 +463,31 @@ def version_range(versions: Sequence[int]) -> dict[str, int]:
         return {}
     first, last = int(versions[0]), int(versions[-1])
     return {"weights_version": first} | ({"last_weights_version": last} if last != first else {})
+
+
+def requests_of_rest(
+    request: GenerationRequest, parked: Iterable[GenerationOutput], ids: Iterator[int]
+) -> list[GenerationRequest]:
+    """Return the requests that continue the parked samples of a request.
+
+    Samples without tokens stay together if their numbers follow each other, so that they share a prefill.
+
+    Args:
+        request: The request whose samples were parked.
+        parked: The outputs of the parked samples, as Engine.park returned them.
+        ids: Numbers for the new requests.
+    """
+    requests: list[GenerationRequest] = []
+    for output in sorted(parked, key=lambda output: output.sample):
+        sample = output.sample
+        if output.tokens:
+            begun = Begun(output.tokens, output.logprobs, output.versions)
+            requests.append(replace(request, request_id=next(ids), first_sample=sample, n_samples=1, begun=begun))
+        elif requests and (last := requests[-1]).begun is None and last.first_sample + last.n_samples == sample:
+            requests[-1] = replace(last, n_samples=last.n_samples + 1)
+        else:
+            requests.append(replace(request, request_id=next(ids), first_sample=sample, n_samples=1, begun=None))
+    return requests
 
 
 OnProgress = Callable[[list[GenerationOutput], list[RolloutStats]], None]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from areno import heartbeat
 from areno.config.models import MicroBatchSpec
 from areno.engine import memory, profiling
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache
@@ -81,6 +82,7 @@ class Worker:
         self._set_threads()
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
+        self._is_held = False
         self.states = StateCheckpointer(self.roles, context)
         self._writer = ThreadPoolExecutor(1, "areno-writer")
         self._saving: list[Future[None]] = []
@@ -258,10 +260,36 @@ class Worker:
         if self.decoder is not None:
             self.decoder.return_waiting(n_samples)
 
+    def hold(self) -> None:
+        """Run no step of the decoder by itself until the rollout phase ends. Only `advance` then runs steps."""
+        self._is_held = True
+
     @property
     def has_work(self) -> bool:
-        """Whether the decoder has unfinished requests, or outputs that were not returned yet."""
-        return self.decoder is not None and self.decoder.has_work
+        """Whether the decoder has unfinished requests, or outputs that were not returned yet, and is not held."""
+        return self.decoder is not None and self.decoder.has_work and not self._is_held
+
+    def advance(self, n_finished: int, n_steps: int) -> tuple[list[GenerationOutput], RolloutStats]:
+        """Run steps of a held decoder until enough samples have finished.
+
+        Args:
+            n_finished: Number of samples after which to stop. Those of the last step may exceed the number.
+            n_steps: Largest number of steps.
+
+        Returns:
+            (outputs of the finished samples, decoding statistics). There are fewer than `n_finished` outputs if the
+            steps or the samples ran out.
+        """
+        outputs: list[GenerationOutput] = []
+        while self.decoder is not None and self.decoder.has_work and n_steps > 0 and len(outputs) < n_finished:
+            outputs += [output for output in self.step() if output.finish_reason is not None]
+            heartbeat.beat()
+            n_steps -= 1
+        return outputs, self.rollout_stats()
+
+    def park(self) -> list[GenerationOutput]:
+        """Remove all samples from the decoder, and return what they have so far, see Decoder.park."""
+        return [] if self.decoder is None else self.decoder.park()
 
     def step(self) -> list[GenerationOutput]:
         """Run one step of the decoder, and return the finished samples and partial outputs."""
@@ -291,6 +319,7 @@ class Worker:
         Args:
             drop: Whether to free the KV cache and the CUDA graphs. False keeps them for the next phase.
         """
+        self._is_held = False
         if self.decoder is None:
             return
         self.decoder.clear()

@@ -186,19 +186,19 @@ class Decoder:
             grammar = self._compile_grammar(request.grammar)
         self.unfinished[request.request_id] = request.n_samples
         for sample in range(request.first_sample, request.first_sample + request.n_samples):
-            key, tokens = sample_key(request.seed, sample), list(request.prompt)
-            self._scheduler.waiting.append(
-                Sequence(
-                    request=request,
-                    sample=sample,
-                    key=key,
-                    max_new=max_new,
-                    stop_ids=stop_ids,
-                    tokens=tokens,
-                    stop_strings=stop_strings,
-                    grammar=None if grammar is None else grammar.start(),
-                )
+            sequence = Sequence(
+                request=request,
+                sample=sample,
+                key=sample_key(request.seed, sample),
+                max_new=max_new,
+                stop_ids=stop_ids,
+                tokens=list(request.prompt),
+                stop_strings=stop_strings,
+                grammar=None if grammar is None else grammar.start(),
             )
+            if request.begun is not None:
+                sequence.go_on(request.begun)
+            self._scheduler.waiting.append(sequence)
 
     def abort(self, request_id: int) -> None:
         """End the unfinished samples of a request. The next step returns them with finish_reason "abort"."""
@@ -220,6 +220,26 @@ class Decoder:
                     request_id=request_id, sample=RETURNED, tokens=[], logprobs=[], versions=[], finish_reason="abort"
                 )
             )
+
+    def park(self) -> list[GenerationOutput]:
+        """Remove all samples, and return what they have so far.
+
+        A request whose field `begun` has the tokens of a removed sample continues the sample in a later rollout.
+
+        Returns:
+            The outputs of finished samples that `step` has not returned, then the outputs of the removed samples, whose
+            finish_reason is None.
+        """
+        self._collect()
+        self._scheduler.preempt_all()
+        finished = self._outputs
+        for output, routes in self._awaiting:
+            output.routes = routes.wait()
+            finished.append(output)
+        parked = [sequence.whole_output() for sequence in self._scheduler.waiting]
+        self._scheduler.waiting.clear()
+        self._outputs, self._awaiting, self.unfinished = [], [], {}
+        return finished + parked
 
     def clear(self) -> None:
         """Drop all requests. They get no outputs."""

@@ -10,7 +10,7 @@ from areno import trace
 from areno.engine.decoder.block_manager import BlockTables
 from areno.engine.decoder.grammar import GrammarState
 from areno.engine.decoder.slots import SlotTable
-from areno.types import FinishReason, GenerationOutput, GenerationRequest, TokenScores
+from areno.types import Begun, FinishReason, GenerationOutput, GenerationRequest, TokenScores
 
 Detokenize = Callable[[list[int]], str]
 
@@ -173,6 +173,22 @@ class Sequence:
             self.logprobs += logprobs
             self.versions += versions
 
+    def go_on(self, begun: Begun) -> None:
+        """Take over the completion tokens that the sample has from an earlier rollout.
+
+        The sequence is then like one that was preempted: its first prefill computes prompt and completion.
+
+        Args:
+            begun: The tokens.
+        """
+        self.tokens += begun.tokens
+        self.logprobs += begun.logprobs
+        self.versions += begun.versions
+        self._n_sampled = len(begun.tokens)
+        if self.grammar is not None:
+            for token in begun.tokens:
+                self.grammar.accept(token)
+
     @property
     def n_kv(self) -> int:
         """Number of positions whose keys and values are in the cache after the planned step."""
@@ -309,6 +325,15 @@ class Sequence:
             self.enter("end")
         start = self.n_streamed if self.finish_reason is None else 0
         self.n_streamed = len(self.logprobs)
+        return self._output(start, tuple(self.phases) if self.finish_reason is not None else ())
+
+    def whole_output(self) -> GenerationOutput:
+        """Return the output of a sample that is parked, with the whole completion so far."""
+        self.enter("end")
+        return self._output(0, tuple(self.phases))
+
+    def _output(self, start: int, phases: trace.Phases) -> GenerationOutput:
+        """Return an output with the completion tokens from index `start` on, and the given phases."""
         return GenerationOutput(
             request_id=self.request.request_id,
             sample=self.sample,
@@ -319,5 +344,5 @@ class Sequence:
             cached_tokens=self.n_cached,
             top_logprobs=self.top_logprobs[start:],
             prompt_logprobs=[] if self.finish_reason is None else self.prompt_logprobs,
-            phases=() if self.finish_reason is None else tuple(self.phases),
+            phases=phases,
         )

@@ -1,0 +1,192 @@
+"""Samples that are interrupted and continue in a later rollout: no bit depends on where they were interrupted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areno.config.models import MicroBatchSpec
+from areno.config.rollout import SamplingConfig
+from areno.engine.decoder.block_manager import BlockManager
+from areno.engine.engine import Engine
+from areno.engine.requests import RequestRefused, requests_of_rest
+from areno.engine.spec import RolloutSpec, UpdateSpec
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.types import Begun, GenerationOutput, GenerationRequest
+from tests.helpers.tiny_engine import model_folder, request, spec, train_rows
+
+ROOMY = RolloutSpec(max_running=16, max_len=400)
+REQUESTS = [
+    request(0, n_samples=3, max_new_tokens=90),
+    request(1, length=40, temperature=0.7, top_k=20, max_new_tokens=40),
+    request(2, n_samples=2, greedy=True, ignore_eos=True, max_new_tokens=75),
+    request(3, n_samples=4, top_p=0.8, frequency_penalty=0.4, max_new_tokens=30),
+    request(4, n_samples=2, length=70, min_new_tokens=9, max_new_tokens=130, stop_token_ids=[7, 8]),
+    request(5, length=3, ignore_eos=True, max_new_tokens=64),
+]
+MANY = 1 << 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+def told(output: GenerationOutput) -> tuple[Any, ...]:
+    return output.tokens, output.logprobs, output.finish_reason
+
+
+def whole(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[tuple[int, int], tuple[Any, ...]]:
+    """What the requests draw in one rollout."""
+    engine.begin_rollout(ROOMY)
+    outputs = engine.generate(list(requests))
+    engine.end_rollout()
+    return {(output.request_id, output.sample): told(output) for each in outputs.values() for output in each}
+
+
+def in_pieces(
+    engine: Engine, requests: Sequence[GenerationRequest], n_steps: int, between: Any = None
+) -> dict[tuple[int, int], GenerationOutput]:
+    """What the requests draw if a rollout ends after every `n_steps` steps. `between` is called after each."""
+    ids, finished = itertools.count(), {}
+    origin = {}
+    due = []
+    for each in requests:
+        [one] = requests_of_rest(each, [blank(each, k) for k in range(each.n_samples)], ids)
+        origin[one.request_id] = each
+        due.append(one)
+    while due:
+        engine.begin_rollout(ROOMY)
+        engine.hold()
+        engine.submit(due)
+        outputs, _ = engine.advance(MANY, n_steps)
+        outputs += engine.park()
+        engine.end_rollout()
+        parked: dict[int, list[GenerationOutput]] = {}
+        for output in outputs:
+            if output.finish_reason is None:
+                parked.setdefault(origin[output.request_id].request_id, []).append(output)
+            else:
+                assert (origin[output.request_id].request_id, output.sample) not in finished
+                finished[origin[output.request_id].request_id, output.sample] = output
+        due = []
+        for each in requests:
+            rest = requests_of_rest(each, parked.get(each.request_id, []), ids)
+            origin |= {one.request_id: each for one in rest}
+            due += rest
+        if between is not None and due:
+            between()
+    return finished
+
+
+def blank(request: GenerationRequest, sample: int) -> GenerationOutput:
+    return GenerationOutput(
+        request_id=request.request_id, sample=sample, tokens=[], logprobs=[], versions=[], finish_reason=None
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    with Engine(spec(folder, exact=True), "inline") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("n_steps", [1, 7, 64])
+def test_interrupted_samples_have_the_bits_of_others(engine: Engine, n_steps: int) -> None:
+    expected = whole(engine, REQUESTS)
+    found = in_pieces(engine, REQUESTS, n_steps)
+    assert {key: told(output) for key, output in found.items()} == expected
+
+
+@pytest.mark.parametrize("layout", [{"devices": 2}, {"devices": 2, "tp_size": 2}])
+def test_in_processes_too(folder: Path, layout: dict[str, int]) -> None:
+    with Engine(spec(folder, exact=True, **layout), "spawn") as engine:
+        expected = whole(engine, REQUESTS)
+        assert {key: told(output) for key, output in in_pieces(engine, REQUESTS, 7).items()} == expected
+        assert whole(engine, REQUESTS) == expected  # a rollout that is not held
+
+
+def test_advance_stops_when_enough_have_finished(engine: Engine) -> None:
+    engine.begin_rollout(ROOMY)
+    engine.hold()
+    engine.submit([request(i, max_new_tokens=5 * (i + 1), ignore_eos=True) for i in range(4)])
+    assert engine.poll(0.01) == []  # held: nothing runs by itself
+    first, stats = engine.advance(1, 1000)
+    assert [output.request_id for output in first] == [0]
+    assert stats[0].running == 3
+    assert engine.advance(1, 4)[0] == []
+    assert [output.request_id for output in engine.advance(2, 1000)[0]] == [1, 2]
+    [last] = engine.park()
+    assert (last.request_id, last.finish_reason, len(last.tokens)) == (3, None, 15)
+    engine.end_rollout()
+    assert len(whole(engine, REQUESTS[:1])) == 3
+
+
+def train(engine: Engine, outputs: dict[int, list[GenerationOutput]], requests: Sequence[GenerationRequest]) -> None:
+    rows = train_rows(outputs, requests)
+    engine.train(rows, grpo_loss_fn, UpdateSpec(MicroBatchSpec(max_tokens_per_mb=700)))
+
+
+def largest_difference(engine: Engine) -> float:
+    """Of the log-probabilities of tokens that the newest weights drew, to those of a training pass over whole rows."""
+    asked = [request(i, n_samples=2, length=300, max_new_tokens=60, ignore_eos=True) for i in range(3)]
+    engine.begin_rollout(ROOMY)
+    engine.hold()
+    engine.submit(asked)
+    engine.advance(MANY, 25)
+    parked = engine.park()
+    engine.end_rollout()
+    assert {len(output.tokens) for output in parked} == {25}
+    by_request: dict[int, list[GenerationOutput]] = {}
+    for output in parked:
+        by_request.setdefault(output.request_id, []).append(output)
+    train(engine, by_request, asked)
+    ids = itertools.count()
+    rest = [one for each in asked for one in requests_of_rest(each, by_request[each.request_id], ids)]
+    engine.begin_rollout(ROOMY)
+    outputs = [output for each in engine.generate(rest).values() for output in each]
+    engine.end_rollout()
+    new = engine.weights_version
+    rows = [one.prompt + output.tokens for one, output in zip(rest, outputs, strict=True)]
+    scored = engine.logprobs("actor", rows, SamplingConfig())
+    apart = []
+    for output, row in zip(outputs, scored, strict=True):
+        versions = np.array(output.versions)
+        assert versions.tolist() == [new - 1] * 25 + [new] * 35
+        apart.append(np.abs(np.array(output.logprobs) - np.asarray(row)[-60:])[versions == new].max())
+    return float(max(apart))
+
+
+def test_new_weights_go_on_as_if_all_tokens_before_were_theirs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(spec(folder, exact=True), "inline") as engine:
+        assert largest_difference(engine) == 0.0
+        # The keys and values of the old weights would be found again.
+        monkeypatch.setattr(BlockManager, "reset", lambda self: None)
+        assert largest_difference(engine) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"n_samples": 2}, "continues one sample"),
+        ({"begun": Begun([], [], [])}, "1 to 11 are possible"),
+        ({"begun": Begun([2] * 12, [-1.0] * 12, [0] * 12)}, "1 to 11 are possible"),
+        ({"begun": Begun([2, 3], [-1.0], [0, 0])}, "one for each token"),
+        ({"begun": Begun([64], [-1.0], [0])}, "token id 64"),
+        ({"stream": True}, "partial outputs"),
+        ({"top_logprobs": 2}, "top log-probabilities"),
+    ],
+)
+def test_what_cannot_continue_is_refused(engine: Engine, more: dict[str, Any], words: str) -> None:
+    given = request(1)
+    for name, value in {"begun": Begun([2, 3], [-1.0, -1.0], [0, 0]), **more}.items():
+        setattr(given, name, value)
+    engine.begin_rollout(ROOMY)
+    with pytest.raises(RequestRefused, match=words):
+        engine.submit([given])
+    engine.end_rollout()
