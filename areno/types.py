@@ -208,8 +208,8 @@ class GenerationOutput:
             previous partial output.
         logprobs: Log-probability of each token.
         versions: For each token, version of the weights that sampled it.
-        finish_reason: Why the sample ended. None for a partial output, and for a parked sample. "error" if the model computed a logit that is
-            NaN or infinite; the tokens sampled before are returned.
+        finish_reason: Why the sample ended. None for a partial output, and for a parked sample. "error" if the model
+            computed a logit that is NaN or infinite; the tokens sampled before are returned.
         cached_tokens: Number of prompt tokens found in the prefix cache.
         top_logprobs: For each token, the `request.top_logprobs` most likely tokens. Empty if the request asked for
             none.

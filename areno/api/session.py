@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,21 @@ _SHORTEST = 128  # tokens
 _FEWEST = 64  # samples; a cache has room for a multiple of this number
 _SERVED = 256  # samples, for agents, whose number of requests is not known
 _MOST = 1024  # samples per data-parallel copy of the model: more samples hardly raise the throughput
+
+
+# Decoding steps between looks at the finished samples, if these are not decisive.
+_STEPS = 64  # of the only copy of the model: for displays of the progress
+_STEPS_OF_COPIES = 16  # of each of several copies, which then wait for each other
+
+
+def request_seed(seed: int, index: int) -> int:
+    """Return the seed of a request.
+
+    Args:
+        seed: Seed of the rollout. Of the request's 64 bits, 32 are for this seed; higher bits are mixed in.
+        index: Index of the prompt in the rollout.
+    """
+    return (seed << 32) + (seed >> 32) * 0x9E3779B97F4A7C15 + index
 
 
 class Sessions:
@@ -242,15 +257,12 @@ class RolloutSession:
                 prompt=list(map(int, tokens)),
                 n_samples=n_samples,
                 params=params,
-                # A request's seed has 64 bits, of which 32 are for `seed`. Higher bits of `seed` are mixed in.
-                seed=(seed << 32) + (seed >> 32) * 0x9E3779B97F4A7C15 + index,
+                seed=request_seed(seed, index),
                 expected_tokens=self._sessions.lengths.of(tokens),
             )
             for index, tokens in enumerate(prompt_tokens)
         ]
-        limit = min(params.max_context_len or engine.info.context_len, engine.info.context_len)
-        longest = max(len(request.prompt) for request in requests) + params.max_new_tokens
-        self._make_room(min(longest, limit), len(requests) * n_samples)
+        self._make_room_for(requests)
 
         def progress_unless_cancelled(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
             raise_if_cancelled()
@@ -262,6 +274,49 @@ class RolloutSession:
         self._sessions.lengths.record([request.prompt for request in requests], lengths)
         pairs = zip(requests, sequences, strict=True)
         return [RolloutResult(prompt_tokens=request.prompt, sequences=sampled) for request, sampled in pairs]
+
+    def _make_room_for(self, requests: Sequence[GenerationRequest]) -> None:
+        """Make the KV cache large enough for all samples of some requests at once."""
+        context = self._sessions.engine.info.context_len
+        longest = max(
+            min(len(request.prompt) + request.params.max_new_tokens, request.params.max_context_len or context)
+            for request in requests
+        )
+        self._make_room(min(longest, context), sum(request.n_samples for request in requests))
+
+    def generate_until(
+        self,
+        requests: Sequence[GenerationRequest],
+        finished: Callable[[list[GenerationOutput], list[RolloutStats]], int],
+    ) -> list[GenerationOutput]:
+        """Sample until enough samples have finished, and stop the other samples.
+
+        The moment of the stop is decided by decoding steps and not by the clock, so that two runs stop after the same
+        tokens.
+
+        Args:
+            requests: The requests, the oldest first. Their fields `begun` may have tokens of earlier calls.
+            finished: Called with (newly finished samples, statistics of each rank), at first with no samples. Returns
+                the number of further samples that must finish, at the least. 0 stops.
+
+        Returns:
+            The outputs of the stopped samples with their tokens so far. Their finish_reason is None, unless they
+            finished in the last step. `areno.engine.requests.requests_of_rest` makes the requests that continue them.
+
+        Raises:
+            CancelledError: The asyncio task was cancelled during the rollout.
+        """
+        engine = self._sessions.engine
+        self._make_room_for(requests)
+        engine.hold()
+        engine.submit(requests)
+        # With several copies of the model, no copy can know how many samples of the others have finished.
+        n_steps = _STEPS if engine.spec.layout.dp_size == 1 else _STEPS_OF_COPIES
+        missing = finished([], engine.rollout_stats())
+        while missing:
+            raise_if_cancelled()
+            missing = finished(*engine.advance(missing, n_steps))
+        return engine.park()
 
     def __enter__(self) -> RolloutSession:
         sessions = self._sessions

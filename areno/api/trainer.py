@@ -19,7 +19,7 @@ from areno.config.rollout import SamplingConfig, at_temperature
 from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
-from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, UpdateSpec
+from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, RolloutStats, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, EngineError, Rename, keys_renamed
 from areno.files.durable import as_checkpoint_error, atomic_write_folder
 from areno.models.folder import is_replaceable
@@ -38,7 +38,15 @@ from areno.plan.facts import log_memory_after, log_model
 from areno.plan.plan import TrainerPlan, plan_of_experiment
 from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import RunLog
-from areno.types import ModelRole, PromptBatch, RolloutResult, SamplingParams, TrainSequence
+from areno.types import (
+    GenerationOutput,
+    GenerationRequest,
+    ModelRole,
+    PromptBatch,
+    RolloutResult,
+    SamplingParams,
+    TrainSequence,
+)
 
 logger = logging.getLogger("areno")
 
@@ -360,6 +368,31 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             results = session.generate(prompt_tokens, n_samples, sampling_params, seed, say, at_once)
         self.sampling = sampling_params
         return results
+
+    def rollout_until(
+        self,
+        requests: Sequence[GenerationRequest],
+        finished: Callable[[list[GenerationOutput], list[RolloutStats]], int],
+    ) -> list[GenerationOutput]:
+        """Sample requests until enough samples have finished, and stop the other samples.
+
+        The requests of a later call can continue the stopped samples, under the weights of that time.
+
+        Args:
+            requests: The requests, the oldest first. Their fields `begun` may have tokens of earlier calls.
+            finished: Called with (newly finished samples, statistics of each rank), at first with no samples. Returns
+                the number of further samples that must finish, at the least. 0 stops.
+
+        Returns:
+            The outputs of the stopped samples with their tokens so far. Their finish_reason is None, unless they
+            finished in the last step. `areno.engine.requests.requests_of_rest` makes the requests that continue them.
+
+        Raises:
+            EngineError: No session is open, or a request cannot be served.
+        """
+        session = self._sessions.need("rollout_until")
+        with self._named(), self.clock.phase("rollout"):
+            return session.generate_until(requests, finished)
 
     def _own_seed(self) -> int:
         """Derive a new seed for a rollout whose seed is None. Every run of the script derives the same seeds."""

@@ -506,6 +506,40 @@ class PolicyExperimentConfig(ExperimentConfig):
         return self.tune.enabled and self.scheduler.type == "ray"
 
     @property
+    def prompts_ahead(self) -> int:
+        """Number of prompts that a step samples beyond its batch. 0 if a step waits for all its samples."""
+        batch_size, at_once = self.train_dataset.batch_size, self.rollout.max_concurrent_rollouts
+        prompts_at_once = batch_size if at_once is None else min(batch_size, -(-at_once // self.gconfig.n_samples))
+        wanted = self.rollout.prompts_ahead or -(-prompts_at_once // 4)
+        return min(wanted, self.rollout.max_head_offpolicyness * batch_size)
+
+    @forbid(
+        "rollout.prompts_ahead",
+        "is {self.rollout.prompts_ahead}, but samples would get older than rollout.max_head_offpolicyness allows with "
+        "more than {self.prompts_ahead} (max_head_offpolicyness * train_dataset.batch_size); lower it",
+    )
+    def too_many_prompts_ahead(self) -> bool:
+        """Return whether more prompts are sampled ahead than can be trained before they are too old."""
+        return (self.rollout.prompts_ahead or 0) > self.prompts_ahead > 0
+
+    @forbid(
+        "rollout.max_head_offpolicyness",
+        "is {self.rollout.max_head_offpolicyness}, but agents (agent.fn) cannot be interrupted; set it to 0",
+    )
+    def agents_in_flight(self) -> bool:
+        """Return whether samples of agents would continue in a later step."""
+        return self.rollout.max_head_offpolicyness > 0 and (self.agent.fn is not None or self.agent.is_environment)
+
+    @forbid(
+        "rollout.dynamic_sampling",
+        "is true, but rollout.max_head_offpolicyness is {self.rollout.max_head_offpolicyness}, with which a step does "
+        "not replace prompts; set one of the two to its default",
+    )
+    def replacements_in_flight(self) -> bool:
+        """Return whether dynamic sampling is set in a run whose samples continue in later steps."""
+        return self.rollout.dynamic_sampling and self.rollout.max_head_offpolicyness > 0
+
+    @property
     def rows_per_step(self) -> int:
         """Number of training rows in a full batch: prompts per step times samples per prompt."""
         return self.train_dataset.batch_size * self.gconfig.n_samples

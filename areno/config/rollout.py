@@ -229,6 +229,23 @@ class RolloutConfig(DecoderConfig):
         gt=0,
         flag="--max-running-prompts",
     )
+    max_head_offpolicyness: int = setting(
+        0,
+        help="Largest number of steps by which a sample may be older than the step that trains on it, counted from its "
+        "first token. 0: a step waits for all its samples. Above 0: a step samples more prompts than its batch "
+        "(rollout.prompts_ahead) and trains as soon as the samples of enough prompts are finished. Unfinished samples "
+        "continue in the next step with the new weights. The loss needs a correction for tokens of older weights, such "
+        "as actor.use_decoupled_loss",
+        ge=0,
+    )
+    prompts_ahead: int | None = setting(
+        None,
+        help="Number of prompts that a step samples beyond its batch. More prompts keep the device busier at the end "
+        "of a rollout, and more samples continue under new weights, which costs a prefill of their tokens. null: a "
+        "quarter of the prompts that are decoded at the same time",
+        gt=0,
+        only_with=Needs("max_head_offpolicyness", so="a step samples its batch alone"),
+    )
     drop_rollout_state: bool = setting(
         False,
         help="Free the KV cache and the CUDA graphs after the rollout of each step, which leaves more memory for "

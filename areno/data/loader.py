@@ -213,6 +213,16 @@ class BatchLoader(Generic[Item]):
             found = self._ahead.take(self._unknown(due))
             yield from (item for index in due if (item := self._item(index, found)) is not None)
 
+    def items_at(self, indices: Sequence[int]) -> list[Item]:
+        """Return the encoded rows with the given indices. The position of the loader does not change.
+
+        Args:
+            indices: Indices of rows that are not too long.
+        """
+        found = self._ahead.take(self._unknown(dict.fromkeys(indices)))
+        items = [self._item(index, found) for index in indices]
+        return [item for item in items if item is not None]
+
     def state_dict(self) -> dict[str, int]:
         """Return the position of the loader, right after the last batch that it yielded.
 

@@ -77,8 +77,7 @@ _OF_OPTIMIZERS = {
 _OF_ROLLOUT = {
     "agent": "the settings of agents are agent.fn, agent.timeout_s, agent.workers, agent.train_tool_results",
     "backend": _OWN_ENGINE,
-    "max_head_offpolicyness": "rollout and training take turns, so samples are never stale",
-    "queue_size": "rollout and training take turns, so there is no queue between them",
+    "queue_size": "unfinished samples wait in the run itself; rollout.prompts_ahead is the number of prompts ahead",
     "consumer_batch_size": "see train_dataset.batch_size",
     "check_trajectory_format": "trajectories are always checked",
     "enable_rollout_tracing": "rollout.dump_to_file=true keeps every sample",

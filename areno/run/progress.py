@@ -6,8 +6,10 @@ steps an action is due. Their state dicts are part of the training state from wh
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy as np
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.config.run import FrequencyConfig
 from areno.data.loader import BatchLoader
+from areno.run.in_flight import InFlight
 from areno.tracking.console import log_epoch
 from areno.types import Batch
 
@@ -79,6 +82,7 @@ class RunProgress:
     Attributes:
         step: Number of the current step, from 1. 0 before the first step.
         epoch_ended: Whether the current step has taken the last batch of an epoch.
+        in_flight: The prompts that are sampled across steps, with rollout.max_head_offpolicyness above 0.
         history: Name -> one value per step or per evaluation, oldest first. `keep` appends to it.
     """
 
@@ -87,17 +91,28 @@ class RunProgress:
         self.step = 0
         self.epoch_ended = False
         self.history: dict[str, list[float]] = {}
+        self.in_flight = InFlight(loader.items_at, self._rows_per_item)
         self._epoch: int | None = None  # None before the first batch
         self._rows_taken = 0
         self._batches_taken = 0
         self._batches: Iterator[Batch[Any]] = iter(())
+        self._upcoming: deque[tuple[Batch[Any], dict[str, int]]] = deque()  # and the loader's position after each
+        self._position = loader.state_dict()  # of the loader, after the last batch that was taken
         self._seconds_before = 0.0  # seconds of earlier sessions of this run
         self._started = time.monotonic()
 
     @property
     def seed(self) -> int:
         """The seed of the current step, derived from `config.seed` and the step."""
-        return self.config.seed * 1_000_003 + self.step
+        return self.seed_of(self.step)
+
+    def seed_of(self, step: int) -> int:
+        """Return the seed of a step.
+
+        Args:
+            step: Number of the step.
+        """
+        return self.config.seed * 1_000_003 + step
 
     @property
     def epoch(self) -> int:
@@ -136,7 +151,8 @@ class RunProgress:
 
     def open_batches(self) -> None:
         """Start to read batches, from the position that the loader has. Call this before `next_step`."""
-        self._batches = self._through_epochs()
+        self._upcoming.clear()
+        self._batches = self.loader.epochs(self.config.total_train_epochs)
 
     def next_step(self) -> Batch[Any] | None:
         """Begin the next step and return its batch.
@@ -159,21 +175,37 @@ class RunProgress:
         Returns:
             The batch. None if no rows are left.
         """
-        batch = None if self._rows_left is not None and self._rows_left <= 0 else next(self._batches, None)
-        if batch is not None:
-            self._batches_taken += 1
-            self._rows_taken += len(batch) * self._rows_per_item
+        if self._rows_left is not None and self._rows_left <= 0:
+            return None
+        if not self._upcoming and not self._read():
+            return None
+        batch, self._position = self._upcoming.popleft()
+        self._batches_taken += 1
+        self._rows_taken += len(batch) * self._rows_per_item
+        if self._epoch != batch.epoch:
+            self.log_epoch_end()
+            self._epoch = batch.epoch
+            log_epoch(batch.epoch, "start")
+        self.epoch_ended = self.epoch_ended or batch.ends_epoch
         return batch
 
-    def _through_epochs(self) -> Generator[Batch[Any], None, None]:
-        """Yield the batches of all epochs, and log where epochs begin and end."""
-        for batch in self.loader.epochs(self.config.total_train_epochs):
-            if self._epoch != batch.epoch:
-                self.log_epoch_end()
-                self._epoch = batch.epoch
-                log_epoch(batch.epoch, "start")
-            self.epoch_ended = self.epoch_ended or batch.ends_epoch
-            yield batch
+    def _read(self) -> bool:
+        """Read a batch to be taken later. Return False if there is none."""
+        batch = next(self._batches, None)
+        if batch is not None:
+            self._upcoming.append((batch, self.loader.state_dict()))
+        return batch is not None
+
+    def upcoming(self, n: int) -> list[Batch[Any]]:
+        """Return the batches of the next `n` steps without beginning a step. Fewer if the run ends before.
+
+        Args:
+            n: Number of batches.
+        """
+        n = min(n, self.total_steps - self.step)
+        while len(self._upcoming) < n and self._read():
+            pass
+        return [batch for batch, _ in itertools.islice(self._upcoming, max(n, 0))]
 
     def log_epoch_end(self) -> None:
         """Log the end of the current epoch. Does nothing before the first batch."""
@@ -222,13 +254,14 @@ class RunProgress:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, history and the loader's position, for the training state from which a run resumes."""
+        """Return counters, history and the position in the data, for the training state from which a run resumes."""
         return {
             "step": self.step,
-            "loader": self.loader.state_dict(),
+            "loader": self._position,
             "epoch": self._epoch,
             "rows_taken": self._rows_taken,
             "batches_taken": self._batches_taken,
+            "in_flight": self.in_flight.state_dict(),
             "history": {name: list(values) for name, values in self.history.items()},
             "seconds": self.seconds,
         }
@@ -241,6 +274,8 @@ class RunProgress:
         """
         self.step, self._epoch = state["step"], state["epoch"]
         self.loader.load_state_dict(state["loader"])
+        self._position = self.loader.state_dict()
+        self.in_flight.load_state_dict(state.get("in_flight") or {"newest": [0, 0], "groups": []})
         self._rows_taken = state["rows_taken"]
         self._batches_taken = state["batches_taken"]
         self.history = {name: list(values) for name, values in state["history"].items()}

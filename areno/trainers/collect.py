@@ -17,6 +17,7 @@ from areno.plan.plan import sampling_params
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agents import sample_with_agents
+from areno.trainers.ahead import sample_ahead
 from areno.trainers.rows import joined, n_trained, rows_per_sample, trained
 from areno.trainers.score import Scorer
 from areno.types import (
@@ -112,7 +113,7 @@ class Rollout:
         keep: (B,) bool, True for samples to train on. A sample without a reward is never kept.
         skipped_long: Number of dataset rows that this step skipped because they were too long.
         total_skipped_long: Number of dataset rows skipped for this reason since the start of the run.
-        scalars: rollout/* metrics of dynamic sampling. Empty without dynamic sampling.
+        scalars: rollout/* metrics of dynamic sampling, or of the staleness of samples. Empty without both.
     """
 
     samples: list[ScoredSample]
@@ -145,6 +146,9 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     rounds are done. With dynamic_bs, dropped groups are not replaced. If no group would remain, the first groups of the
     step are kept in spite of their equal rewards.
 
+    With rollout.max_head_offpolicyness above 0, the step does not wait for its longest samples, see
+    `areno.trainers.ahead`.
+
     Args:
         setup: Models, data, settings and outputs of the run.
         batch: The prompts of the step.
@@ -153,6 +157,10 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
         The samples, and a mask of the samples to train on.
     """
     config, run = setup.config, setup.run
+    if config.rollout.max_head_offpolicyness:
+        samples, scalars = sample_ahead(setup, batch)
+        keep = np.array([sample.outcome.value is not None for sample in samples])
+        return Rollout(samples, keep, batch.skipped_long, batch.total_skipped_long, scalars)
     samples = sample_and_score(setup, batch.items, config.gconfig, run.progress.seed)
     skipped_long, total_skipped_long, scalars = batch.skipped_long, batch.total_skipped_long, {}
     keep = np.ones(len(samples), dtype=bool)

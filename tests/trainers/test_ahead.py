@@ -1,0 +1,191 @@
+"""Steps that do not wait for their longest samples: which prompts they train, and how old samples get."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areno.errors import ConfigError
+from areno.run.in_flight import Choice, Group, InFlight, n_due
+from areno.types import GenerationOutput, PromptItem, TrainSequence
+from tests.helpers.policy_runs import Played, play, trained
+
+# Which groups belong to a step ---------------------------------------------------------------------------------------
+
+
+def group(batch: int, place: int, begun_at: int | None = None, n_samples: int = 2) -> Group:
+    item = PromptItem(prompt="", text="", tokens=[2, 3], index=10 * batch + place)
+    return Group(batch, place, item, n_samples, begun_at)
+
+
+def output(sample: int, n_tokens: int = 3, reason: Any = "stop") -> GenerationOutput:
+    return GenerationOutput(
+        request_id=0,
+        sample=sample,
+        tokens=list(range(2, 2 + n_tokens)),
+        logprobs=[-0.1 * k for k in range(n_tokens)],
+        versions=[7] * n_tokens,
+        finish_reason=reason,
+    )
+
+
+def test_groups_are_due_in_their_last_step_or_before_if_later_steps_have_no_room():
+    assert n_due([1, 1, 3, None], step=3, limit=2, sizes=[2, 2, 2]) == 2  # those of step 1
+    assert n_due([2, 2, 2, None], step=3, limit=2, sizes=[2, 2, 2]) == 1  # three are due in step 4, which trains two
+    assert n_due([2, 2, 2, None], step=3, limit=2, sizes=[2, 4, 2]) == 0
+    assert n_due([None, None, None], step=3, limit=2, sizes=[2, 1]) == 2  # the run ends with step 4
+    assert n_due([None, None], step=4, limit=2, sizes=[2]) == 2
+    assert n_due([1], step=1, limit=0, sizes=[1]) == 1
+
+
+def test_due_groups_belong_to_the_step_and_the_first_whole_ones_fill_it():
+    old, first, second, third = group(1, 0, 1), group(2, 0), group(2, 1), group(2, 2)
+    choice = Choice([old, first, second, third], [old], 2)
+    assert choice.missing == 4
+    assert choice.add([(second, output(0)), (third, output(1))]) == []
+    assert choice.missing == 3
+    assert choice.add([(third, output(0)), (second, output(1))]) == [third]  # both are whole; third was before
+    assert choice.missing == 2
+    assert choice.add([(old, output(0)), (old, output(1))]) == [old]
+    assert choice.missing == 0
+    assert choice.taken == [third, old]
+
+
+def test_a_simulated_run_trains_each_prompt_once_and_in_time():
+    draw = random.Random(3)
+    for limit, ahead, size in itertools.product((1, 2, 4), (1, 3, 8), (1, 4)):
+        ahead = min(ahead, limit * size)
+        sizes = [size] * 11 + [draw.randint(1, size)] + [size] * 5  # an epoch ends with a smaller batch
+        in_flight = InFlight(lambda indices: [], 2)
+        seen, versions = Counter[int](), {}
+        for step in range(1, len(sizes) + 1):
+            left = sizes[step - 1] + ahead
+            for batch, n in enumerate(sizes[step - 1 :][: limit + 1], step):
+                items = [group(batch, place).item for place in range(min(n, left))]
+                in_flight.admit(batch, items)
+                left -= min(n, left)
+            choice = in_flight.choose(step, limit, sizes[step - 1 :][: limit + 1])
+            waiting = [(each, k) for each in in_flight.groups for k in range(2) if k not in each.finished]
+            draw.shuffle(waiting)
+            while choice.missing:
+                each, sample = waiting.pop()
+                versions.setdefault(each.item.index, step)
+                choice.add([(each, output(sample))])
+            assert len(choice.taken) == sizes[step - 1]
+            in_flight.end(step, choice.taken, [(each, output(k, draw.randint(0, 1), None)) for each, k in waiting])
+            for each in choice.taken:
+                seen[each.item.index] += 1
+                assert step - versions[each.item.index] <= limit
+        assert not in_flight.groups
+        assert set(seen.values()) == {1}
+        assert len(seen) == sum(sizes)
+
+
+def test_groups_are_written_and_read():
+    in_flight = InFlight(lambda indices: [group(index // 10, index % 10).item for index in indices], 3)
+    in_flight.admit(1, [group(1, 0).item, group(1, 1).item])
+    in_flight.admit(2, [group(2, 0).item])
+    first, second, _ = in_flight.groups
+    first.finished[1] = output(1)
+    first.finished[1].routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    in_flight.end(1, [second], [(first, output(2, 5, None)), (first, output(0, 0, None))])
+    other = InFlight(in_flight._items_at, 3)
+    other.load_state_dict(json.loads(json.dumps(in_flight.state_dict())))
+    assert [(each.batch, each.place, each.begun_at) for each in other.groups] == [(1, 0, 1), (2, 0, None)]
+    [read, new] = other.groups
+    assert read.item.index == 10
+    for samples, known in ((read.finished, first.finished), (read.parked, first.parked)):
+        assert list(samples) == list(known)
+        for number, sample in samples.items():
+            assert (sample.tokens, sample.logprobs, sample.versions) == (
+                known[number].tokens,
+                known[number].logprobs,
+                known[number].versions,
+            )
+            assert sample.finish_reason == known[number].finish_reason
+    assert (read.finished[1].routes == first.finished[1].routes).all()
+    assert [part.sample for part in new.unfinished] == [0, 1, 2]
+    other.admit(2, [group(2, 0).item, group(2, 1).item])
+    assert [(each.batch, each.place) for each in other.groups] == [(1, 0), (2, 0), (2, 1)]
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+LONG = ["gconfig.max_new_tokens=60", "gconfig.temperature=3.0", "rollout.max_concurrent_rollouts=8"]
+AHEAD = [*LONG, "rollout.max_head_offpolicyness=2", "rollout.prompts_ahead=3", "actor.use_decoupled_loss=true"]
+
+
+def rows_file(folder: Path, n: int) -> str:
+    folder.mkdir(exist_ok=True)
+    file = folder / "rows.jsonl"
+    lines = [json.dumps({"prompt": f"{10 + k}+{20 + k}=", "solutions": [str(30 + 2 * k)]}) for k in range(n)]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(file)
+
+
+def epoch(folder: Path, *more: str, n: int = 22) -> Played:
+    """A whole epoch of 22 prompts, in five steps of four and one of two."""
+    data = ["train_dataset.loader=null", f"train_dataset.path={rows_file(folder.parent, n)}", "total_train_steps=null"]
+    data += ["total_train_epochs=1", "train_dataset.drop_last=false", "total_train_steps=null"]
+    return play("grpo", folder, *data, *more)
+
+
+def drawn(rows: list[TrainSequence]) -> Counter[tuple[Any, ...]]:
+    return Counter((tuple(row.tokens), tuple(row.logprobs)) for row in rows)  # type: ignore[arg-type]
+
+
+def prompts(rows: list[TrainSequence]) -> set[tuple[int, ...]]:
+    return {tuple(np.asarray(row.tokens)[: list(row.prompt_mask).index(False)].tolist()) for row in rows}  # type: ignore
+
+
+def test_with_frozen_weights_an_epoch_trains_the_samples_of_a_run_that_waits(tmp_path):
+    frozen = ["actor.optimizer.lr=0", "engine.exact=true"]
+    waits = epoch(tmp_path / "waits", *LONG, *frozen)
+    ahead = epoch(tmp_path / "ahead", *AHEAD, *frozen)
+    assert [len(rows) for rows in ahead.rows] == [len(rows) for rows in waits.rows] == [16] * 5 + [8]
+    assert drawn([*chain(*ahead.rows)]) == drawn([*chain(*waits.rows)])
+    assert [prompts(rows) for rows in ahead.rows] != [prompts(rows) for rows in waits.rows]  # in another order
+    assert len(set().union(*map(prompts, ahead.rows))) == 22
+    assert max(ahead.series("rollout/oldest_gap")) in (1, 2)
+    assert sum(ahead.series("rollout/parked_samples")) > 0
+    assert ahead.series("rollout/parked_samples")[-1] == 0  # the last step leaves none
+
+
+def test_samples_go_on_under_new_weights_and_say_so(tmp_path):
+    run = epoch(tmp_path / "run", *AHEAD)
+    again = epoch(tmp_path / "again", *AHEAD)
+    for rows, others in zip(run.rows, again.rows, strict=True):
+        assert drawn(rows) == drawn(others)
+    gaps = [max(row.staleness for row in rows) for rows in run.rows]
+    assert gaps == run.series("rollout/oldest_gap")
+    assert 1 <= max(gaps) <= 2
+    assert max(run.series("rollout/carried_tokens")) > 0
+    assert max(run.series("rollout/versions_per_sample")) > 1
+    assert max(run.series("rollout/recomputed_tokens")) > 0
+    # The decoupled loss weighs the tokens of older weights.
+    stale = [row for rows in run.rows for row in rows if row.staleness]
+    assert any(weight != 1 for row in stale for weight in trained(row, "weights"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "words"),
+    [
+        (["rollout.prompts_ahead=3"], "rollout.prompts_ahead", "max_head_offpolicyness is 0"),
+        (["rollout.max_head_offpolicyness=1", "rollout.prompts_ahead=5"], "rollout.prompts_ahead", "more than 4"),
+        (["rollout.max_head_offpolicyness=1", "rollout.dynamic_sampling=true"], "rollout.dynamic_sampling", "replace"),
+        (["rollout.max_head_offpolicyness=-1"], "rollout.max_head_offpolicyness", "-1"),
+    ],
+)
+def test_settings_that_do_not_fit(settings, key, words, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        play("grpo", tmp_path / "run", *settings)
+    assert key in str(caught.value)
+    assert words in str(caught.value)
