@@ -530,15 +530,6 @@ class PolicyExperimentConfig(ExperimentConfig):
         """Return whether samples of agents would continue in a later step."""
         return self.rollout.max_head_offpolicyness > 0 and (self.agent.fn is not None or self.agent.is_environment)
 
-    @forbid(
-        "rollout.dynamic_sampling",
-        "is true, but rollout.max_head_offpolicyness is {self.rollout.max_head_offpolicyness}, with which a step does "
-        "not replace prompts; set one of the two to its default",
-    )
-    def replacements_in_flight(self) -> bool:
-        """Return whether dynamic sampling is set in a run whose samples continue in later steps."""
-        return self.rollout.dynamic_sampling and self.rollout.max_head_offpolicyness > 0
-
     @property
     def rows_per_step(self) -> int:
         """Number of training rows in a full batch: prompts per step times samples per prompt."""

@@ -181,6 +181,11 @@ class RatioConfig(PolicyConfig):
         return "loglinear" if self.prox_logp_method == "loglinear" else "recompute"
 
     @property
+    def bears_staleness(self) -> bool:
+        """Whether the loss takes into account that older weights may have sampled some tokens."""
+        return self.use_decoupled_loss or not self.recompute_logprob or self.m2_threshold is not None
+
+    @property
     def needs_proximal(self) -> bool:
         """Whether a forward pass must score the rows before the update, to weight or mask their tokens."""
         decoupled = self.use_decoupled_loss and self.prox_logp_method != "loglinear"

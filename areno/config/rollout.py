@@ -284,6 +284,15 @@ class RolloutConfig(DecoderConfig):
         only_with=Needs("dump_to_file", False, so="all samples are kept"),
     )
 
+    @forbid(
+        "dynamic_sampling",
+        "is true, but max_head_offpolicyness is {self.max_head_offpolicyness}, with which a step does not replace "
+        "prompts; set one of the two to its default",
+    )
+    def replacements_in_flight(self) -> bool:
+        """Return whether prompts would be replaced in a run whose samples continue in later steps."""
+        return self.dynamic_sampling and self.max_head_offpolicyness > 0
+
 
 _TUNED = Needs("enabled", so="nothing is tuned")
 

@@ -22,7 +22,7 @@ from areno.engine.processes.workers import start_workers
 from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, trace_request, wait_for_all
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, Sharing, UpdateSpec
 from areno.engine.streams import Consumer, FairLock, RequestBatcher, Streams
-from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, budgets_in_words
+from areno.engine.token_budget import SCORE, TRAIN, ChosenBudgets
 from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps
 from areno.engine.train.rows import add_routes, read_rows, read_tokens, routes_of_rows
 from areno.errors import CheckpointError, EngineError, non_finite_logits
@@ -74,8 +74,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self.limits: RequestLimits | None = None
         self.dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
-        self._budgets: TokenBudgets = {}  # chosen sizes of micro-batches
-        self._budgets_are_due = True  # whether they must be chosen (again) before their next use
+        self._budgets = ChosenBudgets(lambda: self._call("token_budgets"))
         self._rollouts: list[RolloutSpec] = []  # that the budgets take into account
         self.train_seconds = 0.0
         self._writes_state = False
@@ -105,7 +104,7 @@ class Engine(AbstractContextManager["Engine"]):
                     )
                 self._train_sharing[name] = self._call("load_role", name, spec)[0]
                 self._roles[name] = copy.deepcopy(spec)  # a copy, because the caller may change the spec later
-                self._budgets_are_due = True
+                self._budgets.are_due = True
 
     def release_role(self, role: str) -> None:
         """Free the memory of a role other than the actor. Its trained weights are lost unless they were saved.
@@ -118,7 +117,7 @@ class Engine(AbstractContextManager["Engine"]):
             raise EngineError("the actor cannot be released, only a role of ensure_roles; close the engine instead")
         self._call("release_role", role)
         del self._roles[role]
-        self._budgets.pop(role, None)
+        self._budgets.tokens.pop(role, None)
 
     @property
     def weights_version(self) -> int:
@@ -163,7 +162,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.dispatcher.begin(-(-spec.max_running // self.spec.layout.dp_size))
         if spec not in self._rollouts:
             self._rollouts.append(copy.deepcopy(spec))
-            self._budgets_are_due = True
+            self._budgets.are_due = True
         return limits
 
     def end_rollout(self, drop: bool = False) -> None:
@@ -460,7 +459,7 @@ class Engine(AbstractContextManager["Engine"]):
         with self._poll_lock:
             results = self.workers.call_each("train", args)
         self.train_seconds = max(result.seconds for result in results)
-        self._lower_budget(role, TRAIN, max(result.n_halvings for result in results))
+        self._budgets.lower(role, TRAIN, max(result.n_halvings for result in results))
         keep_old_logprobs(rows, checked, shares, results[:: layout.cp_size])
         return results[0].stats
 
@@ -540,13 +539,13 @@ class Engine(AbstractContextManager["Engine"]):
         n_together = self.spec.layout.cp_size
         spec, may_halve = mb_spec or self.spec.mb_spec, False
         if spec.is_automatic:
-            spec, may_halve = MicroBatchSpec(max_tokens_per_mb=self._token_budget(role, SCORE)), self._may_halve
+            spec, may_halve = MicroBatchSpec(max_tokens_per_mb=self._budgets.of(role, SCORE)), self._may_halve
         named = [more | ({"routes": its[0]} if its else {}) for _, *its in given]
         args = [(role, what, tokens, spec, may_halve, each) for (tokens, *_), each in zip(given, named, strict=True)]
         with self._poll_lock:
             results = self.workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
         scored = [values for values, _ in results]
-        self._lower_budget(role, SCORE, max(n_halvings for _, n_halvings in results))
+        self._budgets.lower(role, SCORE, max(n_halvings for _, n_halvings in results))
         pairs = zip(itertools.chain(*shares), itertools.chain(*scored), strict=True)
         return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
 
@@ -579,7 +578,7 @@ class Engine(AbstractContextManager["Engine"]):
     @property
     def token_budgets(self) -> dict[str, Any]:
         """The chosen sizes of micro-batches, as a training state records them: device memory, and tokens by role."""
-        return {"device_bytes": self.info.device_bytes, "tokens": copy.deepcopy(self._budgets)}
+        return {"device_bytes": self.info.device_bytes, "tokens": copy.deepcopy(self._budgets.tokens)}
 
     def restore_token_budgets(self, record: Mapping[str, Any]) -> None:
         """Continue with the sizes of micro-batches of an earlier process of the run.
@@ -590,7 +589,8 @@ class Engine(AbstractContextManager["Engine"]):
             record: The `token_budgets` of that process.
         """
         if record["device_bytes"] == self.info.device_bytes:
-            self._budgets = {role: dict(tokens) for role, tokens in record["tokens"].items() if role in self._roles}
+            known = {role: dict(tokens) for role, tokens in record["tokens"].items() if role in self._roles}
+            self._budgets.tokens = known
 
     def _sized_update(self, update: UpdateSpec, role: str) -> UpdateSpec:
         """Return an update whose micro-batches have a size, chosen by the engine if `update.mb_spec` sets none."""
@@ -598,7 +598,7 @@ class Engine(AbstractContextManager["Engine"]):
             return update
         if update.gradient_accumulation_steps is not None:
             return replace(update, mb_spec=update.mb_spec.counted)
-        spec = MicroBatchSpec(max_tokens_per_mb=self._token_budget(role, TRAIN))
+        spec = MicroBatchSpec(max_tokens_per_mb=self._budgets.of(role, TRAIN))
         return replace(update, mb_spec=spec, may_halve=self._may_halve)
 
     @property
@@ -608,39 +608,6 @@ class Engine(AbstractContextManager["Engine"]):
         With `engine.deterministic` it may not, because the free memory would decide the order of sums.
         """
         return not self.spec.engine.deterministic
-
-    def _token_budget(self, role: str, phase: str) -> int:
-        """Return the number of tokens in a micro-batch of a role in TRAIN or SCORE, and log new choices.
-
-        The choice is made again when a model has been loaded, or a rollout with other settings has begun. A budget
-        never rises, so it does not depend on the order of these.
-        """
-        if self._budgets_are_due:
-            before, chosen = copy.deepcopy(self._budgets), self._call("token_budgets")
-            self._budgets_are_due = False
-            for name, tokens in chosen[0].items():
-                known = self._budgets.setdefault(name, {})
-                for each in tokens:
-                    of_ranks = [of_rank[name][each] for of_rank in chosen]
-                    known[each] = min(*of_ranks, known.get(each, of_ranks[0]))
-            if self._budgets != before:
-                logger.info("%s", budgets_in_words(self._budgets))
-        return self._budgets[role][phase]
-
-    def _lower_budget(self, role: str, phase: str, n_halvings: int) -> None:
-        """Halve the number of tokens in a micro-batch as often as the workers have done, with a warning."""
-        if n_halvings:
-            before = self._budgets[role][phase]
-            self._budgets[role][phase] = now = max(1, before >> n_halvings)
-            doing = "training" if phase == TRAIN else "scoring with"
-            logger.warning(
-                "out of device memory in %s the model of role %s: its micro-batches have at most %s tokens from now "
-                "on, instead of %s",
-                doing,
-                role,
-                f"{now:,}",
-                f"{before:,}",
-            )
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -764,7 +731,7 @@ class Engine(AbstractContextManager["Engine"]):
             EngineError: A worker cannot start or load its models. The engine can then only be restarted again or
                 closed.
         """
-        self.limits, self._budgets_are_due = None, True
+        self.limits, self._budgets.are_due = None, True
         self.streams.end(EngineError("the workers were started again, and every request under way is lost"))
         with self._poll_lock:
             self._lost_state = self._lost_state or self._writes_state  # which the restart before this may have found

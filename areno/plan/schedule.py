@@ -11,6 +11,7 @@ from areno.config.experiments import (
     PolicyExperimentConfig,
 )
 from areno.config.models import ROWS_COUNTED, OptimizerConfig
+from areno.config.ratio import RatioConfig
 from areno.engine.spec import RoleSpec
 from areno.plan.plan import TrainerPlan
 
@@ -72,6 +73,22 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
         size = max(1, size // config.rows_per_item())  # the two rows of a pair stay together
         each = -(-rows // (size * actor.gradient_accumulation_steps))
     return {"actor": max(0, n_steps - first) * each, **found}
+
+
+def staleness_warnings(config: ExperimentConfig) -> Iterator[str]:
+    """Yield a warning if samples get stale and the loss treats all tokens as those of the current policy.
+
+    Args:
+        config: Settings of the run.
+    """
+    if not isinstance(config, PolicyExperimentConfig) or not isinstance(config.actor, RatioConfig):
+        return
+    if (limit := config.rollout.max_head_offpolicyness) and not config.actor.bears_staleness:
+        yield (
+            f"rollout.max_head_offpolicyness is {limit}, so tokens of older weights are trained as if the current "
+            "weights had sampled them; set actor.use_decoupled_loss=true, actor.recompute_logprob=false or "
+            "actor.m2_threshold"
+        )
 
 
 def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:

@@ -27,7 +27,7 @@ from areno.plan.facts import facts, without_answers
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import gpu_called, this_cpu
 from areno.plan.plan import TrainerPlan, check_copies, experiment_roles, plan_of_experiment
-from areno.plan.schedule import schedule_warnings, with_schedules
+from areno.plan.schedule import schedule_warnings, staleness_warnings, with_schedules
 from areno.rewards.pool import RewardPool
 from areno.run import tuning
 from areno.run.evaluator import Evaluator
@@ -304,7 +304,9 @@ class Setup(Generic[Config]):
             trackers=self._trackers,
             inputs=inputs,
         )
-        for text in schedule_warnings(config, run.progress.total_steps) if trains else ():
+        for text in (
+            (*schedule_warnings(config, run.progress.total_steps), *staleness_warnings(config)) if trains else ()
+        ):
             logger.warning("%s", text)
         return run
 

@@ -210,7 +210,7 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
             "scheduler.type=slurm",
             "scheduler.type: is 'slurm'; expected one of 'local', 'ray'; start Ray on the nodes",
         ),
-        ("gspo", "rollout.queue_size=4", "rollout.queue_size: unknown key; rollout and training take turns"),
+        ("gspo", "rollout.queue_size=4", "rollout.queue_size: unknown key; unfinished samples wait in the run"),
         ("ppo", "critic.dtype=bfloat16", "critic.dtype: unknown key; critic has none of its own, see actor.dtype"),
         (
             "gspo",
