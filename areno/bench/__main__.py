@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from areno.bench.ahead import ahead_page, run_ahead
 from areno.bench.areno_contender import adapters_of, run_areno, run_sampling, sampling_page
 from areno.bench.arguments import PLAIN, Settings, parse
 from areno.bench.device import measured_rates
@@ -46,6 +47,7 @@ _STANDALONE = {
     "host": run_host,
     "sft": run_sft,
     "grid": run_grid,
+    "ahead": run_ahead,
 }
 _OTHERS = {"transformers": TransformersContender, "vllm": VllmContender}
 
@@ -85,6 +87,7 @@ def show(settings: Settings) -> None:
     agents_page = partial(sampling_page, title="rollout", base="direct")
     pages = {"sampling": sampling_page, "state": states_page, "agents": agents_page, "serve": serving_page}
     pages |= {"driver": driver_page, "host": host_page, "sft": sft_page, "grid": grid_page, "trl": trl_page}
+    pages |= {"ahead": ahead_page}
     to_text = pages.get(settings.kind, page)
     print(json.dumps(found) if settings.json else to_text(found))
 

@@ -143,7 +143,7 @@ def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float
 
 Compared = Literal["rollout", "train", "step", "logprob"]
 """Kinds of work that take --against."""
-Standalone = Literal["sampling", "state", "agents", "serve", "driver", "host", "sft", "grid", "trl"]
+Standalone = Literal["sampling", "state", "agents", "serve", "driver", "host", "sft", "grid", "ahead", "trl"]
 """Kinds of work that do not."""
 Kind = Literal[Compared, Standalone]
 
@@ -160,7 +160,8 @@ _WORKS = (
     "over HTTP. driver: the time that simulated devices wait for the driver. host: the host time of a decoding step "
     "against the number of rows, without the device's work. sft: the share of a step of supervised fine-tuning that is "
     "not the device's work. grid: the settings that tune.enabled chooses against a grid of "
-    "settings, with lengths that are drawn up to --prompt-len and --new-tokens. trl: the training of a base model by "
+    "settings, with lengths that are drawn up to --prompt-len and --new-tokens. ahead: rollouts that do not wait for "
+    "their longest samples against rollouts that do, with log-normal lengths. trl: the training of a base model by "
     "areno and by GRPOTrainer of TRL, with the same settings: rewards, solve rates and the time of a step"
 )
 
@@ -207,6 +208,9 @@ class Settings:
     seeds: tuple[int, ...]
     overrides: tuple[str, ...]
     limit_s: int
+    at_once: int | None
+    mean_tokens: int
+    ahead: int
     max_prefill_tokens: int
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native"]
@@ -304,6 +308,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=_positive, default=0, help=f"{of_steps}(default: total_train_steps of --config)")
     _add_arguments_of_trl(parser)
     add("--limit-s", type=_positive, help="grid: seconds after which no other point is measured (default 480)")
+    add("--at-once", type=_positive, help="ahead: number of samples that are decoded at once (default: all of a step)")
+    add("--mean-tokens", type=_positive, default=64, help="ahead: mean length of a sample (default: %(default)s)")
+    add("--ahead", type=_positive, default=4, help="ahead: number of prompts ahead (default: %(default)s)")
     add("--updates", type=_positive, default=1, help="step: optimizer steps per batch, as actor.ppo_n_minibatches")
     compared = "step: source of the ratio's denominator; rollout is actor.recompute_logprob=false"
     add("--old-logprobs", choices=["recompute", "rollout"], default="recompute", help=compared)
