@@ -2,7 +2,8 @@
 
 The lengths of samples are drawn from a log-normal distribution, as those of reasoning. A step is a rollout without
 training. Each rollout begins with an empty KV cache, as after an update of the weights, so that samples that continue
-compute all their tokens again.
+compute all their tokens again. With --max-head-offpolicyness 0, samples do not continue, and their prompts are
+postponed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from areno.run.in_flight import Group, InFlight
 from areno.types import GenerationOutput, GenerationRequest, PromptItem, SamplingParams
 
 _SIGMA = 0.8  # of the logarithm of a length
-_LIMIT = 4  # largest number of steps that a sample may be old
 _WARM_UP = 2  # steps, until about as many samples are parked as in later steps
 
 
@@ -104,14 +104,12 @@ class _Rollouts:
 
     def step(self) -> _Step:
         """Run the rollout of a step."""
-        self._step, size = self._step + 1, len(self.prompts)
-        left = size + self.n_ahead
-        for batch in range(self._step, self._step + _LIMIT + 1):
-            items = [PromptItem(prompt="", text="", tokens=tokens) for tokens in self.prompts[:left]]
-            self._in_flight.admit(batch, items)
-            left = max(0, left - size)
-        choice = self._in_flight.choose(self._step, _LIMIT, [size] * (_LIMIT + 1))
-        groups, ids = self._in_flight.groups, itertools.count()
+        self._step += 1
+        items = [PromptItem(prompt="", text="", tokens=tokens) for tokens in self.prompts]
+        limit = self._settings.max_head_offpolicyness if self.n_ahead else 0
+        n_batches = 2 + max(limit, self.n_ahead // len(items))
+        choice = self._in_flight.begin(self._step, limit, self.n_ahead, [items] * n_batches)
+        groups, ids = choice.groups, itertools.count()
         recomputed = sum(len(part.tokens) for group in groups for part in group.parked.values())
         requests, group_of = list[GenerationRequest](), dict[int, Group]()
         for group in groups:
@@ -122,7 +120,7 @@ class _Rollouts:
         began = time.perf_counter()
         parked = _roll_out(self._engine, self._spec, requests, group_of, choice)
         seconds = time.perf_counter() - began
-        self._in_flight.end(self._step, choice.taken, [(group_of[each.request_id], each) for each in parked])
+        self._in_flight.end(self._step, limit, choice, [(group_of[each.request_id], each) for each in parked])
         trained = sum(len(output.tokens) for group in choice.taken for output in group.outputs)
         ages = [0 if group.begun_at is None else self._step - group.begun_at for group in choice.taken]
         return _Step(seconds, trained, recomputed, max(ages))

@@ -211,6 +211,7 @@ class Settings:
     at_once: int | None
     mean_tokens: int
     ahead: int
+    max_head_offpolicyness: int
     max_prefill_tokens: int
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native"]
@@ -311,6 +312,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--at-once", type=_positive, help="ahead: number of samples that are decoded at once (default: all of a step)")
     add("--mean-tokens", type=_positive, default=64, help="ahead: mean length of a sample (default: %(default)s)")
     add("--ahead", type=_positive, default=4, help="ahead: number of prompts ahead (default: %(default)s)")
+    aged = "ahead: as rollout.max_head_offpolicyness (default: %(default)s)"
+    add("--max-head-offpolicyness", type=int, choices=range(100), default=4, metavar="N", help=aged)
     add("--updates", type=_positive, default=1, help="step: optimizer steps per batch, as actor.ppo_n_minibatches")
     compared = "step: source of the ratio's denominator; rollout is actor.recompute_logprob=false"
     add("--old-logprobs", choices=["recompute", "rollout"], default="recompute", help=compared)

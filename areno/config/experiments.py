@@ -509,26 +509,33 @@ class PolicyExperimentConfig(ExperimentConfig):
     def prompts_ahead(self) -> int:
         """Number of prompts that a step samples beyond its batch. 0 if a step waits for all its samples."""
         batch_size, at_once = self.train_dataset.batch_size, self.rollout.max_concurrent_rollouts
+        if not (limit := self.rollout.max_head_offpolicyness):
+            return self.rollout.prompts_ahead or 0
         prompts_at_once = batch_size if at_once is None else min(batch_size, -(-at_once // self.gconfig.n_samples))
-        wanted = self.rollout.prompts_ahead or -(-prompts_at_once // 4)
-        return min(wanted, self.rollout.max_head_offpolicyness * batch_size)
+        return min(self.rollout.prompts_ahead or -(-prompts_at_once // 4), limit * batch_size)
 
     @forbid(
         "rollout.prompts_ahead",
-        "is {self.rollout.prompts_ahead}, but samples would get older than rollout.max_head_offpolicyness allows with "
-        "more than {self.prompts_ahead} (max_head_offpolicyness * train_dataset.batch_size); lower it",
+        "is {self.rollout.prompts_ahead}, more than the {self.most_prompts_ahead} prompts that the next steps train "
+        "(train_dataset.batch_size, times max_head_offpolicyness if that is above 0); lower it",
     )
     def too_many_prompts_ahead(self) -> bool:
         """Return whether more prompts are sampled ahead than can be trained before they are too old."""
-        return (self.rollout.prompts_ahead or 0) > self.prompts_ahead > 0
+        return (self.rollout.prompts_ahead or 0) > self.most_prompts_ahead
+
+    @property
+    def most_prompts_ahead(self) -> int:
+        """Largest number of prompts that a step may sample beyond its batch."""
+        return max(1, self.rollout.max_head_offpolicyness) * self.train_dataset.batch_size
 
     @forbid(
-        "rollout.max_head_offpolicyness",
-        "is {self.rollout.max_head_offpolicyness}, but agents (agent.fn) cannot be interrupted; set it to 0",
+        "rollout.prompts_ahead",
+        "is {self.prompts_ahead} (or max_head_offpolicyness is above 0), but samples of agents (agent.fn) cannot be "
+        "interrupted; leave both out",
     )
     def agents_in_flight(self) -> bool:
-        """Return whether samples of agents would continue in a later step."""
-        return self.rollout.max_head_offpolicyness > 0 and (self.agent.fn is not None or self.agent.is_environment)
+        """Return whether samples of agents would be interrupted."""
+        return self.prompts_ahead > 0 and (self.agent.fn is not None or self.agent.is_environment)
 
     @property
     def rows_per_step(self) -> int:

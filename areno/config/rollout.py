@@ -240,11 +240,12 @@ class RolloutConfig(DecoderConfig):
     )
     prompts_ahead: int | None = setting(
         None,
-        help="Number of prompts that a step samples beyond its batch. More prompts keep the device busier at the end "
-        "of a rollout, and more samples continue under new weights, which costs a prefill of their tokens. null: a "
-        "quarter of the prompts that are decoded at the same time",
+        help="Number of prompts that a step samples beyond its batch, so that it need not wait for its longest "
+        "samples. Prompts that are not finished then are treated according to max_head_offpolicyness. Above 0: their "
+        "samples continue in the next step, under new weights. 0: their tokens are thrown away, and a later step "
+        "samples postponed prompts alone and waits for them. null: 0, or with max_head_offpolicyness above 0 a quarter "
+        "of the prompts that are decoded at the same time",
         gt=0,
-        only_with=Needs("max_head_offpolicyness", so="a step samples its batch alone"),
     )
     drop_rollout_state: bool = setting(
         False,
@@ -286,12 +287,12 @@ class RolloutConfig(DecoderConfig):
 
     @forbid(
         "dynamic_sampling",
-        "is true, but max_head_offpolicyness is {self.max_head_offpolicyness}, with which a step does not replace "
-        "prompts; set one of the two to its default",
+        "is true, but with max_head_offpolicyness or prompts_ahead a step does not replace prompts; leave out "
+        "dynamic_sampling, or the other two",
     )
     def replacements_in_flight(self) -> bool:
-        """Return whether prompts would be replaced in a run whose samples continue in later steps."""
-        return self.dynamic_sampling and self.max_head_offpolicyness > 0
+        """Return whether prompts would be replaced in a run whose steps sample prompts ahead."""
+        return self.dynamic_sampling and (self.max_head_offpolicyness > 0 or self.prompts_ahead is not None)
 
 
 _TUNED = Needs("enabled", so="nothing is tuned")

@@ -1,9 +1,13 @@
-"""The prompts whose samples are under way across steps, with rollout.max_head_offpolicyness above 0.
+"""The prompts whose samples are under way across steps, with rollout.prompts_ahead.
 
 A step samples more prompts than it trains on. It ends its rollout when as many groups as its batch has prompts are
-whole, where a group is the samples of one prompt. Unfinished samples are parked and continue in the rollout of the next
-step, under the new weights. `InFlight` keeps the groups, decides which of them belong to a step, and is part of the
-training state. It samples nothing itself.
+whole, where a group is the samples of one prompt. With rollout.max_head_offpolicyness above 0, unfinished samples are
+parked and continue in the rollout of the next step, under the new weights (partial rollout, arXiv 2509.18521). With 0,
+their tokens are thrown away, and their prompts are postponed to a step that samples postponed prompts alone (tail
+batching, arXiv 2509.21009).
+
+`InFlight` keeps the groups, decides which of them belong to a step, and is part of the training state. It samples
+nothing itself.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ class Group:
         begun_at: Step in which the first token of the group was sampled. None before.
         finished: Sample number -> output of a finished sample.
         parked: Sample number -> output of a sample that was interrupted, possibly without tokens.
+        is_postponed: Whether the group waits for a step that samples postponed groups, without any tokens.
     """
 
     batch: int
@@ -40,6 +45,7 @@ class Group:
     begun_at: int | None = None
     finished: dict[int, GenerationOutput] = field(default_factory=dict)
     parked: dict[int, GenerationOutput] = field(default_factory=dict)
+    is_postponed: bool = False
 
     @property
     def missing(self) -> int:
@@ -94,17 +100,18 @@ class Choice:
     Groups that are due belong to the step. The rest of the step's batch is filled with the groups that are whole first.
 
     Args:
-        groups: All groups under way, the oldest first.
+        groups: The groups that the step samples, the oldest first.
         due: The groups that are due.
         size: Number of groups that the step trains on.
 
     Attributes:
+        groups: The groups that the step samples.
         size: Number of groups that the step trains on.
         taken: The groups of the step that are whole so far, in the order in which they became whole.
     """
 
     def __init__(self, groups: Sequence[Group], due: Sequence[Group], size: int):
-        self.size, self.taken = size, list[Group]()
+        self.groups, self.size, self.taken = groups, size, list[Group]()
         self._due, self._open = set(due), [group for group in groups if group not in set(due)]
         self._n_open = size - len(due)
         self._take(groups)
@@ -161,40 +168,60 @@ class InFlight:
     def __init__(self, items_at: Callable[[Sequence[int]], Sequence[PromptItem]], n_samples: int):
         self._items_at, self._n_samples = items_at, n_samples
         self.groups: list[Group] = []
-        self._newest = (0, 0)  # (batch, place) of the newest admitted prompt, and those before it were admitted, too
+        self._newest = (0, -1)  # (batch, index) of the newest admitted prompt, and those before it were admitted, too
 
-    def admit(self, batch: int, items: Sequence[PromptItem]) -> None:
-        """Add the first prompts of a batch, except for prompts that were added before.
-
-        Args:
-            batch: Number of the batch, from 1.
-            items: The first prompts of the batch.
-        """
-        for place, item in enumerate(items):
-            if (batch, place) > self._newest:
-                self.groups.append(Group(batch, place, item, self._n_samples))
-                self._newest = (batch, place)
-
-    def choose(self, step: int, limit: int, sizes: Sequence[int]) -> Choice:
-        """Begin the choice of the groups that a step trains on.
+    def begin(self, step: int, limit: int, n_ahead: int, batches: Sequence[Sequence[PromptItem]]) -> Choice:
+        """Begin the rollout of a step: admit prompts, and choose the groups to sample.
 
         Args:
             step: Number of the step.
             limit: Largest number of steps between the first token of a group and the training on it.
-            sizes: Number of groups that this step and each of the next `limit` steps train. Fewer steps if the run
-                ends.
-        """
-        by_age = sorted(self.groups, key=lambda group: step if group.begun_at is None else group.begun_at)
-        n = n_due([group.begun_at for group in by_age], step, limit, sizes)
-        return Choice(self.groups, by_age[:n], sizes[0])
+            n_ahead: Number of prompts that the step samples beyond its batch.
+            batches: The prompts of this step and of the next steps: at least of `limit` steps, and of as many as have
+                `n_ahead` prompts, if the run has so many.
 
-    def end(self, step: int, taken: Iterable[Group], parked: Iterable[tuple[Group, GenerationOutput]]) -> None:
-        """End the rollout of a step.
+        Returns:
+            The choice of the groups that the step trains on.
+        """
+        size = len(batches[0])
+        self._admit(step, batches[0])
+        postponed = [group for group in self.groups if group.is_postponed]
+        if len(postponed) >= size:
+            return Choice(postponed[:size], postponed[:size], size)
+        n_missing = size + n_ahead - (len(self.groups) - len(postponed))
+        for number, prompts in enumerate(batches[1:], step + 1):
+            n_missing -= self._admit(number, prompts, n_missing)
+        groups = [group for group in self.groups if not group.is_postponed]
+        # At the end of a run, too few prompts are left for a step without the postponed ones.
+        due = postponed[: max(0, size - len(groups))]
+        if limit:
+            by_age = sorted(groups, key=lambda group: step if group.begun_at is None else group.begun_at)
+            sizes = [len(prompts) for prompts in batches[: limit + 1]]
+            due = by_age[: n_due([group.begun_at for group in by_age], step, limit, sizes)]
+            return Choice(groups, due, size)
+        return Choice([*due, *groups], due, size)
+
+    def _admit(self, batch: int, items: Sequence[PromptItem], most: int | None = None) -> int:
+        """Add at most `most` prompts of a batch that were not added before, and return their number."""
+        new = [place for place in range(len(items)) if (batch, place) > self._newest]
+        new = new if most is None else new[: max(0, most)]
+        if not new:
+            return 0
+        self.groups += [Group(batch, place, items[place], self._n_samples) for place in new]
+        self._newest = (batch, new[-1])
+        return len(new)
+
+    def end(self, step: int, limit: int, choice: Choice, parked: Iterable[tuple[Group, GenerationOutput]]) -> int:
+        """End the rollout of a step. The groups that the step trains on are no longer under way.
 
         Args:
             step: Number of the step.
-            taken: The groups that the step trains on, which are no longer under way.
+            limit: Largest number of steps between the first token of a group and the training on it.
+            choice: The choice of the groups.
             parked: Each unfinished sample with its group.
+
+        Returns:
+            The number of tokens that are thrown away, which is 0 with a limit above 0.
         """
         for group, output in parked:
             if output.finish_reason is None:
@@ -202,11 +229,18 @@ class InFlight:
             else:
                 group.finished[output.sample] = output
                 group.parked.pop(output.sample, None)
-        gone = set(taken)
+        gone = set(choice.taken)
         self.groups = [group for group in self.groups if group not in gone]
+        n_thrown_away = 0
         for group in self.groups:
-            if group.begun_at is None and (group.finished or any(part.tokens for part in group.parked.values())):
+            n_tokens = sum(len(output.tokens) for output in (*group.finished.values(), *group.parked.values()))
+            if not limit:
+                group.is_postponed = group.is_postponed or (n_tokens > 0 and group.missing > 0)
+                group.finished, group.parked = {}, {}
+                n_thrown_away += n_tokens
+            elif n_tokens and group.begun_at is None:
                 group.begun_at = step
+        return n_thrown_away
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups under way with their samples, as plain values for a JSON file."""
@@ -230,6 +264,7 @@ class InFlight:
                 group["begun_at"],
                 {output.sample: output for output in map(_output, group["finished"])},
                 {output.sample: output for output in map(_output, group["parked"])},
+                group["is_postponed"],
             )
             for group, item in zip(state["groups"], items, strict=True)
         ]
@@ -245,6 +280,7 @@ def _written(group: Group) -> dict[str, Any]:
         "place": group.place,
         "row": group.item.index,
         "begun_at": group.begun_at,
+        "is_postponed": group.is_postponed,
         "finished": [_record(output) for output in group.finished.values()],
         "parked": [_record(output) for output in group.parked.values()],
     }

@@ -275,7 +275,7 @@ class RunProgress:
         self.step, self._epoch = state["step"], state["epoch"]
         self.loader.load_state_dict(state["loader"])
         self._position = self.loader.state_dict()
-        self.in_flight.load_state_dict(state.get("in_flight") or {"newest": [0, 0], "groups": []})
+        self.in_flight.load_state_dict(state.get("in_flight") or {"newest": [0, -1], "groups": []})
         self._rows_taken = state["rows_taken"]
         self._batches_taken = state["batches_taken"]
         self.history = {name: list(values) for name, values in state["history"].items()}

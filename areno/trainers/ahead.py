@@ -1,7 +1,8 @@
-"""The rollout of a step that does not wait for its longest samples (rollout.max_head_offpolicyness above 0).
+"""The rollout of a step that does not wait for its longest samples (rollout.prompts_ahead).
 
-The step samples more prompts than it trains on. When enough groups are whole, it stops the other samples, which
-continue in the rollout of the next step (`areno.run.in_flight`). A group is the samples of one prompt.
+The step samples more prompts than it trains on. When enough groups are whole, it stops the other samples. They continue
+in the rollout of the next step, or their prompts are sampled again later (`areno.run.in_flight`). A group is the
+samples of one prompt.
 """
 
 from __future__ import annotations
@@ -31,47 +32,36 @@ def sample_ahead(setup: PolicySetup, batch: Batch[PromptItem]) -> tuple[list[Sco
         batch: The prompts of the step. The groups that the step trains on may be those of other prompts.
 
     Returns:
-        (samples of the groups to train on, rollout/* metrics of the staleness).
+        (samples of the groups to train on, rollout/* metrics of samples that were stopped).
     """
     run, config = setup.run, setup.config
     in_flight, step = run.progress.in_flight, run.step
-    choice = _begin(setup, batch)
-    groups = in_flight.groups
+    limit, n_ahead = config.rollout.max_head_offpolicyness, config.prompts_ahead
+    upcoming = run.progress.upcoming(max(limit, -(-n_ahead // len(batch))))
+    choice = in_flight.begin(step, limit, n_ahead, [each.items for each in (batch, *upcoming)])
+    groups = choice.groups
     n_recomputed = sum(len(part.tokens) for group in groups for part in group.parked.values())
     with Scorer(setup, [group.item for group in groups], config.gconfig, 0) as scorer:
         with run.clock.phase("rollout"):
             log_stage("rollout_start")
-            parked = _sample(setup, groups, choice, scorer)
-            in_flight.end(step, choice.taken, parked)
+            parked = _sample(setup, choice, scorer)
+            n_thrown_away = in_flight.end(step, limit, choice, parked)
             log_stage("rollout_end")
         with run.clock.phase("reward"):  # waits for the rewards that are still being computed
             samples = scorer.finish()
-    return samples, _metrics(setup, samples, n_recomputed)
+    return samples, _metrics(setup, samples, n_recomputed, n_thrown_away)
 
 
-def _begin(setup: PolicySetup, batch: Batch[PromptItem]) -> Choice:
-    """Admit the prompts of the step and the prompts ahead, and begin the choice of the groups of the step."""
-    progress, rollout = setup.run.progress, setup.config.rollout
-    batches = [batch, *progress.upcoming(rollout.max_head_offpolicyness)]
-    n_left = len(batch) + setup.config.prompts_ahead
-    for number, each in enumerate(batches, progress.step):
-        progress.in_flight.admit(number, each.items[:n_left])
-        n_left = max(0, n_left - len(each))
-    return progress.in_flight.choose(progress.step, rollout.max_head_offpolicyness, [len(each) for each in batches])
-
-
-def _sample(
-    setup: PolicySetup, groups: Sequence[Group], choice: Choice, scorer: Scorer
-) -> list[tuple[Group, GenerationOutput]]:
-    """Sample the unfinished samples of the groups until the groups of the step are whole, and score these groups.
+def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Group, GenerationOutput]]:
+    """Sample the unfinished samples of the chosen groups until the groups of the step are whole, and score these.
 
     Returns:
         Each stopped sample with its group.
     """
     trainer, run, config = setup.trainer, setup.run, setup.config
-    params, places = sampling_params(config.gconfig), {group: place for place, group in enumerate(groups)}
+    params, places = sampling_params(config.gconfig), {group: place for place, group in enumerate(choice.groups)}
     ids, requests, group_of = itertools.count(), [], {}
-    for group in groups:
+    for group in choice.groups:
         seed = request_seed(run.progress.seed_of(group.batch), group.place)
         whole = GenerationRequest(request_id=0, prompt=list(map(int, group.item.tokens)), params=params, seed=seed)
         for request in requests_of_rest(whole, group.unfinished, ids):
@@ -106,18 +96,27 @@ def numbered(output: GenerationOutput, request_id: int) -> GenerationOutput:
     return output
 
 
-def _metrics(setup: PolicySetup, samples: Sequence[ScoredSample], n_recomputed: int) -> dict[str, float]:
-    """Return the metrics of the step's staleness.
+def _metrics(
+    setup: PolicySetup, samples: Sequence[ScoredSample], n_recomputed: int, n_thrown_away: int
+) -> dict[str, float]:
+    """Return the metrics of the step's staleness, or of its postponed prompts.
 
     Args:
         setup: Models, data, settings and outputs of the run.
         samples: The samples that the step trains on.
         n_recomputed: Number of completion tokens whose keys and values were computed again.
+        n_thrown_away: Number of sampled tokens that are thrown away.
     """
     version = setup.trainer.engine.weights_version
     versions = [np.asarray(vars(sample.sequence)["resp_versions"]) for sample in samples]
     gaps = [version - int(each.min(initial=version)) for each in versions]
     n_tokens = sum(map(len, versions))
+    if not setup.config.rollout.max_head_offpolicyness:
+        n_postponed = sum(group.is_postponed for group in setup.run.progress.in_flight.groups)
+        return {
+            "rollout/postponed_prompts": n_postponed,
+            "rollout/discarded_tokens": n_thrown_away / max(1, n_tokens),
+        }
     waiting = [part for group in setup.run.progress.in_flight.groups for part in group.parked.values() if part.tokens]
     return {
         "rollout/oldest_gap": max(gaps),

@@ -113,7 +113,7 @@ class Rollout:
         keep: (B,) bool, True for samples to train on. A sample without a reward is never kept.
         skipped_long: Number of dataset rows that this step skipped because they were too long.
         total_skipped_long: Number of dataset rows skipped for this reason since the start of the run.
-        scalars: rollout/* metrics of dynamic sampling, or of the staleness of samples. Empty without both.
+        scalars: rollout/* metrics of dynamic sampling, or of samples that were stopped. Empty without both.
     """
 
     samples: list[ScoredSample]
@@ -146,8 +146,8 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     rounds are done. With dynamic_bs, dropped groups are not replaced. If no group would remain, the first groups of the
     step are kept in spite of their equal rewards.
 
-    With rollout.max_head_offpolicyness above 0, the step does not wait for its longest samples, see
-    `areno.trainers.ahead`.
+    With rollout.prompts_ahead, which rollout.max_head_offpolicyness above 0 implies, the step does not wait for its
+    longest samples, see `areno.trainers.ahead`.
 
     Args:
         setup: Models, data, settings and outputs of the run.
@@ -157,7 +157,7 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
         The samples, and a mask of the samples to train on.
     """
     config, run = setup.config, setup.run
-    if config.rollout.max_head_offpolicyness:
+    if config.prompts_ahead:
         samples, scalars = sample_ahead(setup, batch)
         keep = np.array([sample.outcome.value is not None for sample in samples])
         return Rollout(samples, keep, batch.skipped_long, batch.total_skipped_long, scalars)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections import Counter
@@ -59,48 +58,71 @@ def test_due_groups_belong_to_the_step_and_the_first_whole_ones_fill_it():
     assert choice.taken == [third, old]
 
 
-def test_a_simulated_run_trains_each_prompt_once_and_in_time():
-    draw = random.Random(3)
-    for limit, ahead, size in itertools.product((1, 2, 4), (1, 3, 8), (1, 4)):
-        ahead = min(ahead, limit * size)
-        sizes = [size] * 11 + [draw.randint(1, size)] + [size] * 5  # an epoch ends with a smaller batch
-        in_flight = InFlight(lambda indices: [], 2)
-        seen, versions = Counter[int](), {}
-        for step in range(1, len(sizes) + 1):
-            left = sizes[step - 1] + ahead
-            for batch, n in enumerate(sizes[step - 1 :][: limit + 1], step):
-                items = [group(batch, place).item for place in range(min(n, left))]
-                in_flight.admit(batch, items)
-                left -= min(n, left)
-            choice = in_flight.choose(step, limit, sizes[step - 1 :][: limit + 1])
-            waiting = [(each, k) for each in in_flight.groups for k in range(2) if k not in each.finished]
-            draw.shuffle(waiting)
-            while choice.missing:
-                each, sample = waiting.pop()
-                versions.setdefault(each.item.index, step)
-                choice.add([(each, output(sample))])
-            assert len(choice.taken) == sizes[step - 1]
-            in_flight.end(step, choice.taken, [(each, output(k, draw.randint(0, 1), None)) for each, k in waiting])
-            for each in choice.taken:
-                seen[each.item.index] += 1
-                assert step - versions[each.item.index] <= limit
-        assert not in_flight.groups
-        assert set(seen.values()) == {1}
-        assert len(seen) == sum(sizes)
+@pytest.mark.parametrize("limit", [0, 1, 2, 4])
+@pytest.mark.parametrize("ahead", [1, 3, 8])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_simulated_run_trains_each_prompt_once_and_in_time(limit, ahead, size):
+    draw, ahead = random.Random(3), min(ahead, max(1, limit) * size)
+    sizes = [size] * 11 + [draw.randint(1, size)] + [size] * 5  # an epoch ends with a smaller batch
+    in_flight = InFlight(lambda indices: [], 2)
+    seen, begun_at, n_sampled = Counter[int](), {}, []
+    for step in range(1, len(sizes) + 1):
+        numbers = range(step, min(len(sizes), step + max(limit, -(-ahead // sizes[step - 1]))) + 1)
+        batches = [[group(batch, place).item for place in range(sizes[batch - 1])] for batch in numbers]
+        choice = in_flight.begin(step, limit, ahead, batches)
+        waiting = [(each, k) for each in choice.groups for k in range(2) if k not in each.finished]
+        draw.shuffle(waiting)
+        while choice.missing:
+            each, sample = waiting.pop()
+            begun_at[each.item.index] = begun_at.get(each.item.index, step) if limit else step
+            choice.add([(each, output(sample))])
+        assert len(choice.taken) == sizes[step - 1]
+        n_sampled.append(len(choice.groups))
+        in_flight.end(step, limit, choice, [(each, output(k, draw.randint(0, 1), None)) for each, k in waiting])
+        for each in choice.taken:
+            seen[each.item.index] += 1
+            assert step - begun_at[each.item.index] <= limit
+        if not limit:
+            assert not any(each.finished or each.parked for each in in_flight.groups)
+    assert not in_flight.groups
+    assert set(seen.values()) == {1}
+    assert len(seen) == sum(sizes)
+    assert max(n_sampled) == size + ahead
+    assert n_sampled[-1] == sizes[-1]
+
+
+def test_postponed_prompts_have_steps_of_their_own():
+    in_flight = InFlight(lambda indices: [], 1)
+    batches = [[group(batch, place).item for place in range(2)] for batch in range(1, 7)]
+    rounds = []
+    for step in range(1, 7):
+        choice = in_flight.begin(step, 0, 1, batches[step - 1 :])
+        rounds.append([each.item.index for each in choice.groups])
+        long = [each for each in choice.groups if each.item.index % 10 == 0]  # the first prompt of each batch
+        for each in [*(each for each in choice.groups if each not in long), *long]:
+            if choice.missing:
+                choice.add([(each, output(0))])
+        stopped = [(each, output(0, 4, None)) for each in choice.groups if not each.finished]
+        assert in_flight.end(step, 0, choice, stopped) == 4 * len(stopped)
+    # Prompts 10, 20 and so on are long. Two of them make a long round.
+    assert rounds == [[10, 11, 20], [21, 30, 31], [20, 30], [40, 41, 50], [51, 60, 61], [50, 60]]
 
 
 def test_groups_are_written_and_read():
     in_flight = InFlight(lambda indices: [group(index // 10, index % 10).item for index in indices], 3)
-    in_flight.admit(1, [group(1, 0).item, group(1, 1).item])
-    in_flight.admit(2, [group(2, 0).item])
-    first, second, _ = in_flight.groups
+    batches = [[group(batch, place).item for place in range(2)] for batch in (1, 2, 3)]
+    choice = in_flight.begin(1, 1, 1, batches)
+    first, second, third = in_flight.groups
     first.finished[1] = output(1)
     first.finished[1].routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    in_flight.end(1, [second], [(first, output(2, 5, None)), (first, output(0, 0, None))])
+    choice.taken.append(second)
+    third.is_postponed = True
+    in_flight.end(1, 1, choice, [(first, output(2, 5, None)), (first, output(0, 0, None))])
     other = InFlight(in_flight._items_at, 3)
     other.load_state_dict(json.loads(json.dumps(in_flight.state_dict())))
     assert [(each.batch, each.place, each.begun_at) for each in other.groups] == [(1, 0, 1), (2, 0, None)]
     [read, new] = other.groups
+    assert (read.is_postponed, new.is_postponed) == (False, True)
     assert read.item.index == 10
     for samples, known in ((read.finished, first.finished), (read.parked, first.parked)):
         assert list(samples) == list(known)
@@ -113,8 +135,8 @@ def test_groups_are_written_and_read():
             assert sample.finish_reason == known[number].finish_reason
     assert (read.finished[1].routes == first.finished[1].routes).all()
     assert [part.sample for part in new.unfinished] == [0, 1, 2]
-    other.admit(2, [group(2, 0).item, group(2, 1).item])
-    assert [(each.batch, each.place) for each in other.groups] == [(1, 0), (2, 0), (2, 1)]
+    other.begin(2, 1, 1, batches[1:])
+    assert [(each.batch, each.place) for each in other.groups] == [(1, 0), (2, 0), (2, 1), (3, 0)]
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
@@ -175,12 +197,23 @@ def test_samples_go_on_under_new_weights_and_say_so(tmp_path):
     assert any(weight != 1 for row in stale for weight in trained(row, "weights"))
 
 
+def test_postponed_prompts_are_sampled_anew(tmp_path):
+    run = epoch(tmp_path / "run", *LONG, "rollout.prompts_ahead=3")
+    assert [len(rows) for rows in run.rows] == [16] * 5 + [8]
+    assert len(set().union(*map(prompts, run.rows))) == 22
+    assert {row.staleness for rows in run.rows for row in rows} == {0}
+    assert max(run.series("rollout/postponed_prompts")) > 0
+    assert run.series("rollout/postponed_prompts")[-1] == 0
+    assert max(run.series("rollout/discarded_tokens")) > 0
+
+
 @pytest.mark.parametrize(
     ("settings", "key", "words"),
     [
-        (["rollout.prompts_ahead=3"], "rollout.prompts_ahead", "max_head_offpolicyness is 0"),
-        (["rollout.max_head_offpolicyness=1", "rollout.prompts_ahead=5"], "rollout.prompts_ahead", "more than 4"),
+        (["rollout.prompts_ahead=5"], "rollout.prompts_ahead", "more than the 4 prompts"),
+        (["rollout.max_head_offpolicyness=1", "rollout.prompts_ahead=5"], "rollout.prompts_ahead", "more than the 4"),
         (["rollout.max_head_offpolicyness=1", "rollout.dynamic_sampling=true"], "rollout.dynamic_sampling", "replace"),
+        (["rollout.prompts_ahead=1", "rollout.dynamic_sampling=true"], "rollout.dynamic_sampling", "replace"),
         (["rollout.max_head_offpolicyness=-1"], "rollout.max_head_offpolicyness", "-1"),
     ],
 )
