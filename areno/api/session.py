@@ -79,6 +79,13 @@ _STEPS = 64  # of the only copy of the model: for displays of the progress
 _STEPS_OF_COPIES = 16  # of each of several copies, which then wait for each other
 
 
+RolloutSteering = Callable[[list[GenerationOutput], list[RolloutStats]], tuple[int, Sequence[GenerationRequest]]]
+"""A function that decides how long a rollout goes on. It is called with (newly finished samples, statistics of each
+rank), and returns (number of further samples that must finish before the next call, further requests). The number is a
+lower bound: a call may come earlier, after a number of decoding steps. 0 ends the rollout.
+"""
+
+
 def request_seed(seed: int, index: int) -> int:
     """Return the seed of a request.
 
@@ -277,27 +284,29 @@ class RolloutSession:
 
     def _make_room_for(self, requests: Sequence[GenerationRequest]) -> None:
         """Make the KV cache large enough for all samples of some requests at once."""
+        self._make_room(self._longest(requests), sum(request.n_samples for request in requests))
+
+    def _longest(self, requests: Sequence[GenerationRequest]) -> int:
+        """Return the largest possible number of tokens in a sample, prompt and completion together."""
         context = self._sessions.engine.info.context_len
         longest = max(
             min(len(request.prompt) + request.params.max_new_tokens, request.params.max_context_len or context)
             for request in requests
         )
-        self._make_room(min(longest, context), sum(request.n_samples for request in requests))
+        return min(longest, context)
 
     def generate_until(
-        self,
-        requests: Sequence[GenerationRequest],
-        finished: Callable[[list[GenerationOutput], list[RolloutStats]], int],
+        self, requests: Sequence[GenerationRequest], progress: RolloutSteering, n_steps: int | None = None
     ) -> list[GenerationOutput]:
-        """Sample until enough samples have finished, and stop the other samples.
+        """Sample until `progress` says that enough samples have finished, and stop the other samples.
 
         The moment of the stop is decided by decoding steps and not by the clock, so that two runs stop after the same
         tokens.
 
         Args:
             requests: The requests, the oldest first. Their fields `begun` may have tokens of earlier calls.
-            finished: Called with (newly finished samples, statistics of each rank), at first with no samples. Returns
-                the number of further samples that must finish, at the least. 0 stops.
+            progress: Called at first without samples, then with newly finished samples, see RolloutSteering.
+            n_steps: Largest number of decoding steps between two calls of `progress`. None chooses a number.
 
         Returns:
             The outputs of the stopped samples with their tokens so far. Their finish_reason is None, unless they
@@ -307,16 +316,28 @@ class RolloutSession:
             CancelledError: The asyncio task was cancelled during the rollout.
         """
         engine = self._sessions.engine
-        self._make_room_for(requests)
-        engine.hold()
-        engine.submit(requests)
         # With several copies of the model, no copy can know how many samples of the others have finished.
-        n_steps = _STEPS if engine.spec.layout.dp_size == 1 else _STEPS_OF_COPIES
-        missing = finished([], engine.rollout_stats())
-        while missing:
+        n_steps = n_steps or (_STEPS if engine.spec.layout.dp_size == 1 else _STEPS_OF_COPIES)
+        due, n_open, outputs, stats = list(requests), 0, list[GenerationOutput](), engine.rollout_stats()
+        while True:
+            missing, more = progress(outputs, stats)
+            due += more
+            if not missing:
+                return engine.park()
             raise_if_cancelled()
-            missing = finished(*engine.advance(missing, n_steps))
-        return engine.park()
+            if due and not n_open:
+                self._make_room_for(due)
+                engine.hold()
+            # Longer prompts wait, because making the cache larger would end the samples in progress.
+            if due and self._has_room_for(due):
+                engine.submit(due)
+                n_open, due = n_open + sum(request.n_samples for request in due), []
+            outputs, stats = engine.advance(missing, n_steps)
+            n_open -= len(outputs)
+
+    def _has_room_for(self, requests: Sequence[GenerationRequest]) -> bool:
+        """Return whether each sample of some requests fits into the KV cache as it is."""
+        return self._running_spec is not None and self._longest(requests) <= self._running_spec.max_len
 
     def __enter__(self) -> RolloutSession:
         sessions = self._sessions

@@ -12,14 +12,14 @@ from typing import Any
 
 from areno.agents.trajectories import LossMaskPolicy
 from areno.api.metrics import MetricsRecorder, StepLog, Stopwatch
-from areno.api.session import ProxySettings, RolloutSession, Sessions
+from areno.api.session import ProxySettings, RolloutSession, RolloutSteering, Sessions
 from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig, at_temperature
 from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
-from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, RolloutStats, UpdateSpec
+from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, EngineError, Rename, keys_renamed
 from areno.files.durable import as_checkpoint_error, atomic_write_folder
 from areno.models.folder import is_replaceable
@@ -370,9 +370,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return results
 
     def rollout_until(
-        self,
-        requests: Sequence[GenerationRequest],
-        finished: Callable[[list[GenerationOutput], list[RolloutStats]], int],
+        self, requests: Sequence[GenerationRequest], progress: RolloutSteering, n_steps: int | None = None
     ) -> list[GenerationOutput]:
         """Sample requests until enough samples have finished, and stop the other samples.
 
@@ -380,8 +378,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         Args:
             requests: The requests, the oldest first. Their fields `begun` may have tokens of earlier calls.
-            finished: Called with (newly finished samples, statistics of each rank), at first with no samples. Returns
-                the number of further samples that must finish, at the least. 0 stops.
+            progress: Called at first without samples, then with (newly finished samples, statistics of each rank).
+                Returns (number of further samples that must finish before the next call, further requests). The number
+                0 ends the rollout.
+            n_steps: Largest number of decoding steps between two calls of `progress`. None chooses a number.
 
         Returns:
             The outputs of the stopped samples with their tokens so far. Their finish_reason is None, unless they
@@ -392,7 +392,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """
         session = self._sessions.need("rollout_until")
         with self._named(), self.clock.phase("rollout"):
-            return session.generate_until(requests, finished)
+            return session.generate_until(requests, progress, n_steps)
 
     def _own_seed(self) -> int:
         """Derive a new seed for a rollout whose seed is None. Every run of the script derives the same seeds."""

@@ -15,7 +15,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Pipe
 from typing import Any
@@ -212,6 +212,27 @@ class Scoring(AbstractContextManager["Scoring"]):
                 logger.info(self._pool.slow_text(self._calls, slow.seconds))
         self._raise_error()
         return self._calls.outcomes
+
+    def known(self, numbers: Iterable[int]) -> list[RewardOutcome]:
+        """Wait for the outcomes of some samples, while others may still be added.
+
+        Args:
+            numbers: Numbers of samples, as given to `add`.
+
+        Returns:
+            The outcome of each sample.
+
+        Raises:
+            ArenoError: Scoring has failed, for example because a function cannot be loaded.
+        """
+        found = []
+        for number in numbers:
+            while (outcome := self._calls.outcomes.get(number)) is None:
+                self._raise_error()
+                heartbeat.beat()
+                time.sleep(_BATCH_WAIT_S)
+            found.append(outcome)
+        return found
 
     def span_of(self, number: int) -> tuple[int, int] | None:
         """Return (start, end) of the scoring of a sample, as times of areno.trace. None if no process has answered.

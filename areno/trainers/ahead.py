@@ -79,8 +79,8 @@ def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Gr
             run.pulse()
             return choice.missing
 
-        def finished(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> int:
-            return take(choice.add((group_of[output.request_id], output) for output in outputs), stats)
+        def finished(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> tuple[int, list[GenerationRequest]]:
+            return take(choice.add((group_of[output.request_id], output) for output in outputs), stats), []
 
         if not take(choice.taken, [RolloutStats()] * copies):
             return []

@@ -18,6 +18,7 @@ from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agents import sample_with_agents
 from areno.trainers.ahead import sample_ahead
+from areno.trainers.rounds import can_overlap, sample_rounds
 from areno.trainers.rows import joined, n_trained, rows_per_sample, trained
 from areno.trainers.score import Scorer
 from areno.types import (
@@ -161,20 +162,27 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
         samples, scalars = sample_ahead(setup, batch)
         keep = np.array([sample.outcome.value is not None for sample in samples])
         return Rollout(samples, keep, batch.skipped_long, batch.total_skipped_long, scalars)
-    samples = sample_and_score(setup, batch.items, config.gconfig, run.progress.seed)
-    skipped_long, total_skipped_long, scalars = batch.skipped_long, batch.total_skipped_long, {}
-    keep = np.ones(len(samples), dtype=bool)
-    if config.rollout.dynamic_sampling:
-        rounds, size, most = 1, len(batch), 1 if config.dynamic_bs else config.rollout.max_sampling_rounds
-        while n_groups(samples, has_signal(samples)) < size and rounds < most and (more := run.progress.next_batch()):
-            seed = run.progress.seed + (rounds << 40)
+    most = config.rollout.max_sampling_rounds if config.rollout.dynamic_sampling and not config.dynamic_bs else 1
+    if most > 1 and can_overlap(setup):
+        samples, batches = sample_rounds(setup, batch, most)
+    else:
+        samples, batches = sample_and_score(setup, batch.items, config.gconfig, run.progress.seed), [batch]
+        while (
+            n_groups(samples, has_signal(samples)) < len(batch)
+            and len(batches) < most
+            and (more := run.progress.next_batch())
+        ):
+            seed = run.progress.seed + (len(batches) << 40)
             group = samples[-1].group + 1
             samples += sample_and_score(setup, more.items, config.gconfig, seed, first_group=group)
-            skipped_long, total_skipped_long = skipped_long + more.skipped_long, more.total_skipped_long
-            rounds += 1
+            batches.append(more)
+    skipped_long, total_skipped_long = sum(each.skipped_long for each in batches), batches[-1].total_skipped_long
+    keep, scalars = np.ones(len(samples), dtype=bool), {}
+    if config.rollout.dynamic_sampling:
+        size = len(batch)
         keep = first_groups(samples, has_signal(samples), size)
         dropped = n_groups(samples) - n_groups(samples, keep)
-        scalars = {"rollout/sampling_rounds": rounds, "rollout/dropped_groups": dropped}
+        scalars = {"rollout/sampling_rounds": len(batches), "rollout/dropped_groups": dropped}
         if not keep.any():
             logger.warning("all groups of this step have equal rewards: there is nothing to prefer in them")
             keep = first_groups(samples, ~keep, size)

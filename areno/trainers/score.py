@@ -37,10 +37,33 @@ class Scorer(AbstractContextManager["Scorer"]):
     """
 
     def __init__(self, setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, first_group: int):
-        self._setup, self._items, self._gconfig, self._first_group = setup, items, gconfig, first_group
+        self._setup, self._items, self._gconfig, self._first_group = setup, list(items), gconfig, first_group
         self._found: dict[int, tuple[ScoredSample, Record | None]] = {}  # by index in the rollout
         self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # item -> prompt, tokens
         self._scoring = None if setup.rewards is None else setup.rewards.scoring()
+
+    def extend(self, items: Sequence[PromptItem]) -> None:
+        """Add prompts to the rollout, whose indices follow those of the prompts so far.
+
+        Args:
+            items: The prompts.
+        """
+        self._items += items
+
+    def rewards_of(self, number: int) -> list[float]:
+        """Wait for the rewards of all samples of a prompt. Only for rewards of functions.
+
+        Args:
+            number: Index of the prompt, whose samples have all been taken.
+
+        Returns:
+            The rewards. Samples without a reward are left out.
+        """
+        assert self._scoring is not None, "no reward function scores the samples"
+        first, n_samples = number * self._gconfig.n_samples, self._gconfig.n_samples
+        with self._setup.run.stop.interruptible():
+            outcomes = self._scoring.known(range(first, first + n_samples))
+        return [outcome.value for outcome in outcomes if outcome.value is not None]
 
     def take(self, outputs: Sequence[GenerationOutput]) -> None:
         """Add finished completions and start to score them.

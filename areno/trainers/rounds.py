@@ -1,0 +1,130 @@
+"""The rollout of a step with dynamic sampling (DAPO, arXiv 2503.14476), whose rounds overlap.
+
+A round samples a batch of prompts. Prompts whose samples all have the same reward are dropped, so a step may need
+several rounds. A further round begins as soon as the dropped prompts show that the step needs the round, while the
+samples of earlier rounds are still decoded. The samples are those of rounds that wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areno.api.session import request_seed
+from areno.engine.spec import RolloutStats
+from areno.plan.plan import sampling_params
+from areno.run.setup import PolicySetup
+from areno.tracking.console import RolloutProgress, log_stage
+from areno.trainers.score import Scorer
+from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, ScoredSample
+
+_STEPS = 16  # decoding steps between decisions. A decision waits for the rewards of one of these intervals before.
+
+
+def can_overlap(setup: PolicySetup) -> bool:
+    """Return whether rewards are known during the rollout, so that rounds can overlap.
+
+    A reward model scores samples after the rollout, and agents decide themselves when they ask for samples.
+
+    Args:
+        setup: Models, data, settings and outputs of the run.
+    """
+    return setup.agents is None and setup.config.reward.path is None and setup.rewards is not None
+
+
+def sample_rounds(
+    setup: PolicySetup, batch: Batch[PromptItem], most: int
+) -> tuple[list[ScoredSample], list[Batch[PromptItem]]]:
+    """Sample rounds of prompts until enough groups have different rewards, and score all samples.
+
+    A group is the samples of one prompt. The decision for a further round depends on decoding steps and rewards, and
+    not on the clock.
+
+    Args:
+        setup: Models, data, settings and outputs of the run.
+        batch: The prompts of the first round. As many groups with different rewards are needed as it has prompts.
+        most: Largest number of rounds.
+
+    Returns:
+        (samples of all rounds in the order of their prompts, batch of each round).
+    """
+    config, run = setup.config, setup.run
+    with Scorer(setup, [], config.gconfig, 0) as scorer:
+        with run.clock.phase("rollout"):
+            log_stage("rollout_start")
+            rounds = _Rounds(setup, scorer, batch, most)
+            history, copies = run.progress.history, setup.trainer.engine.spec.layout.dp_size
+            reward = history["reward_mean"][-1] if "reward_mean" in history else None
+            with RolloutProgress("rollout", len(batch), config.gconfig.n_samples, copies, reward) as rounds.display:
+                params = sampling_params(config.gconfig)
+                with setup.trainer.rollout_session(sampling_params=params, proxy=False):
+                    setup.trainer.rollout_until(rounds.requests(batch), rounds, _STEPS)
+            log_stage("rollout_end")
+        with run.clock.phase("reward"):  # waits for the rewards that are still being computed
+            return scorer.finish(), rounds.batches
+
+
+class _Rounds:
+    """Decides which rounds a step needs, see RolloutSteering.
+
+    Args:
+        setup: Models, data, settings and outputs of the run.
+        scorer: Scores the samples.
+        batch: The prompts of the first round.
+        most: Largest number of rounds.
+
+    Attributes:
+        batches: The batch of each round so far.
+        display: Shows the progress of the rollout.
+    """
+
+    def __init__(self, setup: PolicySetup, scorer: Scorer, batch: Batch[PromptItem], most: int):
+        self._setup, self._scorer, self._size, self._most = setup, scorer, len(batch), most
+        self.batches: list[Batch[PromptItem]] = []
+        self.display: RolloutProgress
+        self._missing: list[int] = []  # unfinished samples of each group
+        self._whole: list[int] = []  # groups that became whole in the last interval
+        self._n_uniform = 0  # groups whose rewards are known to be equal
+
+    def requests(self, batch: Batch[PromptItem]) -> list[GenerationRequest]:
+        """Add a round, and return its requests.
+
+        Args:
+            batch: The prompts of the round.
+        """
+        progress, gconfig = self._setup.run.progress, self._setup.config.gconfig
+        seed, first = progress.seed + (len(self.batches) << 40), len(self._missing)
+        self._scorer.extend(batch.items)
+        self.batches.append(batch)
+        self._missing += [gconfig.n_samples] * len(batch)
+        return [
+            GenerationRequest(
+                request_id=first + index,
+                prompt=list(map(int, item.tokens)),
+                n_samples=gconfig.n_samples,
+                params=sampling_params(gconfig),
+                seed=request_seed(seed, index),
+            )
+            for index, item in enumerate(batch.items)
+        ]
+
+    def __call__(
+        self, outputs: list[GenerationOutput], stats: list[RolloutStats]
+    ) -> tuple[int, Sequence[GenerationRequest]]:
+        """Score finished samples, and return (number of unfinished samples, requests of further rounds)."""
+        self.display(outputs, stats)
+        self._scorer.take(outputs)
+        self._setup.run.pulse()
+        known, self._whole = self._whole, []
+        for output in outputs:
+            self._missing[output.request_id] -= 1
+            if not self._missing[output.request_id]:
+                self._whole.append(output.request_id)
+        if not any(self._missing):  # nothing is left to decode meanwhile
+            known, self._whole = known + self._whole, []
+        self._n_uniform += sum(len(set(self._scorer.rewards_of(group))) < 2 for group in known)
+        more: list[GenerationRequest] = []
+        while len(self._missing) - self._n_uniform < self._size and len(self.batches) < self._most:
+            if (batch := self._setup.run.progress.next_batch()) is None:
+                break
+            more += self.requests(batch)
+        return sum(self._missing), more
