@@ -508,25 +508,17 @@ class PolicyExperimentConfig(ExperimentConfig):
     @property
     def prompts_ahead(self) -> int:
         """Number of prompts that a step samples beyond its batch. 0 if a step waits for all its samples."""
-        batch_size, at_once = self.train_dataset.batch_size, self.rollout.max_concurrent_rollouts
-        if not (limit := self.rollout.max_head_offpolicyness):
-            return self.rollout.prompts_ahead or 0
-        prompts_at_once = batch_size if at_once is None else min(batch_size, -(-at_once // self.gconfig.n_samples))
-        return min(self.rollout.prompts_ahead or -(-prompts_at_once // 4), limit * batch_size)
+        return self.rollout.prompts_beyond(self.train_dataset.batch_size, self.gconfig.n_samples)
 
     @forbid(
         "rollout.prompts_ahead",
-        "is {self.rollout.prompts_ahead}, more than the {self.most_prompts_ahead} prompts that the next steps train "
-        "(train_dataset.batch_size, times max_head_offpolicyness if that is above 0); lower it",
+        "is {self.rollout.prompts_ahead}, more than the prompts that the next steps train (train_dataset.batch_size, "
+        "times max_head_offpolicyness if that is above 0); lower it",
     )
     def too_many_prompts_ahead(self) -> bool:
         """Return whether more prompts are sampled ahead than can be trained before they are too old."""
-        return (self.rollout.prompts_ahead or 0) > self.most_prompts_ahead
-
-    @property
-    def most_prompts_ahead(self) -> int:
-        """Largest number of prompts that a step may sample beyond its batch."""
-        return max(1, self.rollout.max_head_offpolicyness) * self.train_dataset.batch_size
+        most = max(1, self.rollout.max_head_offpolicyness) * self.train_dataset.batch_size
+        return (self.rollout.prompts_ahead or 0) > most
 
     @forbid(
         "rollout.prompts_ahead",

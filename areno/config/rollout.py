@@ -285,6 +285,19 @@ class RolloutConfig(DecoderConfig):
         only_with=Needs("dump_to_file", False, so="all samples are kept"),
     )
 
+    def prompts_beyond(self, batch_size: int, n_samples: int) -> int:
+        """Return the number of prompts that a step samples beyond its batch.
+
+        Args:
+            batch_size: Number of prompts that a step trains on.
+            n_samples: Number of samples of each prompt.
+        """
+        if not (limit := self.max_head_offpolicyness):
+            return self.prompts_ahead or 0
+        at_once = self.max_concurrent_rollouts
+        prompts_at_once = batch_size if at_once is None else min(batch_size, -(-at_once // n_samples))
+        return min(self.prompts_ahead or -(-prompts_at_once // 4), limit * batch_size)
+
     @forbid(
         "dynamic_sampling",
         "is true, but with max_head_offpolicyness or prompts_ahead a step does not replace prompts; leave out "

@@ -403,7 +403,8 @@ def test_a_sweep_without_a_name_goes_on_under_that_of_its_folder(capsys, folder)
         pytest.param("dpo", "logprobs", (1,), marks=pytest.mark.slow),
         pytest.param("ppo", "train", (4,), marks=pytest.mark.slow),
         pytest.param("ppo", "values", (2,), marks=pytest.mark.slow),
-        pytest.param("gspo", "generate", (1, 4), marks=pytest.mark.slow),
+        pytest.param("gspo", "generate", (1, 2), marks=pytest.mark.slow),
+        pytest.param("gspo", "advance", (3, 9), marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_worker_is_started_again(recipe, name, calls, folder, monkeypatch, tmp_path_factory, capsys):

@@ -210,8 +210,12 @@ def test_postponed_prompts_are_sampled_anew(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "key", "words"),
     [
-        (["rollout.prompts_ahead=5"], "rollout.prompts_ahead", "more than the 4 prompts"),
-        (["rollout.max_head_offpolicyness=1", "rollout.prompts_ahead=5"], "rollout.prompts_ahead", "more than the 4"),
+        (["rollout.prompts_ahead=5"], "rollout.prompts_ahead", "more than the prompts"),
+        (
+            ["rollout.max_head_offpolicyness=1", "rollout.prompts_ahead=5"],
+            "rollout.prompts_ahead",
+            "more than the prompts",
+        ),
         (["rollout.max_head_offpolicyness=1", "rollout.dynamic_sampling=true"], "rollout.dynamic_sampling", "replace"),
         (["rollout.prompts_ahead=1", "rollout.dynamic_sampling=true"], "rollout.dynamic_sampling", "replace"),
         (["rollout.max_head_offpolicyness=-1"], "rollout.max_head_offpolicyness", "-1"),
