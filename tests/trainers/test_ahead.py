@@ -153,11 +153,11 @@ def rows_file(folder: Path, n: int) -> str:
     return str(file)
 
 
-def epoch(folder: Path, *more: str, n: int = 22) -> Played:
+def epoch(folder: Path, *more: str, n: int = 22, recipe: str = "grpo") -> Played:
     """A whole epoch of 22 prompts, in five steps of four and one of two."""
     data = ["train_dataset.loader=null", f"train_dataset.path={rows_file(folder.parent, n)}", "total_train_steps=null"]
     data += ["total_train_epochs=1", "train_dataset.drop_last=false", "total_train_steps=null"]
-    return play("grpo", folder, *data, *more)
+    return play(recipe, folder, *data, *more)
 
 
 def drawn(rows: list[TrainSequence]) -> Counter[tuple[Any, ...]]:
@@ -179,6 +179,18 @@ def test_with_frozen_weights_an_epoch_trains_the_samples_of_a_run_that_waits(tmp
     assert max(ahead.series("rollout/oldest_gap")) in (1, 2)
     assert sum(ahead.series("rollout/parked_samples")) > 0
     assert ahead.series("rollout/parked_samples")[-1] == 0  # the last step leaves none
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [["engine.world_size=2"], ["engine.world_size=2", "engine.tp_size=2"]])
+def test_on_several_devices_too(layout, tmp_path):
+    frozen = ["actor.optimizer.lr=0", "engine.exact=true", *layout]
+    waits = epoch(tmp_path / "waits", *LONG, *frozen)
+    ahead = epoch(tmp_path / "ahead", *AHEAD, *frozen)
+    again = epoch(tmp_path / "again", *AHEAD, *frozen)
+    assert drawn([*chain(*ahead.rows)]) == drawn([*chain(*waits.rows)])
+    assert max(ahead.series("rollout/oldest_gap")) >= 1
+    assert [drawn(rows) for rows in ahead.rows] == [drawn(rows) for rows in again.rows]
 
 
 def test_samples_go_on_under_new_weights_and_say_so(tmp_path):
@@ -205,6 +217,14 @@ def test_postponed_prompts_are_sampled_anew(tmp_path):
     assert max(run.series("rollout/postponed_prompts")) > 0
     assert run.series("rollout/postponed_prompts")[-1] == 0
     assert max(run.series("rollout/discarded_tokens")) > 0
+
+
+def test_a_critic_is_trained_on_the_same_rows(tmp_path):
+    run = epoch(tmp_path / "run", *AHEAD, "critic.warmup_steps=0", recipe="ppo", n=14)
+    assert [len(rows) for rows in run.rows] == [len(rows) for rows in run.critic_rows] == [16, 16, 16, 8]
+    for rows, others in zip(run.rows, run.critic_rows, strict=True):
+        assert drawn(rows) == drawn(others)
+    assert max(run.series("rollout/oldest_gap")) >= 1
 
 
 @pytest.mark.parametrize(
