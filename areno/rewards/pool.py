@@ -213,6 +213,11 @@ class Scoring(AbstractContextManager["Scoring"]):
         self._raise_error()
         return self._calls.outcomes
 
+    @property
+    def n_known(self) -> int:
+        """Number of samples that have been scored."""
+        return len(self._calls.outcomes)
+
     def known(self, numbers: Iterable[int]) -> list[RewardOutcome]:
         """Wait for the outcomes of some samples, while others may still be added.
 

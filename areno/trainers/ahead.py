@@ -21,15 +21,19 @@ from areno.run.in_flight import Choice, Group
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.score import Scorer
+from areno.trainers.scores import StepScores
 from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, ScoredSample
 
 
-def sample_ahead(setup: PolicySetup, batch: Batch[PromptItem]) -> tuple[list[ScoredSample], dict[str, float]]:
+def sample_ahead(
+    setup: PolicySetup, batch: Batch[PromptItem], scores: StepScores
+) -> tuple[list[ScoredSample], dict[str, float]]:
     """Sample until as many groups as the batch has prompts are whole, and score these groups.
 
     Args:
         setup: Models, data, settings and outputs of the run.
         batch: The prompts of the step. The groups that the step trains on may be those of other prompts.
+        scores: Scores of the rows to train on, which are computed while rewards are computed.
 
     Returns:
         (samples of the groups to train on, rollout/* metrics of samples that were stopped).
@@ -47,6 +51,8 @@ def sample_ahead(setup: PolicySetup, batch: Batch[PromptItem]) -> tuple[list[Sco
             parked = _sample(setup, choice, scorer)
             n_thrown_away = in_flight.end(step, limit, choice, parked)
             log_stage("rollout_end")
+        if scorer.is_waiting:
+            scores.compute_early(scorer.samples)
         with run.clock.phase("reward"):  # waits for the rewards that are still being computed
             samples = scorer.finish()
     return samples, _metrics(setup, samples, n_recomputed, n_thrown_away)

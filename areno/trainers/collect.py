@@ -21,6 +21,7 @@ from areno.trainers.ahead import sample_ahead
 from areno.trainers.rounds import can_overlap, sample_rounds
 from areno.trainers.rows import joined, n_trained, rows_per_sample, trained
 from areno.trainers.score import Scorer
+from areno.trainers.scores import StepScores
 from areno.types import (
     Batch,
     GenerationOutput,
@@ -114,6 +115,7 @@ class Rollout:
         keep: (B,) bool, True for samples to train on. A sample without a reward is never kept.
         skipped_long: Number of dataset rows that this step skipped because they were too long.
         total_skipped_long: Number of dataset rows skipped for this reason since the start of the run.
+        scores: Scores of the rows, of which some may have been computed while rewards were computed.
         scalars: rollout/* metrics of dynamic sampling, or of samples that were stopped. Empty without both.
     """
 
@@ -121,6 +123,7 @@ class Rollout:
     keep: np.ndarray
     skipped_long: int
     total_skipped_long: int
+    scores: StepScores
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -157,16 +160,19 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     Returns:
         The samples, and a mask of the samples to train on.
     """
-    config, run = setup.config, setup.run
+    config, run, scores = setup.config, setup.run, StepScores(setup)
     if config.prompts_ahead:
-        samples, scalars = sample_ahead(setup, batch)
+        samples, scalars = sample_ahead(setup, batch, scores)
         keep = np.array([sample.outcome.value is not None for sample in samples])
-        return Rollout(samples, keep, batch.skipped_long, batch.total_skipped_long, scalars)
+        return Rollout(samples, keep, batch.skipped_long, batch.total_skipped_long, scores, scalars)
     most = config.rollout.max_sampling_rounds if config.rollout.dynamic_sampling and not config.dynamic_bs else 1
     if most > 1 and can_overlap(setup):
         samples, batches = sample_rounds(setup, batch, most)
     else:
-        samples, batches = sample_and_score(setup, batch.items, config.gconfig, run.progress.seed), [batch]
+        # Dynamic sampling decides by the rewards which rows are trained.
+        early = None if config.rollout.dynamic_sampling else scores
+        samples = sample_and_score(setup, batch.items, config.gconfig, run.progress.seed, scores=early)
+        batches = [batch]
         while (
             n_groups(samples, has_signal(samples)) < len(batch)
             and len(batches) < most
@@ -187,7 +193,7 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
             logger.warning("all groups of this step have equal rewards: there is nothing to prefer in them")
             keep = first_groups(samples, ~keep, size)
     keep &= [sample.outcome.value is not None for sample in samples]
-    return Rollout(samples, keep, skipped_long, total_skipped_long, scalars)
+    return Rollout(samples, keep, skipped_long, total_skipped_long, scores, scalars)
 
 
 def n_groups(samples: Sequence[ScoredSample], among: np.ndarray | None = None) -> int:
@@ -222,6 +228,7 @@ def sample_and_score(
     title: str = "rollout",
     first_group: int = 0,
     at_once: int | None = None,
+    scores: StepScores | None = None,
 ) -> list[ScoredSample]:
     """Sample `gconfig.n_samples` completions of every prompt, and score them.
 
@@ -234,6 +241,8 @@ def sample_and_score(
         first_group: Number that identifies the samples of the first prompt. The following prompts get consecutive
             numbers.
         at_once: Number of prompts that are sampled at the same time. None samples all.
+        scores: Scores of the rows to train on, which are computed while rewards are computed. None for samples that
+            are not trained.
 
     Returns:
         The samples with their rewards, in the order of the prompts.
@@ -262,6 +271,8 @@ def sample_and_score(
                         prompts, gconfig.n_samples, params, seed=seed, on_progress=report, at_once=at_once
                     )
             log_stage(f"{title}_end")
+        if scores is not None and setup.agents is None and scorer.is_waiting:
+            scores.compute_early(scorer.samples)
         with clock.phase("reward"):  # waits for the rewards that are still being computed
             samples = scorer.finish()
     if setup.agents is not None:

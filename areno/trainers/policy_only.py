@@ -31,7 +31,7 @@ class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
                 advantages = self.advantages(joined(rows, rollout.sizes), rollout.groups)
                 set_advantages(rows, rollout.sizes, advantages)
             log_rollout(setup, rollout, rows)
-            stats = correct(setup, rows)  # weights for rows that another policy sampled
+            stats = correct(setup, rollout, rows)  # weights for rows that another policy sampled
             with samples_logged(setup, rollout, rows):
                 stats |= update_policy(setup, rows)
             run.end_step(stats)

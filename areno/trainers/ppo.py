@@ -13,7 +13,7 @@ from areno.tracking.console import log_stage
 from areno.trainers.collect import collect, log_rollout, samples_logged
 from areno.trainers.loop import RewardLoop
 from areno.trainers.policy_only import PolicyOnlyTrainer
-from areno.trainers.rows import joined, set_advantages, token_rows, trained, without_truncated
+from areno.trainers.rows import joined, set_advantages, trained, without_truncated
 from areno.trainers.update import correct, rows_of, update_policy
 from areno.types import TrainSequence
 
@@ -43,9 +43,8 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
         for batch in run.steps():
             rollout = collect(setup, batch)  # sample completions of each prompt, and score them
             rows = rows_of(setup, rollout)  # shape the rewards, score the reference
-            with run.clock.phase("values"):
-                for row, values in zip(rows, setup.trainer.score_values("critic", token_rows(rows)), strict=True):
-                    row.values = values  # estimated before each token
+            for row, values in zip(rows, rollout.scores.of("values", rows), strict=True):
+                row.values = values  # estimated before each token
             with run.clock.phase("advantage"):
                 advantages, returns = self.advantages(joined(rows, rollout.sizes), rollout.groups)
                 set_advantages(rows, rollout.sizes, advantages)
@@ -55,7 +54,7 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
             stats = self.update_critic(without_truncated(rows, rollout.kept, rollout.sizes) if masked else rows)
             with samples_logged(setup, rollout, rows):
                 if run.step > warmup:
-                    stats |= correct(setup, rows)  # weights for rows that another policy sampled
+                    stats |= correct(setup, rollout, rows)  # weights for rows that another policy sampled
                     stats |= update_policy(setup, rows)
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})

@@ -122,6 +122,16 @@ class Scorer(AbstractContextManager["Scorer"]):
         if self._scoring is not None:
             self._scoring.add(records)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a reward function has yet to score some of the samples."""
+        return self._scoring is not None and self._scoring.n_known < len(self._found)
+
+    @property
+    def samples(self) -> list[ScoredSample]:
+        """The samples so far, in the order of the rollout, possibly without rewards."""
+        return [sample for _, (sample, _) in sorted(self._found.items())]
+
     def finish(self) -> list[ScoredSample]:
         """Wait for the rewards, and return the samples in the order of the rollout.
 

@@ -137,35 +137,17 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
     rows = policy_rows(rollout.kept, rewards_B, eos, config.actor.mask_no_eos_with_zero, version)
     score_agents(setup.trainer, rollout.kept, rows, config.gconfig)
     if config.ref is not None:
-        with setup.run.clock.phase("ref"):
-            for row, logprobs in zip(rows, logprobs_of(setup, "ref", rows), strict=True):
-                row.ref_logprobs = logprobs
+        for row, logprobs in zip(rows, rollout.scores.of("ref", rows), strict=True):
+            row.ref_logprobs = logprobs
     return rows
 
 
-def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
-    """Compute the log-probability of every token of the rows under the actor or the reference model.
-
-    The log-probabilities are at the temperature of the rollout. For the actor, rows with `routes` are scored with
-    routing replay.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        role: The model: "actor" or "ref".
-        rows: Training rows.
-
-    Returns:
-        For each row, a log-probability per token, 0.0 for the first.
-    """
-    routes = [row.routes for row in rows] if role == "actor" else None
-    return setup.trainer.score_logprobs(role, token_rows(rows), sampling=setup.config.gconfig, routes=routes)
-
-
-def correct(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
+def correct(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> dict[str, float]:
     """Compute log-probabilities before the update and apply `correct_rows`, if the settings ask for a correction.
 
     Args:
         setup: Models, data, settings and outputs of the run.
+        rollout: The samples of the step.
         rows: The rows to train on, which are changed.
 
     Returns:
@@ -174,8 +156,9 @@ def correct(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, floa
     actor = setup.config.actor
     if not isinstance(actor, RatioConfig) or not actor.needs_proximal:
         return {}
+    logprobs = rollout.scores.of("proximal", rows)
     with setup.run.clock.phase("recompute"):
-        return correct_rows(rows, logprobs_of(setup, "actor", rows), actor)
+        return correct_rows(rows, logprobs, actor)
 
 
 def update(
