@@ -22,6 +22,7 @@ from areno.engine.engine import Engine
 from areno.engine.spec import RolloutSpec
 from areno.kernels.fixed_order import SPAN
 from areno.types import GenerationRequest
+from tests.helpers.parked import in_pieces, told
 from tests.helpers.tiny_engine import Outputs, engine_spec, logprobs_of, request, tokens_of, train_rows
 
 PLAIN = {"temperature": 1.0}
@@ -143,3 +144,12 @@ def test_places_for_32_samples(case: Case, engine: Engine, params: dict[str, Any
     few = replace(case.roomy, max_running=32, decoder=DecoderConfig(max_prefill_tokens=150))
     outputs, _ = sampled(engine, [case.requests(params)[::-1]], few)
     hold_equal(outputs, at_once)
+
+
+@pytest.mark.parametrize("n_steps", [7, 64])
+def test_interrupted_and_continued(
+    case: Case, engine: Engine, params: dict[str, Any], at_once: Outputs, n_steps: int
+) -> None:
+    expected = {(number, each.sample): told(each) for number, samples in at_once.items() for each in samples}
+    found = in_pieces(engine, case.roomy, case.requests(params), n_steps)
+    assert {key: told(output) for key, output in found.items()} == expected

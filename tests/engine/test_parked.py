@@ -18,6 +18,7 @@ from areno.engine.requests import RequestRefused, requests_of_rest
 from areno.engine.spec import RolloutSpec, UpdateSpec
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.types import Begun, GenerationOutput, GenerationRequest
+from tests.helpers.parked import in_pieces, told, whole
 from tests.helpers.tiny_engine import model_folder, request, spec, train_rows
 
 ROOMY = RolloutSpec(max_running=16, max_len=400)
@@ -37,59 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
-def told(output: GenerationOutput) -> tuple[Any, ...]:
-    return output.tokens, output.logprobs, output.finish_reason
-
-
-def whole(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[tuple[int, int], tuple[Any, ...]]:
-    """What the requests draw in one rollout."""
-    engine.begin_rollout(ROOMY)
-    outputs = engine.generate(list(requests))
-    engine.end_rollout()
-    return {(output.request_id, output.sample): told(output) for each in outputs.values() for output in each}
-
-
-def in_pieces(
-    engine: Engine, requests: Sequence[GenerationRequest], n_steps: int, between: Any = None
-) -> dict[tuple[int, int], GenerationOutput]:
-    """What the requests draw if a rollout ends after every `n_steps` steps. `between` is called after each."""
-    ids, finished = itertools.count(), {}
-    origin = {}
-    due = []
-    for each in requests:
-        [one] = requests_of_rest(each, [blank(each, k) for k in range(each.n_samples)], ids)
-        origin[one.request_id] = each
-        due.append(one)
-    while due:
-        engine.begin_rollout(ROOMY)
-        engine.hold()
-        engine.submit(due)
-        outputs, _ = engine.advance(MANY, n_steps)
-        outputs += engine.park()
-        engine.end_rollout()
-        parked: dict[int, list[GenerationOutput]] = {}
-        for output in outputs:
-            if output.finish_reason is None:
-                parked.setdefault(origin[output.request_id].request_id, []).append(output)
-            else:
-                assert (origin[output.request_id].request_id, output.sample) not in finished
-                finished[origin[output.request_id].request_id, output.sample] = output
-        due = []
-        for each in requests:
-            rest = requests_of_rest(each, parked.get(each.request_id, []), ids)
-            origin |= {one.request_id: each for one in rest}
-            due += rest
-        if between is not None and due:
-            between()
-    return finished
-
-
-def blank(request: GenerationRequest, sample: int) -> GenerationOutput:
-    return GenerationOutput(
-        request_id=request.request_id, sample=sample, tokens=[], logprobs=[], versions=[], finish_reason=None
-    )
-
-
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
     with Engine(spec(folder, exact=True), "inline") as engine:
@@ -98,17 +46,17 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("n_steps", [1, 7, 64])
 def test_interrupted_samples_have_the_bits_of_others(engine: Engine, n_steps: int) -> None:
-    expected = whole(engine, REQUESTS)
-    found = in_pieces(engine, REQUESTS, n_steps)
+    expected = whole(engine, ROOMY, REQUESTS)
+    found = in_pieces(engine, ROOMY, REQUESTS, n_steps)
     assert {key: told(output) for key, output in found.items()} == expected
 
 
 @pytest.mark.parametrize("layout", [{"devices": 2}, {"devices": 2, "tp_size": 2}])
 def test_in_processes_too(folder: Path, layout: dict[str, int]) -> None:
     with Engine(spec(folder, exact=True, **layout), "spawn") as engine:
-        expected = whole(engine, REQUESTS)
-        assert {key: told(output) for key, output in in_pieces(engine, REQUESTS, 7).items()} == expected
-        assert whole(engine, REQUESTS) == expected  # a rollout that is not held
+        expected = whole(engine, ROOMY, REQUESTS)
+        assert {key: told(output) for key, output in in_pieces(engine, ROOMY, REQUESTS, 7).items()} == expected
+        assert whole(engine, ROOMY, REQUESTS) == expected  # a rollout that is not held
 
 
 def test_advance_stops_when_enough_have_finished(engine: Engine) -> None:
@@ -124,7 +72,7 @@ def test_advance_stops_when_enough_have_finished(engine: Engine) -> None:
     [last] = engine.park()
     assert (last.request_id, last.finish_reason, len(last.tokens)) == (3, None, 15)
     engine.end_rollout()
-    assert len(whole(engine, REQUESTS[:1])) == 3
+    assert len(whole(engine, ROOMY, REQUESTS[:1])) == 3
 
 
 def train(engine: Engine, outputs: dict[int, list[GenerationOutput]], requests: Sequence[GenerationRequest]) -> None:
