@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -120,7 +120,7 @@ class Sessions:
 
         If no session is open, end a rollout that Ctrl-C interrupted, as `settle` does.
         """
-        if self.open is not None:
+        if self.open is not None and not self.open.is_suspended:
             hint = "which is for drawing samples only; leave its `with` block first"
             raise EngineError(f"{what} was called inside a rollout session, {hint}")
         self.settle()
@@ -157,11 +157,15 @@ class RolloutSession:
         max_running: Largest number of samples decoded at once, over all ranks. None uses the number of samples in a
             rollout, but at most 1024 for each data-parallel copy of the model.
         proxy: Settings of the HTTP server for agents. None starts no server.
+
+    Attributes:
+        is_suspended: Whether the session is inside a block of `suspended`.
     """
 
     def __init__(self, sessions: Sessions, max_running: int | None, proxy: ProxySettings | None = None):
         self._sessions, self._max_running, self._settings = sessions, max_running, proxy
         self._running_spec: RolloutSpec | None = None  # the rollout settings that the engine decodes with now
+        self.is_suspended = False
         self._room: RequestLimits | None = None  # the limits of requests with these settings
         self._proxy: SessionProxy | None = None
 
@@ -185,6 +189,26 @@ class RolloutSession:
         if self._proxy is None:
             raise EngineError("this rollout session serves nothing; use it in a `with` block, and with proxy=True")
         return self._proxy
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Interrupt all samples for the time of a `with` block, in which models can be trained, scored and saved.
+
+        Samples of the session's server and of `Engine.generate_stream` continue after the block, under the weights of
+        then. Requests that arrive during the block wait for its end. Time limits of requests do not count the block.
+
+        Raises:
+            EngineError: The session is not open.
+        """
+        if self._sessions.open is not self:
+            raise EngineError("suspended was called outside the `with` block of its rollout session")
+        self._sessions.engine.suspend_rollout()
+        self.is_suspended = True
+        try:
+            yield
+        finally:
+            self.is_suspended = False
+            self._sessions.engine.resume_rollout()
 
     def prepare(self, n_tokens: int) -> None:
         """Make the KV cache large enough for sequences of `n_tokens` tokens, prompt and completion together.

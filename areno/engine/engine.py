@@ -21,7 +21,7 @@ from areno.engine.memory import resident_bytes
 from areno.engine.processes.workers import start_workers
 from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, trace_request, wait_for_all
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, Sharing, UpdateSpec
-from areno.engine.streams import Consumer, FairLock, RequestBatcher, Streams
+from areno.engine.streams import Consumer, FairLock, RequestBatcher, RunningClock, Streams, TimeLimit
 from areno.engine.token_budget import SCORE, TRAIN, ChosenBudgets
 from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps
 from areno.engine.train.rows import add_routes, read_rows, read_tokens, routes_of_rows
@@ -52,6 +52,7 @@ class Engine(AbstractContextManager["Engine"]):
         dispatcher: Distributes requests over the data-parallel ranks, and keeps the unfinished requests.
         streams: The requests of `generate_stream`.
         limits: Limits of the requests that the current rollout phase accepts. None outside of a rollout phase.
+        clock: The time of requests, which stands while the rollout phase is suspended.
         batcher: Gathers requests of `generate_stream` that arrive at nearly the same time.
         train_seconds: Seconds that the slowest worker took for the last call of `train`. 0.0 before the first.
 
@@ -73,6 +74,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self.limits: RequestLimits | None = None
+        self.clock = RunningClock()
         self.dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
         self._budgets = ChosenBudgets(lambda: self._call("token_budgets"))
         self._rollouts: list[RolloutSpec] = []  # that the budgets take into account
@@ -172,11 +174,27 @@ class Engine(AbstractContextManager["Engine"]):
             drop: Whether to free the KV cache and the CUDA graphs. False keeps them for the next phase.
         """
         self.limits = None
+        self.clock.start()
         self.streams.end(EngineError("the rollout phase has ended, and with it every request under way"))
         self._call("end_rollout", drop)
         with self._poll_lock, self._records_lock:
             self.workers.poll(0.0)  # what finished before the workers stopped
             self._clear_requests()
+
+    def suspend_rollout(self) -> None:
+        """Interrupt all samples of the rollout phase, so that models can be trained. Requests stay under way.
+
+        Requests that are submitted meanwhile wait. Does nothing outside of a rollout phase.
+        """
+        if self.limits is not None:
+            self._call("suspend")
+            self.clock.stop()
+
+    def resume_rollout(self) -> None:
+        """Continue all samples that `suspend_rollout` has interrupted, with the weights of now."""
+        if self.limits is not None:
+            self._call("resume")
+            self.clock.start()
 
     def _clear_requests(self) -> None:
         self.dispatcher.clear()
@@ -301,7 +319,8 @@ class Engine(AbstractContextManager["Engine"]):
 
         Args:
             request: The request.
-            timeout_s: Longest time of the request, in seconds. None for no limit.
+            timeout_s: Longest time of the request, in seconds, without the time in which the phase is suspended. None
+                for no limit.
 
         Raises:
             ConfigError: Sampling parameters of the request are out of bounds.
@@ -311,9 +330,8 @@ class Engine(AbstractContextManager["Engine"]):
         """
         check_params(request.params)
         read_tokens(request.prompt, "prompt", self.info.vocab_size)
-        consumer, unfinished, timer = Consumer(), request.n_samples, None
-        if timeout_s is not None:
-            timer = consumer.loop.call_later(timeout_s, consumer.queue.put_nowait, TimeoutError())
+        consumer, unfinished = Consumer(), request.n_samples
+        limit = TimeLimit(consumer, self.clock, timeout_s)
         try:
             await self.batcher.submit(request, consumer)
             while unfinished:
@@ -321,8 +339,7 @@ class Engine(AbstractContextManager["Engine"]):
                     unfinished -= output.finish_reason is not None
                     yield output
         finally:
-            if timer is not None:
-                timer.cancel()
+            limit.cancel()
             with self._records_lock:
                 if unfinished and self.streams.abandon(consumer):
                     self.abort(request.request_id)
@@ -448,7 +465,7 @@ class Engine(AbstractContextManager["Engine"]):
                 f"role {role!r} was loaded without an optimizer and cannot be trained; release it, and give "
                 "ensure_roles an optimizer for it"
             )
-        if self.limits is not None:
+        if self.limits is not None and not self.clock.stands:
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         update = self._sized_update(update or UpdateSpec(self.spec.mb_spec), role)
         checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)

@@ -14,6 +14,7 @@ import asyncio
 import atexit
 import contextlib
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,6 +110,63 @@ def _put(items: Iterable[tuple[Consumer, GenerationOutput | Exception]]) -> None
     for consumer, item in items:
         if not consumer.abandoned:
             consumer.queue.put_nowait(item)
+
+
+_LOOK_S = 0.01  # least time between looks at a clock that stands
+
+
+class RunningClock:
+    """Counts the seconds in which requests may be decoded: the clock stands while the rollout phase is suspended."""
+
+    def __init__(self) -> None:
+        self._stood_s, self._since = 0.0, None
+
+    def now(self) -> float:
+        """Return the time of the clock, in seconds."""
+        return (time.monotonic() if self._since is None else self._since) - self._stood_s
+
+    @property
+    def stands(self) -> bool:
+        """Whether the clock stands."""
+        return self._since is not None
+
+    def stop(self) -> None:
+        """Let the clock stand. A second call has no effect."""
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def start(self) -> None:
+        """Let the clock go on."""
+        if self._since is not None:
+            self._stood_s, self._since = self._stood_s + time.monotonic() - self._since, None
+
+
+class TimeLimit:
+    """Puts a TimeoutError into the queue of a consumer after some time of a RunningClock. Call `cancel` at the end.
+
+    Args:
+        consumer: The consumer.
+        clock: The clock.
+        limit_s: The time, in seconds. None for no limit.
+    """
+
+    def __init__(self, consumer: Consumer, clock: RunningClock, limit_s: float | None):
+        self._consumer, self._clock, self._timer = consumer, clock, None
+        if limit_s is not None:
+            self._ends_at = clock.now() + limit_s
+            self._wait()
+
+    def _wait(self) -> None:
+        left_s = self._ends_at - self._clock.now()
+        if left_s <= 0:
+            self._consumer.queue.put_nowait(TimeoutError())
+        else:  # while the clock stands, it is looked at again and again
+            self._timer = self._consumer.loop.call_later(max(left_s, _LOOK_S), self._wait)
+
+    def cancel(self) -> None:
+        """Put no error from now on."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class Streams:

@@ -148,10 +148,14 @@ class Worker:
         else:
             self.end_rollout(drop=True)
             self.decoder, self._decoder_spec = self._new_decoder(spec), spec
-        self.decoder.weights_version = self.weights_version()
-        refresh_adapters(self.actor)
+        self._use_weights(self.decoder)
         profiling.set_anchor()
         return self.decoder.limits
+
+    def _use_weights(self, decoder: Decoder) -> None:
+        """Make a decoder, whose cache is empty, ready to decode with the weights of now."""
+        decoder.weights_version = self.weights_version()
+        refresh_adapters(self.actor)
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
         options = [*memory.smaller_cache(spec.decoder), memory.FEWER_AT_ONCE]
@@ -263,6 +267,18 @@ class Worker:
     def hold(self) -> None:
         """Run no step of the decoder by itself until the rollout phase ends. Only `advance` then runs steps."""
         self._is_held = True
+
+    def suspend(self) -> None:
+        """Interrupt all samples of the decoder, which stay in the decoder, until `resume`."""
+        self.hold()
+        if self.decoder is not None:
+            self.decoder.reset_cache()
+
+    def resume(self) -> None:
+        """Continue the samples that `suspend` has interrupted, with the weights of now."""
+        self._is_held = False
+        if self.decoder is not None:
+            self._use_weights(self.decoder)
 
     @property
     def has_work(self) -> bool:
