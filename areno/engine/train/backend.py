@@ -371,6 +371,7 @@ class TrainBackend:
             weight_grad=None if grad_VD is None else grad_VD[: head.n_valid],
             keep_bytes=LOGITS_KEPT if self.device.type == "cuda" else KEEP_BYTES,
             logits=self.model.local_logits,
+            most_rows=len(head.weight),
         )
         return share.aligned(places_T, logprobs_T), share.aligned(places_T, entropy_T)
 
