@@ -227,6 +227,12 @@ class TrainSequence:
             None, or NaN for a token, stands for the policy at the start of the call. Set it to None after changing
             tokens or temperature.
         advantages, returns, values, ref_logprobs: One value per token. None if the loss does not need them.
+        teacher_logprobs: Log-probability of each token under a teacher, for the sampled form of distillation.
+        teacher_prompt: Token ids that a teacher reads in place of the tokens before the first trained one, for a
+            divergence over the whole vocabulary. None if the teacher reads the same tokens.
+        teacher_top: (tokens, logprobs) of a teacher that runs elsewhere: for each token of the row, the ids of the J
+            most likely tokens in its place, and their log-probabilities at the temperature of training, each of shape
+            (tokens of the row, J). Only entries of trained tokens are read.
         reward: Reward of the whole row.
         eos_token_id: For scripts that pad rows themselves. areno packs rows and does not read it.
         weights: Factor on the policy loss of each token, such as the importance weight of a stale sample. None is 1.
@@ -248,6 +254,9 @@ class TrainSequence:
     staleness: int = 0
     routes: np.ndarray | None = None
     old_logprobs: list[float] | np.ndarray | None = None
+    teacher_logprobs: list[float] | np.ndarray | None = None
+    teacher_prompt: list[int] | np.ndarray | None = None
+    teacher_top: tuple[Any, Any] | None = None
 
 
 Message = dict[str, Any]

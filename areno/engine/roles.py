@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from areno.config.teacher import Divergence
 from areno.engine import memory
 from areno.engine.decoder.cache_size import WantedCache
 from areno.engine.exact import make_exact
@@ -29,6 +30,7 @@ from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
 from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, choose_token_budget
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.host_memory import PINNED_BYTES
+from areno.engine.train.teacher import TeacherPasses
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_setting
 from areno.kernels.backend import is_before_ampere, runs_triton
@@ -145,6 +147,16 @@ class Role:
         base = without_adapters(self.backend.model) if self.is_base else nullcontext()
         with self.offload.on_device(training), base:
             yield self.backend
+
+    @contextmanager
+    def as_teacher(self, divergence: Divergence) -> Iterator[TeacherPasses]:
+        """Hold the model on the device inside a `with` block, and yield its passes as the teacher of another model.
+
+        If `self.is_base` is True, the adapters of the actor are switched off in these passes alone.
+        """
+        switch = partial(without_adapters, self.backend.model) if self.is_base else nullcontext
+        with self.offload.on_device():
+            yield self.backend.as_teacher(divergence, switch)
 
 
 class Roles:

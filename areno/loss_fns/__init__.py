@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         shape_rewards,
     )
     from areno.loss_fns.correction import behave_weights, m2_keep
-    from areno.loss_fns.distillation import Divergence, distillation_loss_fn
+    from areno.loss_fns.distillation import distillation_loss_fn
     from areno.loss_fns.dpo import dpo_loss_fn
     from areno.loss_fns.grpo import grpo_loss_fn
     from areno.loss_fns.gspo import gspo_loss_fn
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataPack",
-    "Divergence",
     "behave_weights",
     "distillation_loss_fn",
     "dpo_loss_fn",

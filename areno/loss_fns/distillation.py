@@ -25,81 +25,16 @@ The module imports no torch, because the configuration of a run is read before t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from areno.config.teacher import SAMPLED, DistillationConfig
 from areno.loss_fns.surrogates import ProxMethod, bounded, token_log_ratio
-from areno.schema.fields import Needs, Section, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from areno.loss_fns.pack import DataPack
-
-DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
-SAMPLED = "sampled_reverse_kl"
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """A divergence over the whole vocabulary, which a training pass computes beside the log-probabilities.
-
-    Attributes:
-        kind: "forward_kl", "reverse_kl" or "jsd", see the docstring of the module.
-        beta: For "jsd", the weight of the teacher in the mixture of both, between 0 and 1.
-        role: Name of the role whose model is the teacher. Ignored for rows that list the teacher's log-probabilities.
-    """
-
-    kind: DivergenceKind
-    beta: float = 0.5
-    role: str = "teacher"
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("forward_kl", "reverse_kl", "jsd"):
-            raise ValueError(f"kind is {self.kind!r}; expected forward_kl, reverse_kl or jsd")
-        if self.kind == "jsd" and not 0.0 < self.beta < 1.0:
-            raise ValueError(f"beta is {self.beta}; a number between 0 and 1 is expected")
-
-
-@dataclass(kw_only=True)
-class DistillationConfig(Section):
-    """The choice of a distillation loss, with its settings. The section `teacher` inherits from it.
-
-    Attributes:
-        loss_type: Name of the loss.
-        jsd_beta: beta of loss_type "jsd".
-        kl_discount: Discount of later tokens in loss_type "sampled_reverse_kl".
-    """
-
-    loss_type: Literal["sampled_reverse_kl", "reverse_kl", "forward_kl", "jsd"] = setting(
-        "sampled_reverse_kl",
-        help="sampled_reverse_kl: log(student / teacher) of each sampled token, as a negative advantage of this token. "
-        "The others compare the distributions over the whole vocabulary at each token. reverse_kl: KL(student | "
-        "teacher). forward_kl: KL(teacher | student). jsd: the generalised Jensen-Shannon divergence of GKD (arXiv "
-        "2306.13649)",
-    )
-    jsd_beta: float = setting(
-        0.5,
-        help="Weight of the teacher in the mixture of teacher and student. The closer to 0, the more jsd is like "
-        "forward_kl. The closer to 1, the more it is like reverse_kl",
-        gt=0,
-        lt=1,
-        only_with=Needs("loss_type", "jsd"),
-    )
-    kl_discount: float = setting(
-        0.0,
-        help="Factor per token by which log(student / teacher) of later tokens counts in the advantage of a token. 0: "
-        "each token counts for itself. 1: the gradient is that of the KL divergence of whole answers, with more "
-        "variance",
-        ge=0,
-        le=1,
-        only_with=Needs("loss_type", SAMPLED),
-    )
-
-    @property
-    def divergence(self) -> Divergence | None:
-        """The divergence that training passes compute. None for the sampled form."""
-        return None if self.loss_type == SAMPLED else Divergence(self.loss_type, self.jsd_beta)
 
 
 def distillation_loss_fn(
@@ -202,32 +137,21 @@ def discounted_sums(values_T: Tensor, rows_T: Tensor, discount: float) -> Tensor
 
 
 def with_teacher(
-    policy_loss_fn: Callable[..., Any] | None,
-    teacher: DistillationConfig | None,
-    *,
-    rl_loss_weight: float = 1.0,
-    distill_loss_weight: float = 1.0,
-    prox_logp_method: str = "recompute",
+    policy_loss_fn: Callable[..., Any] | None, teacher: DistillationConfig, prox_logp_method: str = "recompute"
 ) -> Callable[..., Any]:
-    """Return the loss function of a policy algorithm, joined with that of a teacher.
+    """Return the loss function of distillation, joined with that of a policy algorithm.
 
     Args:
         policy_loss_fn: Loss function of the policy algorithm. None: there is none.
-        teacher: The choice of the distillation loss. None: there is no teacher, and `policy_loss_fn` is returned.
-        rl_loss_weight: Factor on the loss of the policy algorithm.
-        distill_loss_weight: Factor on the loss of distillation.
+        teacher: Settings of the teacher.
         prox_logp_method: The actor's setting of this name, or "recompute".
     """
-    from functools import partial
-
-    if teacher is None:
-        assert policy_loss_fn is not None
-        return policy_loss_fn
+    rl_weight, distill_weight = teacher.weights
     return partial(
         distillation_loss_fn,
         policy_loss_fn=policy_loss_fn,
-        rl_loss_weight=rl_loss_weight,
-        distill_loss_weight=distill_loss_weight,
+        rl_loss_weight=rl_weight,
+        distill_loss_weight=distill_weight,
         sampled=teacher.loss_type == SAMPLED,
         kl_discount=teacher.kl_discount,
         prox_logp_method="loglinear" if prox_logp_method == "loglinear" else "recompute",

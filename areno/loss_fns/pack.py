@@ -46,6 +46,8 @@ class DataPack:
         entropy: (N,) float32, entropy of the current policy in nats, detached. 0 where loss_mask is False.
         divergence: (N,) float32, divergence between the trained model and a teacher over the whole vocabulary,
             differentiable. 0 where loss_mask is False. None if the training pass computes no divergence.
+        teacher_top_tokens: (N, J) int64, tokens whose probability a teacher lists in the place of each token.
+        teacher_top_logprobs: (N, J) float32, log-probabilities of these tokens under the teacher.
         trained_T: (T,) int64, the indices where loss_mask is True. None computes them from loss_mask. The train
             backend passes them in, because indexing with a mask would make the host wait for the device.
     """
@@ -69,6 +71,8 @@ class DataPack:
     rows_per_unit: int = 1
     entropy: Tensor | None = None
     divergence: Tensor | None = None
+    teacher_top_tokens: Tensor | None = None
+    teacher_top_logprobs: Tensor | None = None
     trained_T: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:

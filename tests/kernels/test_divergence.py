@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 
+from areno.config.teacher import Divergence
 from areno.kernels.logprobs import selected_logprobs
 from areno.kernels.logprobs.divergence import ListedTeacher, WholeTeacher, logprobs_and_divergence
 from areno.kernels.matmul import float32_matmul
-from areno.loss_fns.distillation import Divergence
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.thread_ranks import ThreadRanks
 

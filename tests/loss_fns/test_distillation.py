@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
+from areno.config.teacher import Divergence
 from areno.errors import DataError
-from areno.loss_fns.distillation import Divergence, distillation_loss_fn, sampled_reverse_kl
+from areno.loss_fns.distillation import distillation_loss_fn, sampled_reverse_kl
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.pack import DataPack
 from tests.helpers.loss_rows import PRECISIONS, all_trained, pack_of, random_rows, trained

@@ -28,9 +28,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from areno.config.teacher import Divergence
 from areno.kernels.logprobs import CHUNK, FUSED_CHUNK, KEEP_BYTES, Head, chunks, kernels_for, reference
 from areno.kernels.matmul import add_matmul
-from areno.loss_fns.distillation import Divergence
 
 LEAST_TAIL = -30.0
 """Log-probability that the tail of a listed distribution has at least, so that no divergence is infinite."""
