@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from areno.schema.fields import Needs, Section, setting
 
@@ -75,10 +75,17 @@ class DistillationConfig(Section):
         """The divergence that training passes compute. None for the sampled form."""
         return None if self.loss_type == SAMPLED else Divergence(self.loss_type, self.jsd_beta)
 
-    @property
-    def weights(self) -> tuple[float, float]:
-        """(factor on the loss of reinforcement learning, factor on the loss of distillation)."""
-        return 0.0, 1.0
+    def loss_settings(self, prox_logp_method: str = "recompute") -> dict[str, Any]:
+        """Return the settings as keyword arguments of `distillation_loss_fn`.
+
+        Args:
+            prox_logp_method: The actor's setting of this name, or "recompute".
+        """
+        return {
+            "sampled": self.loss_type == SAMPLED,
+            "kl_discount": self.kl_discount,
+            "prox_logp_method": "loglinear" if prox_logp_method == "loglinear" else "recompute",
+        }
 
 
 @dataclass(kw_only=True)
@@ -92,7 +99,11 @@ class TeacherConfig(DistillationConfig):
         0.005, help="Factor on the loss of distillation, which is a mean over all trained tokens", gt=0
     )
 
-    @property
-    def weights(self) -> tuple[float, float]:
-        """(factor on the loss of reinforcement learning, factor on the loss of distillation)."""
-        return self.rl_loss_weight, self.distill_loss_weight
+    def loss_settings(self, prox_logp_method: str = "recompute") -> dict[str, Any]:
+        """Return the settings as keyword arguments of `distillation_loss_fn`.
+
+        Args:
+            prox_logp_method: The actor's setting of this name, or "recompute".
+        """
+        weights = {"rl_loss_weight": self.rl_loss_weight, "distill_loss_weight": self.distill_loss_weight}
+        return super().loss_settings(prox_logp_method) | weights

@@ -23,14 +23,13 @@ from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_p
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, Sharing, UpdateSpec
 from areno.engine.streams import Consumer, FairLock, RequestBatcher, Streams
 from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, budgets_in_words
-from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps
-from areno.engine.train.rows import TOP, Row, read_tokens, read_training_rows, routes_of_rows
-from areno.errors import CheckpointError, EngineError, Key
+from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps, sharing_beside_teacher
+from areno.engine.train.rows import TOP, read_tokens, read_training_rows, routes_of_rows
+from areno.errors import CheckpointError, EngineError
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
 logger = logging.getLogger("areno")
 
-CP = Key("engine.cp_size")
 _TURN_S = 0.05  # longest poll of one thread while another thread waits to poll
 
 TokenRows = Sequence[Sequence[int] | np.ndarray]
@@ -403,9 +402,13 @@ class Engine(AbstractContextManager["Engine"]):
         if self.limits is not None:
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         update = self._sized_update(update or UpdateSpec(self.spec.mb_spec), role)
-        checked = read_training_rows(rows, self.info, row_name, with_teacher=update.divergence is not None)
-        layout, sharing = self.spec.layout, self._sharing_beside_teacher(self._train_sharing[role], update, checked)
-        shares = share_steps(checked, update, layout.data_size, spec.section, self.info.cost, layout.cp_size, sharing)
+        info, divergence = self.info, update.divergence
+        checked = read_training_rows(rows, info, row_name, divergence is not None)
+        layout, sharing = self.spec.layout, self._train_sharing[role]
+        if divergence is not None and TOP[0] not in checked[0].fields:
+            self._role(divergence.role, "lm")
+            sharing = sharing_beside_teacher(sharing, self._train_sharing[divergence.role], checked, layout.cp_size)
+        shares = share_steps(checked, update, layout.data_size, spec.section, info.cost, layout.cp_size, sharing)
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(layout.cp_size)]
         with self._poll_lock:
             results = self.workers.call_each("train", args)
@@ -413,20 +416,6 @@ class Engine(AbstractContextManager["Engine"]):
         self._lower_budget(role, TRAIN, max(result.n_halvings for result in results))
         keep_old_logprobs(rows, checked, shares, results[:: layout.cp_size])
         return results[0].stats
-
-    def _sharing_beside_teacher(self, sharing: Sharing, update: UpdateSpec, rows: Sequence[Row]) -> Sharing:
-        """Return when an update shares prefixes: `sharing`, or never if its teacher reads other rows or cannot share.
-
-        Raises EngineError if the teacher of the update is not loaded.
-        """
-        if update.divergence is None or TOP[0] in rows[0].fields:
-            return sharing
-        self._role(update.divergence.role, "lm")
-        if all(row.teacher_prompt is None for row in rows):
-            return sharing if self._train_sharing[update.divergence.role].when != "off" else Sharing()
-        if self.spec.layout.cp_size > 1:
-            raise EngineError("rows have a teacher_prompt, which context parallelism does not support; set {}=1", CP)
-        return Sharing()
 
     def logprobs(
         self,

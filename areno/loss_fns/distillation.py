@@ -25,10 +25,8 @@ The module imports no torch, because the configuration of a run is read before t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from areno.config.teacher import SAMPLED, DistillationConfig
 from areno.loss_fns.surrogates import ProxMethod, bounded, token_log_ratio
 
 if TYPE_CHECKING:
@@ -134,25 +132,3 @@ def discounted_sums(values_T: Tensor, rows_T: Tensor, discount: float) -> Tensor
         sums_T[:-step] += discount**step * later_T
         step *= 2
     return sums_T.to(values_T.dtype)
-
-
-def with_teacher(
-    policy_loss_fn: Callable[..., Any] | None, teacher: DistillationConfig, prox_logp_method: str = "recompute"
-) -> Callable[..., Any]:
-    """Return the loss function of distillation, joined with that of a policy algorithm.
-
-    Args:
-        policy_loss_fn: Loss function of the policy algorithm. None: there is none.
-        teacher: Settings of the teacher.
-        prox_logp_method: The actor's setting of this name, or "recompute".
-    """
-    rl_weight, distill_weight = teacher.weights
-    return partial(
-        distillation_loss_fn,
-        policy_loss_fn=policy_loss_fn,
-        rl_loss_weight=rl_weight,
-        distill_loss_weight=distill_weight,
-        sampled=teacher.loss_type == SAMPLED,
-        kl_discount=teacher.kl_discount,
-        prox_logp_method="loglinear" if prox_logp_method == "loglinear" else "recompute",
-    )

@@ -390,12 +390,13 @@ class TrainBackend:
         divergence: Divergence | None = None if update is None else update.divergence
         # The teacher comes first: its activations are gone when those of this model are stored.
         teacher: Teacher | None = None
-        if divergence is not None and self._teacher is not None:
+        lists = pack is not None and pack.teacher_top_tokens is not None
+        if divergence is not None and self._teacher is not None and not lists:
             teacher = self._teacher.at(packed)
         hidden_nD, share = self._hidden(packed)
         places_T, hidden_TD = share.before(hidden_nD, packed.places_to_predict())
-        if divergence is not None and pack is not None:
-            teacher = listed_teacher(packed, pack, places_T, divergence) or teacher
+        if divergence is not None and pack is not None and lists:
+            teacher = listed_teacher(packed, pack, places_T, divergence)
         # None if the head is frozen or the model only scores. While a model scores, its gradients may have no memory.
         grad_VD = head.weight.grad if torch.is_grad_enabled() else None
         compute = selected_logprobs if teacher is None else partial(logprobs_and_divergence, teacher=teacher)

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from areno.errors import DataError, EngineError
 from areno.types import TrainSequence
-
-if TYPE_CHECKING:
-    from areno.engine.spec import EngineInfo
 
 # TrainSequence's optional per-token fields -> their names in DataPack
 OLD = "old_logprobs"  # a row may lack them, and they are NaN for tokens that were never trained
@@ -409,14 +406,22 @@ def routes_of_rows(
     return [read_routes(each, len(row), shape, f"token_rows[{index}]") for index, (each, row) in enumerate(pairs)]
 
 
+class ModelFacts(Protocol):
+    """The facts about a model that rows are checked against, as EngineInfo has them."""
+
+    vocab_size: int
+    context_len: int
+    routes: RouteShape | None
+
+
 def read_training_rows(
-    rows: Sequence[TrainSequence], info: EngineInfo, name: str, *, with_teacher: bool = False
+    rows: Sequence[TrainSequence], info: ModelFacts, name: str, with_teacher: bool = False
 ) -> list[Row]:
     """Check every row of a caller, and convert the rows to arrays, with their routes and what a teacher reads.
 
     Args:
         rows: Rows of the caller.
-        info: Facts about the actor.
+        info: Facts about the model.
         name: Name of a row in messages, with {} for its index.
         with_teacher: Whether a divergence from a teacher is computed. If not, its prompts and lists are ignored.
 
@@ -426,35 +431,30 @@ def read_training_rows(
     checked = read_rows(rows, info.vocab_size, info.context_len, name)
     add_routes(checked, rows, info.routes, name)
     if with_teacher:
-        _add_teacher(checked, rows, info, name)
+        _add_teacher(checked, rows, info.vocab_size, info.context_len, name)
     return checked
 
 
 TOP = ("teacher_top_tokens", "teacher_top_logprobs")  # names in Row.fields and in DataPack
 
 
-def _add_teacher(rows: Sequence[Row], given: Sequence[TrainSequence], info: EngineInfo, name: str) -> None:
+def _add_teacher(
+    rows: Sequence[Row], given: Sequence[TrainSequence], vocab_size: int, context_len: int, name: str
+) -> None:
     """Add what a divergence from a teacher needs to checked rows: prompts of its own, or what it lists.
 
-    Args:
-        rows: Checked rows, changed in place.
-        given: The caller's rows.
-        info: Facts about the actor.
-        name: Name of a row in messages, with {} for its index.
-
-    Raises:
-        DataError: A prompt or a list of a row is invalid, or only some rows have lists.
+    Raises DataError if a prompt or a list is invalid, or only some rows have lists.
     """
     lists = any(row.teacher_top is not None for row in given)
     for index, (row, source) in enumerate(zip(rows, given, strict=True)):
         called = name.format(index)
         if lists:
-            row.fields |= _read_top(source.teacher_top, row, info.vocab_size, called)
+            row.fields |= _read_top(source.teacher_top, row, vocab_size, called)
         elif source.teacher_prompt is not None:
             called = f"{called}: teacher_prompt"
-            row.teacher_prompt = read_tokens(source.teacher_prompt, called, info.vocab_size)
-            if (n_tokens := len(row.for_teacher()[0])) > info.context_len:
-                text = f"with its response has {n_tokens} tokens, more than the model's context of {info.context_len}"
+            row.teacher_prompt = read_tokens(source.teacher_prompt, called, vocab_size)
+            if (n_tokens := len(row.for_teacher()[0])) > context_len:
+                text = f"with its response has {n_tokens} tokens, more than the model's context of {context_len}"
                 raise DataError(f"{called} {text}; shorten it")
 
 
