@@ -258,6 +258,20 @@ class TrainSequence:
     teacher_prompt: list[int] | np.ndarray | None = None
     teacher_top: tuple[Any, Any] | None = None
 
+    def for_teacher(self) -> tuple[Any, int]:
+        """Return the tokens that a teacher reads, and the index in `tokens` of the first one that it shares.
+
+        Returns:
+            (tokens, first). With a `teacher_prompt`, the shared tokens begin with the first trained token. Without one,
+            `first` is 0.
+        """
+        tokens = [] if self.tokens is None else self.tokens
+        if self.teacher_prompt is None:
+            return tokens, 0
+        mask = [] if self.prompt_mask is None else list(self.prompt_mask)
+        first = mask.index(False) if False in mask else len(tokens)
+        return [*self.teacher_prompt, *tokens[first:]], first
+
 
 Message = dict[str, Any]
 Item = TypeVar("Item")

@@ -16,6 +16,7 @@ from areno.config.experiments import LossFn
 from areno.config.models import MicroBatchSpec
 from areno.config.ratio import RatioConfig
 from areno.config.rollout import SamplingConfig
+from areno.config.teacher import DistillationConfig, Divergence
 from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.packing import pack_step
@@ -122,7 +123,7 @@ def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
 
 
 def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
-    """Make the rows to train on, with shaped rewards and, if there is a reference model, `ref_logprobs`.
+    """Make the rows to train on, with shaped rewards, `ref_logprobs` of a reference model, and `teacher_logprobs`.
 
     Args:
         setup: Models, data, settings and outputs of the run.
@@ -140,7 +141,29 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
         with setup.run.clock.phase("ref"):
             for row, logprobs in zip(rows, logprobs_of(setup, "ref", rows), strict=True):
                 row.ref_logprobs = logprobs
+    score_teacher(setup, rows, config.teacher)
     return rows
+
+
+def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: DistillationConfig | None) -> None:
+    """Set `teacher_logprobs` of rows, if there is a teacher whose loss is the sampled form.
+
+    A row with a `teacher_prompt` is scored after this prompt. The log-probabilities of its other tokens are 0.
+
+    Args:
+        setup: Models, data, settings and outputs of the run.
+        rows: Training rows, which are changed.
+        teacher: Settings of the teacher, or None.
+    """
+    if teacher is None or teacher.divergence is not None:
+        return
+    with setup.run.clock.phase("teacher"):
+        read = [row.for_teacher() for row in rows]
+        scored = setup.trainer.score_logprobs("teacher", [tokens for tokens, _ in read], sampling=setup.config.gconfig)
+        for row, (tokens, first), logprobs in zip(rows, read, scored, strict=True):
+            found = np.zeros(len(row.tokens))  # type: ignore[arg-type]
+            found[first:] = logprobs[len(tokens) - len(found) + first :]
+            row.teacher_logprobs = found
 
 
 def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
@@ -187,6 +210,7 @@ def update(
     rows_per_unit: int = 1,
     old_logprobs: OldLogprobs = "recompute",
     loss_fn: LossFn | None = None,
+    divergence: Divergence | None = None,
 ) -> dict[str, float]:
     """Take optimizer steps of the actor.
 
@@ -200,6 +224,7 @@ def update(
         old_logprobs: Source of the denominator of importance ratios: "recompute", "loglinear" or "rollout", see
             `areno.Trainer.train`.
         loss_fn: Loss function of this step. None is that of the run.
+        divergence: Divergence from a teacher that the training passes compute. None computes none.
 
     Returns:
         The train/* statistics, by their names without the prefix.
@@ -217,6 +242,7 @@ def update(
             seed=run.progress.seed,
             rows_per_unit=rows_per_unit,
             old_logprobs=old_logprobs,
+            divergence=divergence,
         )
         log_stage("train_end")
     run.tracer.weights_version = setup.trainer.engine.weights_version
@@ -236,6 +262,7 @@ def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str
     Returns:
         The train/* statistics, by their names without the prefix.
     """
-    actor = setup.config.actor
+    actor, teacher = setup.config.actor, setup.config.teacher
     how = {"n_minibatches": actor.ppo_n_minibatches, "old_logprobs": actor.old_logprobs}
+    how["divergence"] = None if teacher is None else teacher.divergence
     return update(setup, rows, sampling=setup.config.gconfig, **how)

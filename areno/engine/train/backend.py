@@ -188,7 +188,7 @@ class TrainBackend:
             EngineError: Memory ran out, or the loss function returned something invalid. If the backend was made with
                 exact=True, also if the model disagrees with a rollout log-probability of a row with staleness 0.
         """
-        self._teacher = teacher
+        self._teacher = self.kept_layers.teacher = teacher
         with self._out_of_memory_hint(update.mb_spec):
             # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
             batches = [pack_step(step, update.rows_per_unit, self.device, step.shares) for step in steps]
