@@ -384,10 +384,15 @@ class PolicyExperimentConfig(ExperimentConfig):
         """Return whether the agent is an environment of the verifiers package, which has its own rows."""
         return self.agent.is_environment
 
+    needs_rewards: ClassVar[bool] = True
+    """Whether the run trains on rewards. If not, they are optional."""
+    on_policy_share: ClassVar[float] = 1.0
+    """Share of the rows of a batch that the policy answers."""
+
     @build_check
     def something_rewards(self) -> Iterator[Problem]:
         """Report a run without reward function, reward model or agent."""
-        return self.reward.problems_of_none(self.agent.fn is not None)
+        return self.reward.problems_of_none(self.agent.fn is not None) if self.needs_rewards else iter(())
 
     def eval_metrics(self) -> tuple[str, ...]:
         """Return the names of the metrics that an evaluation measures.

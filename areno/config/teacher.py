@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areno.schema.fields import Needs, Section, setting
+from areno.schema.fields import Needs, Section, forbid, setting
 
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 SAMPLED = "sampled_reverse_kl"
@@ -33,8 +33,8 @@ class Divergence:
 
 
 @dataclass(kw_only=True)
-class DistillationConfig(Section):
-    """The teacher of the recipe distill, and the loss by which the actor learns from it.
+class TeacherConfig(Section):
+    """The teacher of a policy, and the loss by which the policy learns from it.
 
     The formulas of the losses are in `areno.loss_fns.distillation`.
     """
@@ -70,10 +70,43 @@ class DistillationConfig(Section):
         only_with=Needs("loss_type", SAMPLED),
     )
 
+    follows_actor: bool = setting(
+        False,
+        help="true: the teacher is the actor itself, with its current weights and the prompt of prompt_key "
+        "(self-distillation). false: the teacher is the model of path",
+        only_with=Needs("prompt_key", so="the teacher would be equal to the actor"),
+    )
+    prompt_key: str | None = setting(
+        None,
+        help="Field of a dataset row with the prompt that the teacher reads in place of the row's prompt, such as one "
+        "with the solution. The teacher judges the same response after it, token by token. null: the same prompt",
+    )
+    rl_loss_weight: float = setting(
+        1.0, help="Factor on the loss of the algorithm. 0: the actor learns from the teacher alone", ge=0
+    )
+    distill_loss_weight: float = setting(
+        0.005, help="Factor on the loss of distillation, which is a mean over all trained tokens", gt=0
+    )
+
+    @property
+    def role(self) -> str:
+        """Name of the role whose model is the teacher."""
+        return "actor" if self.follows_actor else "teacher"
+
+    @forbid("path", "is {self.path}, but follows_actor is true, so the actor is the teacher; leave one of them out")
+    def two_teachers(self) -> bool:
+        """Return whether a model is named although the actor is the teacher."""
+        return self.follows_actor and self.path is not None
+
+    @forbid("offload", "is true, but follows_actor is true, and the actor stays on the device; leave it out")
+    def offloaded_actor(self) -> bool:
+        """Return whether the teacher is offloaded although it is the actor."""
+        return self.follows_actor and self.offload
+
     @property
     def divergence(self) -> Divergence | None:
         """The divergence that training passes compute. None for the sampled form."""
-        return None if self.loss_type == SAMPLED else Divergence(self.loss_type, self.jsd_beta)
+        return None if self.loss_type == SAMPLED else Divergence(self.loss_type, self.jsd_beta, self.role)
 
     def loss_settings(self, prox_logp_method: str = "recompute") -> dict[str, Any]:
         """Return the settings as keyword arguments of `distillation_loss_fn`.
@@ -82,28 +115,9 @@ class DistillationConfig(Section):
             prox_logp_method: The actor's setting of this name, or "recompute".
         """
         return {
+            "rl_loss_weight": self.rl_loss_weight,
+            "distill_loss_weight": self.distill_loss_weight,
             "sampled": self.loss_type == SAMPLED,
             "kl_discount": self.kl_discount,
             "prox_logp_method": "loglinear" if prox_logp_method == "loglinear" else "recompute",
         }
-
-
-@dataclass(kw_only=True)
-class TeacherConfig(DistillationConfig):
-    """A teacher beside the rewards of a policy algorithm."""
-
-    rl_loss_weight: float = setting(
-        1.0, help="Factor on the loss of the algorithm. 0: the actor learns from the teacher alone", ge=0
-    )
-    distill_loss_weight: float = setting(
-        0.005, help="Factor on the loss of distillation, which is a mean over all trained tokens", gt=0
-    )
-
-    def loss_settings(self, prox_logp_method: str = "recompute") -> dict[str, Any]:
-        """Return the settings as keyword arguments of `distillation_loss_fn`.
-
-        Args:
-            prox_logp_method: The actor's setting of this name, or "recompute".
-        """
-        weights = {"rl_loss_weight": self.rl_loss_weight, "distill_loss_weight": self.distill_loss_weight}
-        return super().loss_settings(prox_logp_method) | weights

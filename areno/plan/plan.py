@@ -449,7 +449,7 @@ def experiment_roles(
     roles: dict[str, Callable[[], RoleSpec]] = {}
     if config.ref is not None:
         roles["ref"] = partial(role, "ref", config.ref, "lm")
-    if config.teacher is not None:
+    if config.teacher is not None and not config.teacher.follows_actor:
         in_training = config.teacher.divergence is not None
         roles["teacher"] = partial(role, "teacher", config.teacher, "lm", in_training=in_training)
     if config.reward.path is not None:

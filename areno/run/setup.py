@@ -395,7 +395,8 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
     """
     if not isinstance(config, PolicyExperimentConfig):
         return None
-    if reward_fn is None and config.reward.fn is None and (config.reward.path or config.agent.fn) is not None:
+    given = reward_fn is not None or config.reward.fn is not None
+    if not given and ((config.reward.path or config.agent.fn) is not None or not config.needs_rewards):
         return None
     n_devices = 1
     if config.reward.workers is None:

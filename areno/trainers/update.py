@@ -16,11 +16,14 @@ from areno.config.experiments import LossFn
 from areno.config.models import MicroBatchSpec
 from areno.config.ratio import RatioConfig
 from areno.config.rollout import SamplingConfig
-from areno.config.teacher import DistillationConfig, Divergence
+from areno.config.teacher import Divergence, TeacherConfig
+from areno.data.encode import encode_generation_prompt
+from areno.data.row_schema import row_problem
 from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.packing import pack_step
 from areno.engine.train.rows import read_rows
+from areno.errors import DataError, Key
 from areno.loss_fns.correction import behave_weights, m2_keep
 from areno.loss_fns.pack import DataPack
 from areno.run.setup import PolicySetup, Setup
@@ -36,7 +39,7 @@ from areno.trainers.rows import (
     token_rows,
     trained,
 )
-from areno.types import TrainSequence
+from areno.types import PromptItem, TrainSequence
 
 
 def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], actor: RatioConfig) -> dict[str, float]:
@@ -141,11 +144,39 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
         with setup.run.clock.phase("ref"):
             for row, logprobs in zip(rows, logprobs_of(setup, "ref", rows), strict=True):
                 row.ref_logprobs = logprobs
+    if config.teacher is not None and config.teacher.prompt_key is not None:
+        items = [sample.item for sample, size in zip(rollout.kept, rollout.sizes, strict=True) for _ in range(size)]
+        set_teacher_prompts(setup, items, rows)
     score_teacher(setup, rows, config.teacher)
     return rows
 
 
-def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: DistillationConfig | None) -> None:
+def set_teacher_prompts(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence[TrainSequence]) -> None:
+    """Set `teacher_prompt` of rows, if the setting teacher.prompt_key names a field of the dataset.
+
+    Args:
+        setup: Models, data, settings and outputs of the run.
+        items: The dataset row of each training row.
+        rows: Training rows, which are changed.
+
+    Raises:
+        DataError: A dataset row has no such field, or its prompt cannot be encoded.
+    """
+    teacher = setup.config.teacher
+    key = None if teacher is None else teacher.prompt_key
+    if key is None:
+        return
+    known: dict[int, list[int]] = {}  # index of the dataset row -> tokens
+    for item, row in zip(items, rows, strict=True):
+        if item.index not in known:
+            if problem := row_problem(item.record, "prompt", key):
+                raise DataError("row {}: {}, which {} asks for", item.index, problem, Key("teacher.prompt_key"))
+            thinking = setup.config.rollout.enable_thinking
+            known[item.index] = encode_generation_prompt(setup.tokenizer, item.record[key], thinking)
+        row.teacher_prompt = known[item.index]
+
+
+def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: TeacherConfig | None) -> None:
     """Set `teacher_logprobs` of rows, if there is a teacher whose loss is the sampled form.
 
     A row with a `teacher_prompt` is scored after this prompt. The log-probabilities of its other tokens are 0.
@@ -159,7 +190,9 @@ def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: Di
         return
     with setup.run.clock.phase("teacher"):
         read = [row.for_teacher() for row in rows]
-        scored = setup.trainer.score_logprobs("teacher", [tokens for tokens, _ in read], sampling=setup.config.gconfig)
+        scored = setup.trainer.score_logprobs(
+            teacher.role, [tokens for tokens, _ in read], sampling=setup.config.gconfig
+        )
         for row, (tokens, first), logprobs in zip(rows, read, scored, strict=True):
             found = np.zeros(len(row.tokens))  # type: ignore[arg-type]
             found[first:] = logprobs[len(tokens) - len(found) + first :]
