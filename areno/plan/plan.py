@@ -32,7 +32,7 @@ from areno.models.config import TransformerConfig
 from areno.models.folder import resolve
 from areno.plan.devices import devices_of
 from areno.plan.lora import KEY as LORA_KEY
-from areno.plan.lora import lora_of
+from areno.plan.lora import lora_of, teacher_adapters
 from areno.types import ModelRole, SamplingParams
 
 
@@ -450,8 +450,11 @@ def experiment_roles(
     if config.ref is not None:
         roles["ref"] = partial(role, "ref", config.ref, "lm")
     if config.teacher is not None and not config.teacher.follows_actor:
-        in_training = config.teacher.divergence is not None
-        roles["teacher"] = partial(role, "teacher", config.teacher, "lm", in_training=in_training)
+        section, more = config.teacher, {"in_training": config.teacher.divergence is not None}
+        lora = teacher_adapters(config.actor, section.path) if section.path else None
+        if lora is not None:  # on a copy of the actor's base
+            section, more = replace(section, path=None), more | {"lora": lora}
+        roles["teacher"] = partial(role, "teacher", section, "lm", **more)
     if config.reward.path is not None:
         roles["reward"] = partial(role, "reward", config.reward, "value", needs_head=True)
     if isinstance(config, CriticExperimentConfig):

@@ -323,7 +323,8 @@ class Setup(Generic[Config]):
         A resumed run must have the same fingerprints.
         """
         models = {"actor.path": plan.spec.actor.path, "tokenizer_path": plan.spec.tokenizer_path}
-        models |= {role.key: role.path for role in self.roles.values() if role.optimizer is None}
+        frozen = [role for role in self.roles.values() if role.optimizer is None]
+        models |= {role.key: role.path if role.lora is None else role.lora.init_from for role in frozen}
         if plan.spec.actor.lora is not None and plan.spec.actor.lora.init_from:
             models["actor.init_lora_from"] = plan.spec.actor.lora.init_from
         found = {key: folder_fingerprint(path) for key, path in models.items()}
