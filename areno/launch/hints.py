@@ -30,7 +30,6 @@ def _under(sections: tuple[str, ...], texts: dict[str, str]) -> dict[str, str]:
 
 
 _RUN = {
-    "teacher": "there is no distillation from a teacher yet",
     **dict.fromkeys(("sglang", "vllm"), _OWN_ENGINE),
     **dict.fromkeys(("launcher", "allocation_mode"), _OWN_PROCESSES),
     **dict.fromkeys(("cluster.name_resolve", "cluster.cluster_name"), "with scheduler.type=ray, Ray finds machines"),
