@@ -465,13 +465,23 @@ def experiment_roles(
     return dict(zip(roles, all_of(*roles.values()), strict=True))
 
 
-def check_teacher(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> None:
-    """Raise ConfigError if the teacher of a run has another vocabulary than the actor.
+def check_plan(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> None:
+    """Check a plan together with the models beside the actor.
 
     Args:
-        roles: Role -> specification of each model beside the actor.
+        config: Settings of the run.
         plan: The plan of the actor.
+        roles: Role -> specification of each model beside the actor.
+
+    Raises:
+        ConfigError: An optimizer step has too few rows, or the teacher has another vocabulary than the actor.
     """
+    check_copies(config, plan.spec)
+    _check_teacher(roles, plan)
+
+
+def _check_teacher(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> None:
+    """Raise ConfigError if the teacher of a run has another vocabulary than the actor."""
     from areno.models.registry import load_config
 
     role = roles.get("teacher")

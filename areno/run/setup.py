@@ -27,7 +27,7 @@ from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import gpu_called, this_cpu
-from areno.plan.plan import TrainerPlan, check_copies, check_teacher, experiment_roles, plan_of_experiment
+from areno.plan.plan import TrainerPlan, check_plan, experiment_roles, plan_of_experiment
 from areno.plan.schedule import schedule_warnings, with_schedules
 from areno.rewards.pool import RewardPool
 from areno.run import tuning
@@ -196,8 +196,7 @@ class Setup(Generic[Config]):
                 partial(check_services, config.stats_logger),
             )
             if loop.trains:
-                check_copies(config, plan.spec)
-                check_teacher(roles, plan)
+                check_plan(config, plan, roles)
             else:
                 plan = replace(plan, spec=plan.spec.frozen())
                 roles = {name: role for name, role in roles.items() if name == "reward"}

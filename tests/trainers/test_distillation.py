@@ -29,7 +29,7 @@ ROWS = [
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's model after a few steps of GRPO."""
     folder = tmp_path_factory.mktemp("teacher")
-    settings = ["total_train_steps=12", "valid_dataset=null", "evaluator.eval_before_train=false", "eval_gconfig=null"]
+    settings = ["total_train_steps=12", "valid_dataset=null"]
     algorithm = get_algorithm("grpo")
     with algorithm.trainer(load(algorithm.config, "quickstart", settings), folder) as trainer:
         trainer.fit()
@@ -44,16 +44,16 @@ def run(recipe: str, folder: Path, *settings: str, task: str | None = None, rows
     return RunReader(folder)
 
 
-DISTILL = ["eval_gconfig=null", "evaluator.eval_before_train=false", "reward.fn=null"]
+DISTILL = ["reward.fn=null"]
 
 
 @pytest.mark.parametrize("loss_type", ["sampled_reverse_kl", "reverse_kl", "forward_kl", "jsd"])
 def test_a_student_follows_its_teacher(loss_type: str, teacher: Path, tmp_path: Path) -> None:
-    settings = [f"teacher.path={teacher}", f"teacher.loss_type={loss_type}", "total_train_steps=8", *DISTILL]
-    settings += ["train_dataset.batch_size=20", "gconfig.n_samples=4", "actor.optimizer.lr=1e-3"]
+    settings = [f"teacher.path={teacher}", f"teacher.loss_type={loss_type}", "total_train_steps=12", *DISTILL]
+    settings += ["train_dataset.batch_size=20", "gconfig.n_samples=8", "actor.optimizer.lr=2e-3"]
     read = run("distill", tmp_path / "run", *settings)
     losses = read.series("train/distill_loss").values
-    assert len(losses) == 8
+    assert len(losses) == 12
     assert np.mean(losses[-2:]) < 0.5 * np.mean(losses[:2])
     assert ("train/teacher_kl" in read.metrics()) == (loss_type == "sampled_reverse_kl")
     assert "train/rl_loss" not in read.metrics()
@@ -78,7 +78,7 @@ def test_given_answers(share: float, teacher: Path, tmp_path: Path) -> None:
 def test_a_teacher_beside_rewards(recipe: str, loss_type: str, teacher: Path, tmp_path: Path) -> None:
     settings = [f"teacher.path={teacher}", f"teacher.loss_type={loss_type}", "teacher.distill_loss_weight=0.1"]
     settings += ["critic.warmup_steps=0", "gconfig.n_samples=2"] if recipe == "ppo" else ["teacher.rl_loss_weight=0.5"]
-    read = run(recipe, tmp_path / "run", *settings, "evaluator.eval_before_train=false", "eval_gconfig=null")
+    read = run(recipe, tmp_path / "run", *settings)
     weight = 0.5 if recipe == "gspo" else 1.0
     for loss, rl, distill in zip(
         *(read.series(f"train/{name}").values for name in ("loss", "rl_loss", "distill_loss")), strict=True
@@ -97,8 +97,6 @@ def test_kinds_of_teachers(form: str, loss_type: str, tmp_path: Path) -> None:
             tmp_path / "a",
             "actor.use_lora=true",
             "actor.optimizer.lr=1e-2",
-            "evaluator.eval_before_train=false",
-            "eval_gconfig=null",
             "total_train_steps=1",
             "actor.optimizer.warmup_steps_proportion=0",
             task="quickstart",
