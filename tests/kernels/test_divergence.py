@@ -226,3 +226,30 @@ def compare_interpreted():
 
 def test_triton_kernels():
     run_interpreted("from tests.kernels.test_divergence import compare_interpreted; compare_interpreted()")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("divergence", KINDS, ids=lambda d: f"{d.kind}-{d.beta}")
+@pytest.mark.parametrize("keep", [0, 10**9])
+def test_bf16_models_on_cuda(divergence, keep):
+    """The kernels against the formula, the sums of weight gradients in fp32, and equal models in bf16."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    made, targets, *upstream = inputs(torch.bfloat16)
+    want = expected(made, targets, *upstream, 0.7, divergence)
+    made = {name: x.cuda() for name, x in made.items()}
+    hidden, weight = made["hidden"].requires_grad_(), made["weight"].requires_grad_()
+    buffer = torch.zeros(V, D, device="cuda")
+    teacher = teacher_of({name: x.detach() for name, x in made.items()}, divergence, 0.7)
+    how = {"temperature": 0.7, "chunk": 9, "keep_bytes": keep, "weight_grad": buffer}
+    logprobs, _, found = logprobs_and_divergence(hidden, weight, targets.cuda(), teacher, **how)
+    (logprobs * upstream[0].cuda().float() + found * upstream[1].cuda().float()).sum().backward()
+    results = (logprobs, found, hidden.grad, buffer)
+    for got, wanted, tol in zip(results, want, (1e-3, 1e-3, 0.3, 0.3), strict=True):
+        torch.testing.assert_close(got.double().cpu(), wanted, atol=tol, rtol=tol)
+    same = WholeTeacher(hidden.detach(), partial(float32_matmul, weight_OI=weight.detach()), divergence)
+    hidden.grad = None
+    equal = logprobs_and_divergence(hidden, weight.detach(), targets.cuda(), same, temperature=0.7)[2]
+    equal.sum().backward()
+    assert not equal.any()
+    assert not hidden.grad.any()
