@@ -13,8 +13,10 @@ import pytest
 from areno.api import get_algorithm
 from areno.engine.engine import Engine
 from areno.errors import ConfigError, DataError
+from areno.launch import command
 from areno.launch.compose import load
 from areno.plan.plan import plan_of_experiment
+from areno.report.replay import Replay, replay
 from areno.tracking.reader import RunReader
 
 SHORT = ["total_train_steps=2", "train_dataset.batch_size=8", "gconfig.n_samples=2", "valid_dataset=null"]
@@ -198,3 +200,29 @@ def test_settings_that_contradict(settings: list[str], message: str) -> None:
     base = [word for word in (*SHORT, *DISTILL) if not word.startswith("valid_dataset") or "valid" not in message]
     with pytest.raises(ConfigError, match=message):
         load(get_algorithm("distill").config, "quickstart_distill", [*base, *words, *settings])
+
+
+def test_a_replay_shows_where_the_teacher_parts(teacher: Path, tmp_path: Path) -> None:
+    def played(name: str, *more: str) -> Replay:
+        settings = [*SHORT, *DISTILL, f"teacher.path={teacher}", "rollout.dump_to_file=true", f"trial_name={name}"]
+        settings += [f"cluster.fileroot={tmp_path}", *more]
+        assert command.run(get_algorithm("distill"), "distill", settings) == 0
+        return replay(RunReader(tmp_path / "quickstart_distill" / name), 1, 0, device="cpu")
+
+    found = played("sampled")
+    for token in found.tokens[1:]:
+        assert token.teacher is not None
+        if token.trained:  # the recorded advantage is log(teacher / student)
+            assert token.then is not None
+            assert token.teacher - token.then == pytest.approx(token.advantage, abs=1e-4)
+            assert token.gradient == pytest.approx(-(token.advantage or 0.0) / found_trained(found), abs=1e-4)
+    assert found.loss is not None
+    assert not found.missing
+    found = played("whole", "teacher.loss_type=reverse_kl")
+    assert found.loss is None
+    assert found.missing == ["the loss: that of the teacher is over the whole vocabulary"]
+    assert found.tokens[-1].teacher is not None
+
+
+def found_trained(found: Replay) -> int:
+    return sum(token.trained for token in found.tokens)
