@@ -230,7 +230,7 @@ def test_tuning_is_for_algorithms_that_sample(capsys: pytest.CaptureFixture[str]
     assert main(["train", *DATA, "--algo", "sft", "--tune-params"]) == 2
     assert "--tune-params: is a flag of distill, grpo, gspo and ppo, not of sft" in capsys.readouterr().err
     assert command.run(get_algorithm("sft"), "sft", ["--config-name=train", "tune.enabled=true"]) == 2
-    assert "tune: unknown key; it is a setting of grpo, gspo and ppo" in capsys.readouterr().err
+    assert "tune: unknown key; it is a setting of distill, grpo, gspo and ppo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
