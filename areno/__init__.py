@@ -14,6 +14,7 @@ __all__ = [
     "Areno",
     "ArenoConfig",
     "DPOTrainer",
+    "DistillTrainer",
     "KTOTrainer",
     "ModelRole",
     "PPOTrainer",
@@ -28,6 +29,7 @@ __all__ = [
 if TYPE_CHECKING:
     from areno.api.trainer import Trainer
     from areno.plan.backend import Areno, ArenoConfig
+    from areno.trainers.distill import DistillTrainer
     from areno.trainers.dpo import DPOTrainer
     from areno.trainers.kto import KTOTrainer
     from areno.trainers.policy_only import PolicyOnlyTrainer
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "areno.plan.backend": ("Areno", "ArenoConfig"),
     "areno.api.trainer": ("Trainer",),
+    "areno.trainers.distill": ("DistillTrainer",),
     "areno.trainers.dpo": ("DPOTrainer",),
     "areno.trainers.kto": ("KTOTrainer",),
     "areno.trainers.policy_only": ("PolicyOnlyTrainer",),

@@ -109,11 +109,17 @@ def _fill_new_tensors() -> None:
 
 def launch_alone(dtype: torch.dtype) -> None:
     """Kernels that no command launches without GPUs."""
+    from areno.kernels.logprobs import triton as logprobs
     from areno.kernels.matmul import fixed_order_matmul
     from areno.kernels.paged import decode_attention
     from areno.kernels.symmetric_memory import triton as symmetric_memory
     from tests.helpers.paged_rows import SHAPES, make_case
 
+    logits, of_rows = torch.zeros(4, 300), torch.zeros(4)
+    for kind in ("forward_kl", "reverse_kl", "jsd"):
+        sums = logprobs.divergence_sums(logits, logits, of_rows, of_rows, 1.0, kind, 0.5)
+        grad = torch.zeros(4, 300, dtype=dtype)
+        logprobs.divergence_gradient(logits, logits, of_rows, of_rows, sums[1], 1.0, kind, 0.5, grad)
     for heads, kv_heads, dim, block_size in SHAPES:
         *qkv, blocks, batch = make_case(heads, kv_heads, dim, block_size, dtype)
         decode_attention(*qkv, blocks, batch, window=16)

@@ -16,6 +16,7 @@ from areno.api.session import ProxySettings, RolloutSession, RolloutSteering, Se
 from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig, at_temperature
+from areno.config.teacher import Divergence
 from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
@@ -415,6 +416,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         seed: int = 0,
         rows_per_unit: int = 1,
         old_logprobs: OldLogprobs = "recompute",
+        divergence: Divergence | None = None,
     ) -> dict[str, float]:
         """Train the policy on rows. By default, take one optimizer step.
 
@@ -443,6 +445,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 forward pass over the rows. "loglinear" does the same in the first step, and in later steps the loss
                 interpolates the log-probabilities. "rollout" takes the log-probabilities of the rollout. Only
                 "recompute" stores log-probabilities in the rows.
+            divergence: Divergence from a teacher that the loss function reads as `pack.divergence`, see
+                docs/distillation.md. The teacher is a role that ensure_roles has loaded, or the rows list its
+                log-probabilities in `TrainSequence.teacher_top`. None computes no divergence.
 
         Returns:
             Statistics by name. docs/sdk.md lists them.
@@ -454,7 +459,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         sampling = self._sampling(temperature, sampling)
         accumulates = gradient_accumulation_steps is not None
         how = (self._micro_batches(mini_bs, mb_spec, accumulates), n_minibatches, gradient_accumulation_steps, sampling)
-        update = UpdateSpec(*how, seed=seed, rows_per_unit=rows_per_unit, old_logprobs=old_logprobs)
+        more = {"rows_per_unit": rows_per_unit, "old_logprobs": old_logprobs, "divergence": divergence}
+        update = UpdateSpec(*how, seed=seed, **more)
         return self._train("actor", batch_data, loss_fn, update)
 
     def train_values(

@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Computes one recorded sample of training again, under a checkpoint of its run. For each token it prints the "
         "log-probability then (when it was sampled) and now (under the checkpoint), the importance ratio of the two, "
         "the advantage, the token's part in the loss, and the gradient of the loss by its log-probability: below 0, "
-        "training makes the token more likely. The loss is that of the sample as a step of its own."
+        "training makes the token more likely. The loss is that of the sample as a step of its own. In a run with a "
+        "teacher, it also prints the log-probability of each token under the teacher."
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of the run")
@@ -120,12 +121,14 @@ def _table(found: Replay, with_prompt: bool) -> Any:
 
     from areno.report.tables import cell, right
 
-    numbers = ("then", "now", "ratio", "advantage", "loss", "gradient")
+    has_teacher = any(token.teacher is not None for token in found.tokens)
+    numbers = ("then", "now", "ratio", "advantage", "loss", "gradient", *(["teacher"] if has_teacher else []))
     table = Table(right(""), "token", "trained", *map(right, numbers))
     first = next((place for place, token in enumerate(found.tokens) if token.trained), 0)
     for place, token in enumerate(found.tokens):
         if with_prompt or place >= first:
             values = (token.then, token.now, _ratio(token), token.advantage, token.loss, token.gradient)
+            values += (token.teacher,) if has_teacher else ()
             trained = "yes" if token.trained else "no"
             table.add_row(str(place), escape(repr(token.text)), trained, *map(cell, values))
     return table

@@ -32,6 +32,7 @@ _PLACES = {
     "actor.path": "Basic",
     "critic.": "Train",
     "ref.": "Train",
+    "teacher.": "Train",
     "train_dataset.batch_size": "Rollout",
     "train_dataset.max_length": "Rollout",
     "engine.attn_backend": "Rollout",

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from areno.config import datasets, models, run, tracing
 from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig, RolloutConfig, TuneConfig
 from areno.config.run import RecoverConfig, StatsLoggerConfig
+from areno.config.teacher import TeacherConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting
 
@@ -352,6 +353,9 @@ class PolicyExperimentConfig(ExperimentConfig):
     ref: models.RefConfig | None = setting(
         None, help="Frozen reference model for the KL loss. null: no reference model"
     )
+    teacher: TeacherConfig | None = setting(
+        None, help="Teacher from which the policy learns besides its rewards (distillation). null: no teacher"
+    )
     gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling during training")
     eval_gconfig: GenerationConfig | None = setting(
         None, help="Sampling during evaluation. null: as in gconfig", flags={}, only_with=_EVALUATION
@@ -380,10 +384,15 @@ class PolicyExperimentConfig(ExperimentConfig):
         """Return whether the agent is an environment of the verifiers package, which has its own rows."""
         return self.agent.is_environment
 
+    needs_rewards: ClassVar[bool] = True
+    """Whether the run trains on rewards. If not, they are optional."""
+    on_policy_share: ClassVar[float] = 1.0
+    """Share of the rows of a batch that the policy answers."""
+
     @build_check
     def something_rewards(self) -> Iterator[Problem]:
         """Report a run without reward function, reward model or agent."""
-        return self.reward.problems_of_none(self.agent.fn is not None)
+        return self.reward.problems_of_none(self.agent.fn is not None) if self.needs_rewards else iter(())
 
     def eval_metrics(self) -> tuple[str, ...]:
         """Return the names of the metrics that an evaluation measures.
@@ -433,6 +442,15 @@ class PolicyExperimentConfig(ExperimentConfig):
     def offloaded_base(self) -> bool:
         """Return whether ref.offload is set although the reference is the actor without its adapters."""
         return self.ref is not None and self.ref.offload and self.ref.path is None and self.actor.use_lora
+
+    @forbid(
+        "teacher.offload",
+        "is true, but with actor.use_lora the teacher is the actor without its adapters, which stays on the device; "
+        "leave it out",
+    )
+    def offloaded_base_as_teacher(self) -> bool:
+        """Return whether teacher.offload is set although the teacher is the actor without its adapters."""
+        return self.teacher is not None and self.teacher.offload and self.teacher.path is None and self.actor.use_lora
 
     @forbid("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
     def groups_of_one(self) -> bool:

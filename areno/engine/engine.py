@@ -23,8 +23,8 @@ from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_p
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, Sharing, UpdateSpec
 from areno.engine.streams import Consumer, FairLock, RequestBatcher, RunningClock, Streams, TimeLimit
 from areno.engine.token_budget import SCORE, TRAIN, ChosenBudgets
-from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps
-from areno.engine.train.rows import add_routes, read_rows, read_tokens, routes_of_rows
+from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps, sharing_beside_teacher
+from areno.engine.train.rows import TOP, read_tokens, read_training_rows, routes_of_rows
 from areno.errors import CheckpointError, EngineError, non_finite_logits
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
@@ -468,10 +468,13 @@ class Engine(AbstractContextManager["Engine"]):
         if self.limits is not None and not self.clock.stands:
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         update = self._sized_update(update or UpdateSpec(self.spec.mb_spec), role)
-        checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
-        add_routes(checked, rows, self.info.routes, row_name)
+        info, divergence = self.info, update.divergence
+        checked = read_training_rows(rows, info, row_name, divergence is not None)
         layout, sharing = self.spec.layout, self._train_sharing[role]
-        shares = share_steps(checked, update, layout.data_size, spec.section, self.info.cost, layout.cp_size, sharing)
+        if divergence is not None and TOP[0] not in checked[0].fields:
+            self._role(divergence.role, "lm")
+            sharing = sharing_beside_teacher(sharing, self._train_sharing[divergence.role], checked, layout.cp_size)
+        shares = share_steps(checked, update, layout.data_size, spec.section, info.cost, layout.cp_size, sharing)
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(layout.cp_size)]
         with self._poll_lock:
             results = self.workers.call_each("train", args)

@@ -48,6 +48,7 @@ class Model:
         recompute: Whether layers recompute activations in the backward pass.
         adapters: The LoRA adapters, if they are trained in place of the weights. None otherwise.
         path: Folder of the model.
+        in_training: Whether training passes of the actor use the model, as its teacher.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Model:
     recompute: bool = True
     adapters: AdapterSpec | None = None
     path: str = ""
+    in_training: bool = False
 
     @property
     def keeps_weights(self) -> bool:
@@ -83,7 +85,9 @@ class Model:
         section = role.key.removesuffix(".path")
         adapters = role.lora.adapters if role.lora else None
         away = role.offload and can_offload
-        return Model(name, config, kind, section, away, role.gradient_checkpointing, adapters, role.path)
+        return Model(
+            name, config, kind, section, away, role.gradient_checkpointing, adapters, role.path, role.in_training
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +179,18 @@ class Footprint:
             model: The model.
             training: Whether the model is trained, rather than only computing scores.
         """
+        teacher = self._teacher if training and model.key == "actor" else None
+        beside = 0 if teacher is None else self.extra_in_use(teacher, training=False)
         if not model.offload:
-            return 0
+            return beside
         found = self.of_model(model)
         weights = 0 if model.keeps_weights else found.weights
-        return weights + (found.gradients + found.windows if training and model.optimizer else 0)
+        return beside + weights + (found.gradients + found.windows if training and model.optimizer else 0)
+
+    @property
+    def _teacher(self) -> Model | None:
+        """The model that training passes of the actor use. None if there is none."""
+        return next((model for model in self.models if model.in_training), None)
 
     @property
     def resident(self) -> int:
@@ -226,7 +237,8 @@ class Footprint:
     def training_pass(self, model: Model) -> PassBytes:
         """Return the bytes of a forward and a backward pass of a model on each device."""
         config, recompute = model.config, model.recompute
-        return PassBytes.of_training(config, self.itemsize, self.layout, recompute=recompute, split=self.split)
+        found = PassBytes.of_training(config, self.itemsize, self.layout, recompute=recompute, split=self.split)
+        return found.with_two_heads() if model.key == "actor" and self._teacher is not None else found
 
     def scoring_pass(self, model: Model) -> PassBytes:
         """Return the bytes of a forward pass of a model without gradient, on each device."""

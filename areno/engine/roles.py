@@ -19,20 +19,29 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from areno.config.teacher import Divergence
 from areno.engine import memory
 from areno.engine.decoder.cache_size import WantedCache
 from areno.engine.exact import make_exact
 from areno.engine.footprint import Footprint, check_fits, check_host_memory, footprint_of
 from areno.engine.memory import device_bytes, out_of_memory_hint, total_bytes
 from areno.engine.processes.process_groups import ParallelContext
-from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
+from areno.engine.spec import EngineSpec, RoleSpec
 from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, choose_token_budget
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.host_memory import PINNED_BYTES
+from areno.engine.train.teacher import TeacherPasses
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_setting
 from areno.kernels.backend import is_before_ampere, runs_triton
-from areno.models.adapters import add_adapters, init_adapters, load_adapters, stack_adapters, without_adapters
+from areno.models.adapters import (
+    add_adapters,
+    init_adapters,
+    load_adapters,
+    refresh_adapters,
+    stack_adapters,
+    without_adapters,
+)
 from areno.models.registry import build_model, layout_problems, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
@@ -145,6 +154,16 @@ class Role:
         base = without_adapters(self.backend.model) if self.is_base else nullcontext()
         with self.offload.on_device(training), base:
             yield self.backend
+
+    @contextmanager
+    def as_teacher(self, divergence: Divergence) -> Iterator[TeacherPasses]:
+        """Hold the model on the device inside a `with` block, and yield its passes as the teacher of another model.
+
+        If `self.is_base` is True, the adapters of the actor are switched off in these passes alone.
+        """
+        switch = partial(without_adapters, self.backend.model) if self.is_base else nullcontext
+        with self.offload.on_device():
+            yield self.backend.as_teacher(divergence, switch)
 
 
 class Roles:
@@ -316,7 +335,7 @@ class Roles:
             )
             if spec.lora is not None:
                 self._fill(model, spec)
-                self._adapt(model, spec.lora)
+                self._adapt(model, spec)
             leaves = spec.offload and has_own_memory(context.device)
             backend = TrainBackend(
                 model,
@@ -375,15 +394,18 @@ class Roles:
         else:
             load_weights(model, spec.path)
 
-    def _adapt(self, model: Transformer, lora: LoraSpec) -> None:
+    def _adapt(self, model: Transformer, spec: RoleSpec) -> None:
+        lora, key = spec.lora, "actor.init_lora_from" if spec.key == "actor.path" else spec.key
+        assert lora is not None
         add_adapters(model, lora.adapters)
         if not self.spec.engine.exact:  # exact mode computes each product separately
             stack_adapters(model)
         if not lora.init_from:
             init_adapters(model, self.spec.seed)
             return
-        with model_setting("actor.init_lora_from"):
+        with model_setting(key):
             load_adapters(model, lora.init_from)
+        refresh_adapters(model)
 
 
 def has_own_memory(device: torch.device) -> bool:

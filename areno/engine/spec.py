@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.config.run import DecoderConfig, EngineConfig, Layout
+from areno.config.teacher import Divergence
 from areno.layers.config import AdapterSpec
 from areno.models.config import TransformerConfig
 from areno.models.cost import Cost
@@ -157,6 +158,7 @@ class RoleSpec:
         lora: The adapters that are trained in place of the weights. None trains all weights.
         pad_token_id: For a value head, the padding token if config.json of the folder names none. transformers needs it
             to find the last token of a row. None leaves config.json as it is.
+        in_training: Whether training passes of the actor use the model, as those with a divergence from a teacher do.
     """
 
     path: str
@@ -170,6 +172,7 @@ class RoleSpec:
     router_aux_loss_coef: float = 0.0
     lora: LoraSpec | None = None
     pad_token_id: int | None = None
+    in_training: bool = False
 
     @property
     def section(self) -> str:
@@ -340,6 +343,8 @@ class UpdateSpec:
             loss interpolates the old log-probabilities.
         may_halve: Whether a step that runs out of memory continues with micro-batches of half the size. Otherwise
             running out of memory is an error.
+        divergence: The divergence from a teacher that the training passes compute for the loss, as
+            `DataPack.divergence`. None computes none.
     """
 
     mb_spec: MicroBatchSpec
@@ -350,6 +355,7 @@ class UpdateSpec:
     rows_per_unit: int = 1
     old_logprobs: OldLogprobs = "recompute"
     may_halve: bool = False
+    divergence: Divergence | None = None
 
 
 @dataclass(kw_only=True, frozen=True)

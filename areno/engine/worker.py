@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -387,8 +388,13 @@ class Worker:
         """
         profiling.set_anchor()
         started = time.perf_counter()
-        with self.roles[role].on_device(training=True) as backend, nondeterministic_operations_named():
-            result = backend.train(steps, loss_fn, update)
+        with ExitStack() as stack:
+            teacher = None
+            if update.divergence is not None and update.divergence.role in self.roles:
+                teacher = stack.enter_context(self.roles[update.divergence.role].as_teacher(update.divergence))
+            backend = stack.enter_context(self.roles[role].on_device(training=True))
+            stack.enter_context(nondeterministic_operations_named())
+            result = backend.train(steps, loss_fn, update, teacher)
         result.stats["memory_gib"] = self.memory_gib()
         result.seconds = time.perf_counter() - started
         return result

@@ -30,7 +30,6 @@ def _under(sections: tuple[str, ...], texts: dict[str, str]) -> dict[str, str]:
 
 
 _RUN = {
-    "teacher": "there is no distillation from a teacher yet",
     **dict.fromkeys(("sglang", "vllm"), _OWN_ENGINE),
     **dict.fromkeys(("launcher", "allocation_mode"), _OWN_PROCESSES),
     **dict.fromkeys(("cluster.name_resolve", "cluster.cluster_name"), "with scheduler.type=ray, Ray finds machines"),
@@ -114,6 +113,9 @@ _MODELS = ("actor", "ref", "critic")
 NOT_HERE = {
     **_RUN,
     **_under(_MODELS, _OF_MODELS),
+    "teacher.engine_type": "the teacher is a model of the run, beside the actor; it needs no engine of its own",
+    "teacher.rollout": "the teacher is a model of the run, which scores rows as the actor does; see teacher.path",
+    "teacher.train": "the teacher is never trained; see teacher.path",
     "actor.dtype=float16": "float16 needs a loss scale, which areno does not have",
     "scheduler.type=slurm": "start Ray on the nodes that Slurm gave you, and set scheduler.type=ray",
     **_under(("actor", "ref"), dict.fromkeys(("log_agent_stats", "log_agent_stats_keys"), _AGENTS)),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         shape_rewards,
     )
     from areno.loss_fns.correction import behave_weights, m2_keep
+    from areno.loss_fns.distillation import distillation_loss_fn
     from areno.loss_fns.dpo import dpo_loss_fn
     from areno.loss_fns.grpo import grpo_loss_fn
     from areno.loss_fns.gspo import gspo_loss_fn
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DataPack",
     "behave_weights",
+    "distillation_loss_fn",
     "dpo_loss_fn",
     "explained_variance",
     "gae",
@@ -52,8 +54,8 @@ __all__ = [
     "value_loss_fn",
 ]
 
-_MODULES = ("advantages", "correction", "dpo", "grpo", "gspo", "kl", "kto", "pack", "ppo")
-_MODULES += ("reward_model", "sft")
+_MODULES = ("advantages", "correction", "distillation", "dpo", "grpo", "gspo", "kl", "kto", "pack")
+_MODULES += ("ppo", "reward_model", "sft")
 
 
 def __getattr__(name: str) -> Any:

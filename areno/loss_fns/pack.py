@@ -36,6 +36,7 @@ class DataPack:
             computed them.
         advantages: (N,) float32, advantages.
         ref_logprobs: (N,) float32, log-probabilities under the reference model.
+        teacher_logprobs: (N,) float32, log-probabilities under the teacher.
         returns: (N,) float32, targets of the critic.
         values: (N,) float32, values of the critic before the update.
         weights: (N,) float32, factor on each token's policy loss. None means 1 for all tokens.
@@ -43,6 +44,10 @@ class DataPack:
         staleness: (R,) float32, number of optimizer steps since the row was sampled.
         rows_per_unit: Number of adjacent rows that are never split over micro-batches, such as 2 for DPO.
         entropy: (N,) float32, entropy of the current policy in nats, detached. 0 where loss_mask is False.
+        divergence: (N,) float32, divergence between the trained model and a teacher over the whole vocabulary,
+            differentiable. 0 where loss_mask is False. None if the training pass computes no divergence.
+        teacher_top_tokens: (N, J) int64, tokens whose probability a teacher lists in the place of each token.
+        teacher_top_logprobs: (N, J) float32, log-probabilities of these tokens under the teacher.
         trained_T: (T,) int64, the indices where loss_mask is True. None computes them from loss_mask. The train
             backend passes them in, because indexing with a mask would make the host wait for the device.
     """
@@ -57,6 +62,7 @@ class DataPack:
     rollout_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
     returns: Tensor | None = None
     values: Tensor | None = None
     weights: Tensor | None = None
@@ -64,6 +70,9 @@ class DataPack:
     staleness: Tensor | None = None
     rows_per_unit: int = 1
     entropy: Tensor | None = None
+    divergence: Tensor | None = None
+    teacher_top_tokens: Tensor | None = None
+    teacher_top_logprobs: Tensor | None = None
     trained_T: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -84,6 +93,11 @@ class DataPack:
         """
         value = vars(self)[name]
         if value is None:
+            if name == "divergence":
+                raise DataError(
+                    "this loss needs the divergence from a teacher, which the training pass has not computed; give "
+                    "Trainer.train the argument `divergence`, and ensure_roles a role `teacher`"
+                )
             field_name = {"old_logprobs": "logprobs or old_logprobs", "rollout_logprobs": "logprobs"}.get(name, name)
             raise DataError(f"this loss needs {name}, but the rows have none; set TrainSequence.{field_name}")
         return value

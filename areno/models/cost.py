@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areno.config.models import OptimizerType
 from areno.config.run import ALONE, Layout
@@ -519,6 +519,11 @@ class PassBytes:
             logits_of_token=n_vocab * (4 + itemsize),
             logits_expected=n_vocab * (4 + itemsize),
         )
+
+    def with_two_heads(self) -> PassBytes:
+        """Return the bytes of a pass that computes logits of two models for each token, such as those of a teacher."""
+        two = {"logits_of_token": 2 * self.logits_of_token, "logits_expected": 2 * self.logits_expected}
+        return replace(self, **two, stored_of_token=2 * self.stored_of_token)
 
     def total(self, n_tokens: int, n_kept: int = 0) -> int:
         """Return the largest number of bytes that a micro-batch takes.

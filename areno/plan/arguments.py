@@ -13,6 +13,7 @@ import numpy as np
 
 from areno.config.models import MicroBatchSpec
 from areno.config.run import is_no_folder
+from areno.config.teacher import Divergence
 from areno.data.row_schema import bad_text, messages_problem
 from areno.engine.requests import check_params
 from areno.engine.spec import OldLogprobs, UpdateSpec
@@ -162,6 +163,9 @@ def check_update(update: UpdateSpec, loss_fn: Any) -> None:
     if update.old_logprobs not in (choices := get_args(OldLogprobs)):
         found = f"is {update.old_logprobs!r}; expected {', '.join(choices)}"
         raise ConfigError([Problem("old_logprobs", found)])
+    if not isinstance(update.divergence, Divergence | None):
+        found = f"is a {type(update.divergence).__name__}; an areno.config.teacher.Divergence is expected"
+        raise ConfigError([Problem("divergence", found)])
     if not isinstance(update.mb_spec, MicroBatchSpec):
         found = f"is a {type(update.mb_spec).__name__}; a MicroBatchSpec is expected"
         raise ConfigError([Problem("mb_spec", found)])

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from areno.config.models import ALL_LINEAR, FROM_FOLDER, LoraConfig, ModelConfig
 from areno.engine.spec import LoraSpec
-from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean
+from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean, keys_renamed
 from areno.files.paths import existing_path, model_setting
 from areno.layers.config import AdapterSpec
 from areno.models.adapter_shapes import OF_EXPERTS, fused_names, linear_shapes
@@ -60,6 +60,30 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     if problems := list(_other_than(adapters, actor)):
         raise ConfigError(problems)
     return LoraSpec(adapters=adapters, init_from=folder, base=base, trained_on=trained_on)
+
+
+def teacher_adapters(actor: ModelConfig, path: str) -> LoraSpec | None:
+    """Return the specification of a teacher that is the actor's base model with trained adapters.
+
+    Args:
+        actor: Settings of the actor.
+        path: Folder or hub id of the teacher.
+
+    Returns:
+        The specification. None if `path` holds a whole model, or does not exist.
+
+    Raises:
+        ConfigError: The base model of the actor lacks a layer that the adapters are for.
+        CheckpointError: The folder cannot be read.
+    """
+    from areno.models.registry import load_config
+
+    with keys_renamed({"actor.path": "teacher.path", KEY: "teacher.path"}.get):
+        folder = adapter_folder(path)
+        if folder is None:
+            return None
+        of_actor = ModelConfig(path=actor.path, use_lora=True, init_lora_from=str(folder))
+        return lora_of(of_actor, load_config(resolve(existing_path(actor.path) or actor.path)))
 
 
 def _adapted_shapes(actor: LoraConfig, model: TransformerConfig) -> dict[str, tuple[int, int]]:

@@ -32,7 +32,7 @@ from areno.models.config import TransformerConfig
 from areno.models.folder import resolve
 from areno.plan.devices import devices_of
 from areno.plan.lora import KEY as LORA_KEY
-from areno.plan.lora import lora_of
+from areno.plan.lora import lora_of, teacher_adapters
 from areno.types import ModelRole, SamplingParams
 
 
@@ -449,6 +449,12 @@ def experiment_roles(
     roles: dict[str, Callable[[], RoleSpec]] = {}
     if config.ref is not None:
         roles["ref"] = partial(role, "ref", config.ref, "lm")
+    if config.teacher is not None and not config.teacher.follows_actor:
+        section, more = config.teacher, {"in_training": config.teacher.divergence is not None}
+        lora = teacher_adapters(config.actor, section.path) if section.path else None
+        if lora is not None:  # on a copy of the actor's base
+            section, more = replace(section, path=None), more | {"lora": lora}
+        roles["teacher"] = partial(role, "teacher", section, "lm", **more)
     if config.reward.path is not None:
         roles["reward"] = partial(role, "reward", config.reward, "value", needs_head=True)
     if isinstance(config, CriticExperimentConfig):
@@ -457,6 +463,52 @@ def experiment_roles(
         trained = {name: vars(critic)[name] for name in names} | {"random_init": critic.init_from_scratch}
         roles["critic"] = partial(role, "critic", critic, "value", **trained)
     return dict(zip(roles, all_of(*roles.values()), strict=True))
+
+
+def check_plan(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> None:
+    """Check a plan together with the models beside the actor.
+
+    Args:
+        config: Settings of the run.
+        plan: The plan of the actor.
+        roles: Role -> specification of each model beside the actor.
+
+    Raises:
+        ConfigError: An optimizer step has too few rows, or the teacher has another vocabulary than the actor.
+    """
+    check_copies(config, plan.spec)
+    _check_teacher(roles, plan)
+
+
+def _check_teacher(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> None:
+    """Raise ConfigError if the teacher of a run has another vocabulary than the actor."""
+    from areno.models.registry import load_config
+
+    role = roles.get("teacher")
+    if role is None or not role.path or plan.spec.has_folder_of_actor(role):
+        return
+    with model_setting("teacher.path"):
+        theirs, ours = (load_config(path).vocab_size for path in (role.path, plan.spec.actor.path))
+    problem = None
+    if theirs != ours:
+        found = (
+            "has a vocabulary of {} tokens, the actor one of {}. Token by token, only models with the same vocabulary "
+        )
+        problem = Problem(
+            "teacher.path", found + "can be compared; choose a teacher of the actor's family", theirs, ours
+        )
+    elif any((Path(role.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        own, other = (tokenizer.get_vocab() for tokenizer in (plan.tokenizer, load_tokenizer(role.path)))
+        if apart := [token for token in own if own[token] != other.get(token)]:
+            found = (
+                "has another tokenizer than the actor: {!r} is token {} of the actor and {} of the teacher. Token by "
+            )
+            found += (
+                "token, only models with the same vocabulary can be compared; choose a teacher of the actor's family"
+            )
+            problem = Problem("teacher.path", found, apart[0], own[apart[0]], other.get(apart[0], "none"))
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
@@ -480,6 +532,10 @@ def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
     if problems:
         raise ConfigError(problems)
     return {name: role if isinstance(role, RoleSpec) else _spec(role, actor) for name, role in roles.items()}
+
+
+_SCORED: dict[str, Literal["lm", "value"]] = {"ref": "lm", "teacher": "lm", "reward": "value"}
+"""Roles that are never trained -> the head of their model."""
 
 
 def _problems(name: Any, role: Any) -> Iterator[Problem]:
@@ -508,19 +564,20 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
     elif lr is not None and not role.trainable:
         found = f"is {lr}, but the role is not trainable; set trainable=True or leave it out"
         yield Problem(f"{key}.optimizer_lr", found)
-    if role.trainable and name in ("ref", "reward"):
+    if role.trainable and name in _SCORED:
         yield Problem(f"{key}.trainable", f"is True, but a role named {name!r} is only scored; set it to False")
 
 
 def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
     """Make the specification of a role from a script's ModelRole.
 
-    The model gets a value head if the role is "critic" or "reward". Any other role except "ref" gets a value head if it
-    is trainable or its folder has a value head.
+    The model gets a value head if the role is "critic" or "reward". Any other role except "ref" and "teacher" gets a
+    value head if it is trainable or its folder has a value head.
     """
     key = f"roles[{role.name!r}].path"
     folder = whole_model(str(role.path), key)
-    valued = role.name in ("critic", "reward") or (role.name != "ref" and (role.trainable or _has_value_head(folder)))
+    head = _SCORED.get(role.name, "value" if role.name == "critic" else None)
+    valued = head == "value" or (head is None and (role.trainable or _has_value_head(folder)))
     optimizer = None
     if role.trainable:
         optimizer = actor.optimizer
@@ -534,6 +591,7 @@ def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
         gradient_checkpointing=actor.gradient_checkpointing,
         offload=actor.offload,
         needs_head=role.name == "reward",
+        in_training=role.name == "teacher",
     )
 
 

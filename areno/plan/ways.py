@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, PolicyExperimentConfig
+from areno.engine.memory import RESTING
 from areno.errors import ArenoError
 from areno.plan.forecast import Forecast
 
@@ -16,7 +17,6 @@ _MOST, _MOST_HERE = 6, 4  # ways in all, and ways on the same number of devices
 _FASTER = 0.97  # share of the time of one change that a second change must reach to be worth listing
 _FEW = 3  # ways; if there are fewer, pairs with many devices are tried, too
 _DEVICES = "engine.world_size"
-_RESTING = ("ref", "reward", "critic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def _options(found: Forecast) -> Iterator[_Option]:
             less = config.gconfig.max_new_tokens // 2
             yield _Option({"gconfig.max_new_tokens": less}, "longer answers are cut off", learns_otherwise=True)
     if cuda:
-        for name in _RESTING:
+        for name in RESTING:
             loaded = next((model for model in found.footprint.models if model.name == name), None)
             if loaded is not None and not loaded.offload:
                 yield _Option({f"{name}.offload": True}, f"the {name} model is copied to the device in each step")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from areno.api.algorithms import Algorithm, algorithm_of
 from areno.config.experiments import CriticExperimentConfig, LossFn, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.errors import ArenoError, ConfigError, Problem
+from areno.loss_fns import distillation_loss_fn
 from areno.plan.lora import with_model
 from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.report.recorded import RecordedRow, check_sample, recorded_row
@@ -65,6 +67,7 @@ class Token:
         advantage: Advantage of the token. None if the token was not trained.
         loss: Contribution of the token to the loss, see `attribute_loss`.
         gradient: Gradient of the loss with respect to the token's log-probability.
+        teacher: Log-probability under the teacher. None for the first token, and without a teacher.
     """
 
     token: int
@@ -75,6 +78,7 @@ class Token:
     advantage: float | None = None
     loss: float | None = None
     gradient: float | None = None
+    teacher: float | None = None
 
     @property
     def difference(self) -> float | None:
@@ -138,7 +142,7 @@ def replay(
     plan = plan_of_experiment(config)
     recorded = recorded_row(samples[number], plan.tokenizer, row)
     missing += recorded.missing
-    now, ref = _logprobs(plan, config, recorded.tokens)
+    now, ref, teacher = _logprobs(plan, config, recorded.tokens)
     found = Replay(
         sample=samples[number],
         checkpoint=folder,
@@ -154,7 +158,10 @@ def replay(
     if np.isnan(recorded.logprobs[recorded.trained]).any():
         missing.append("the log-probabilities of the rollout, and so the loss")
     elif not np.isnan(recorded.advantages[recorded.trained]).any():
-        _add_loss(found, step, recorded, now, ref, config, algorithm)
+        _add_loss(found, step, recorded, now, ref, teacher, config, algorithm)
+    if teacher is not None:
+        for token, value in zip(found.tokens[1:], teacher[1:], strict=True):
+            token.teacher = float(value)
     return found
 
 
@@ -229,14 +236,24 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
     if config.ref is not None and from_scratch and config.ref.path == config.actor.path:
         missing.append("the reference: the run began with random weights")
         config.ref = None
+    teacher = config.teacher
+    if teacher is not None and not teacher.follows_actor and teacher.path is None:
+        teacher.path = config.actor.path
+    if teacher is not None and from_scratch and teacher.path == config.actor.path:
+        missing.append("the teacher: the run began with random weights")
+        config.teacher = None
+    elif teacher is not None and teacher.prompt_key is not None:
+        missing.append("the prompt of the teacher, and so the loss")
+    elif teacher is not None and teacher.divergence is not None:
+        missing.append("the loss: that of the teacher is over the whole vocabulary")
     config.actor = with_model(config.actor, str(folder))
     return config, algorithm
 
 
 def _logprobs(
     plan: TrainerPlan, config: PolicyExperimentConfig, tokens: list[int]
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Compute the log-probabilities of all tokens under the checkpoint and under the reference model.
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Compute the log-probabilities of all tokens under the checkpoint, the reference model and the teacher.
 
     Args:
         plan: The plan of the engine to start, with the checkpoint as the actor.
@@ -244,16 +261,19 @@ def _logprobs(
         tokens: Token ids of the row, n of them.
 
     Returns:
-        Two arrays (n,). The second is None if the run has no reference model.
+        Three arrays (n,). The second is None if the run has no reference model, and the third if the run has no teacher
+        or the teacher reads another prompt.
     """
     from areno.engine.engine import Engine
 
     with Engine(plan.spec.frozen(), plan.workers) as engine:
-        ref = None
-        if config.ref is not None:
-            engine.ensure_roles({"ref": experiment_roles(config)["ref"]})
-            ref = engine.logprobs("ref", [tokens], config.gconfig)[0]
-        return engine.logprobs("actor", [tokens], config.gconfig)[0], ref
+        found: dict[str, np.ndarray] = {}
+        roles = experiment_roles(config)
+        wanted = ["ref", *(["teacher"] if config.teacher is not None and config.teacher.prompt_key is None else [])]
+        for name in (name for name in wanted if name in roles):
+            engine.ensure_roles({name: replace(roles[name], path=roles[name].path or plan.spec.actor.path)})
+            found[name] = engine.logprobs(name, [tokens], config.gconfig)[0]
+        return engine.logprobs("actor", [tokens], config.gconfig)[0], found.get("ref"), found.get("teacher")
 
 
 def _tokens(row: RecordedRow, now: np.ndarray, tokenizer: Any) -> list[Token]:
@@ -323,6 +343,7 @@ def _add_loss(
     recorded: RecordedRow,
     now: np.ndarray,
     ref: np.ndarray | None,
+    teacher: np.ndarray | None,
     config: PolicyExperimentConfig,
     algorithm: Algorithm,
 ) -> None:
@@ -336,9 +357,15 @@ def _add_loss(
         recorded: The recorded row, with n tokens.
         now: (n,) log-probabilities under the checkpoint.
         ref: (n,) log-probabilities under the reference model, or None without a reference model.
+        teacher: (n,) log-probabilities under the teacher, or None without a teacher.
         config: Settings of the run.
         algorithm: The algorithm of the run, which provides the loss function.
     """
+    loss_fn = algorithm.make_loss(config)
+    if config.teacher is not None:
+        if teacher is None or config.teacher.divergence is not None:
+            return  # `missing` says why
+        loss_fn = partial(distillation_loss_fn, policy_loss_fn=loss_fn, **config.teacher.loss_settings())
     advantages = np.where(recorded.trained, recorded.advantages, 0.0)
     row = TrainSequence(
         prompt_mask=~recorded.trained,
@@ -346,6 +373,7 @@ def _add_loss(
         advantages=advantages,
         logprobs=np.where(recorded.trained, recorded.logprobs, 0.0),
         ref_logprobs=ref,
+        teacher_logprobs=teacher,
         staleness=0
         if recorded.versions is None or not found.checkpoint_step
         else max(0, found.checkpoint_step - recorded.versions[0]),
@@ -359,7 +387,7 @@ def _add_loss(
         row.old_logprobs = now
     else:
         row.old_logprobs = np.where(np.isnan(recorded.train_logprobs), rollout, recorded.train_logprobs)
-    found.loss, contributions, gradient = attribute_loss(algorithm.make_loss(config), row, now.tolist())
+    found.loss, contributions, gradient = attribute_loss(loss_fn, row, now.tolist())
     if contributions is None:
         found.missing.append("the parts of tokens in the loss: this loss does not weigh tokens")
     for place, token in enumerate(found.tokens):

@@ -16,6 +16,7 @@ from areno.agents.pool import AgentPool
 from areno.api.trainer import Trainer
 from areno.config.datasets import DatasetConfig
 from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, LossFn, PolicyExperimentConfig
+from areno.config.ratio import RatioConfig
 from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
@@ -26,7 +27,7 @@ from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import gpu_called, this_cpu
-from areno.plan.plan import TrainerPlan, check_copies, experiment_roles, plan_of_experiment
+from areno.plan.plan import TrainerPlan, check_plan, experiment_roles, plan_of_experiment
 from areno.plan.schedule import schedule_warnings, staleness_warnings, with_schedules
 from areno.rewards.pool import RewardPool
 from areno.run import tuning
@@ -179,7 +180,7 @@ class Setup(Generic[Config]):
     ):
         _check_config(config, loop)
         self.config: Config = config
-        self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
+        self.loss_fn = _with_teacher(config, config.loss_fn() if loss_fn is None else loss_fn)
         self._loop, self._trackers = loop, trackers
         with ExitStack() as stack:
             stack.enter_context(RunLog())
@@ -195,7 +196,7 @@ class Setup(Generic[Config]):
                 partial(check_services, config.stats_logger),
             )
             if loop.trains:
-                check_copies(config, plan.spec)
+                check_plan(config, plan, roles)
             else:
                 plan = replace(plan, spec=plan.spec.frozen())
                 roles = {name: role for name, role in roles.items() if name == "reward"}
@@ -323,7 +324,8 @@ class Setup(Generic[Config]):
         A resumed run must have the same fingerprints.
         """
         models = {"actor.path": plan.spec.actor.path, "tokenizer_path": plan.spec.tokenizer_path}
-        models |= {role.key: role.path for role in self.roles.values() if role.optimizer is None}
+        frozen = [role for role in self.roles.values() if role.optimizer is None]
+        models |= {role.key: role.path if role.lora is None else role.lora.init_from for role in frozen}
         if plan.spec.actor.lora is not None and plan.spec.actor.lora.init_from:
             models["actor.init_lora_from"] = plan.spec.actor.lora.init_from
         found = {key: folder_fingerprint(path) for key, path in models.items()}
@@ -372,6 +374,16 @@ def _check_config(config: ExperimentConfig, loop: LoopKind) -> None:
         raise ConfigError(f"{given} is for PPOTrainer, not for {name}: its critic would not be used")
 
 
+def _with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
+    """Return the loss function of a policy algorithm, joined with that of its teacher if the run has one."""
+    if not isinstance(config, PolicyExperimentConfig) or config.teacher is None:
+        return loss_fn
+    from areno.loss_fns import distillation_loss_fn
+
+    method = config.actor.prox_logp_method if isinstance(config.actor, RatioConfig) else "recompute"
+    return partial(distillation_loss_fn, policy_loss_fn=loss_fn, **config.teacher.loss_settings(method))
+
+
 def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: ExitStack) -> RewardPool | None:
     """Start the processes that call the reward functions.
 
@@ -385,7 +397,8 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
     """
     if not isinstance(config, PolicyExperimentConfig):
         return None
-    if reward_fn is None and config.reward.fn is None and (config.reward.path or config.agent.fn) is not None:
+    given = reward_fn is not None or config.reward.fn is not None
+    if not given and ((config.reward.path or config.agent.fn) is not None or not config.needs_rewards):
         return None
     n_devices = 1
     if config.reward.workers is None:

@@ -153,6 +153,8 @@ class Scorer(AbstractContextManager["Scorer"]):
                     sample.spans.append(("scored", *span))
             report_failures(records, outcomes)
         own = [sample.trajectory.reward if sample.trajectory else None for sample, _ in asked.values()]
+        if outcomes is None and not setup.config.needs_rewards and setup.config.reward.path is None:
+            outcomes = [_NOT_SCORED] * len(records)  # a run without rewards, such as distillation
         if any(own) or (outcomes is None and setup.config.reward.path is None):
             outcomes = add_own(records, outcomes, own)
         if setup.config.reward.path is not None:

@@ -43,10 +43,12 @@ class StepScores:
             "values": isinstance(config, CriticExperimentConfig),
             "proximal": isinstance(config.actor, RatioConfig) and config.actor.needs_proximal,
         }
-        if names := [name for name, is_needed in needed.items() if is_needed]:
+        names: list[ScoreName] = [name for name in needed if needed[name]]
+        if names:
             rows = policy_rows(samples, [0.0] * len(samples), 0)
             self._kept = [row.tokens for row in rows]
-            self._early = {name: (_ids(rows), self._compute(name, rows)) for name in names}
+            for name in names:
+                self._early[name] = _ids(rows), self._compute(name, rows)
 
     def of(self, name: ScoreName, rows: Sequence[TrainSequence]) -> list[Any]:
         """Return the scores of training rows.

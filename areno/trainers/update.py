@@ -16,10 +16,14 @@ from areno.config.experiments import LossFn
 from areno.config.models import MicroBatchSpec
 from areno.config.ratio import RatioConfig
 from areno.config.rollout import SamplingConfig
+from areno.config.teacher import Divergence, TeacherConfig
+from areno.data.encode import encode_generation_prompt
+from areno.data.row_schema import row_problem
 from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.packing import pack_step
 from areno.engine.train.rows import read_rows
+from areno.errors import DataError, Key
 from areno.loss_fns.correction import behave_weights, m2_keep
 from areno.loss_fns.pack import DataPack
 from areno.run.setup import PolicySetup, Setup
@@ -35,7 +39,7 @@ from areno.trainers.rows import (
     token_rows,
     trained,
 )
-from areno.types import TrainSequence
+from areno.types import PromptItem, TrainSequence
 
 
 def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], actor: RatioConfig) -> dict[str, float]:
@@ -122,7 +126,7 @@ def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
 
 
 def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
-    """Make the rows to train on, with shaped rewards and, if there is a reference model, `ref_logprobs`.
+    """Make the rows to train on, with shaped rewards, `ref_logprobs` of a reference model, and `teacher_logprobs`.
 
     Args:
         setup: Models, data, settings and outputs of the run.
@@ -139,7 +143,59 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
     if config.ref is not None:
         for row, logprobs in zip(rows, rollout.scores.of("ref", rows), strict=True):
             row.ref_logprobs = logprobs
+    if config.teacher is not None and config.teacher.prompt_key is not None:
+        items = [sample.item for sample, size in zip(rollout.kept, rollout.sizes, strict=True) for _ in range(size)]
+        set_teacher_prompts(setup, items, rows)
+    score_teacher(setup, rows, config.teacher)
     return rows
+
+
+def set_teacher_prompts(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence[TrainSequence]) -> None:
+    """Set `teacher_prompt` of rows, if the setting teacher.prompt_key names a field of the dataset.
+
+    Args:
+        setup: Models, data, settings and outputs of the run.
+        items: The dataset row of each training row.
+        rows: Training rows, which are changed.
+
+    Raises:
+        DataError: A dataset row has no such field, or its prompt cannot be encoded.
+    """
+    teacher = setup.config.teacher
+    key = None if teacher is None else teacher.prompt_key
+    if key is None:
+        return
+    known: dict[int, list[int]] = {}  # index of the dataset row -> tokens
+    for item, row in zip(items, rows, strict=True):
+        if item.index not in known:
+            if problem := row_problem(item.record, "prompt", key):
+                raise DataError("row {}: {}, which {} asks for", item.index, problem, Key("teacher.prompt_key"))
+            thinking = setup.config.rollout.enable_thinking
+            known[item.index] = encode_generation_prompt(setup.tokenizer, item.record[key], thinking)
+        row.teacher_prompt = known[item.index]
+
+
+def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: TeacherConfig | None) -> None:
+    """Set `teacher_logprobs` of rows, if there is a teacher whose loss is the sampled form.
+
+    A row with a `teacher_prompt` is scored after this prompt. The log-probabilities of its other tokens are 0.
+
+    Args:
+        setup: Models, data, settings and outputs of the run.
+        rows: Training rows, which are changed.
+        teacher: Settings of the teacher, or None.
+    """
+    if teacher is None or teacher.divergence is not None:
+        return
+    with setup.run.clock.phase("teacher"):
+        read = [row.for_teacher() for row in rows]
+        scored = setup.trainer.score_logprobs(
+            teacher.role, [tokens for tokens, _ in read], sampling=setup.config.gconfig
+        )
+        for row, (tokens, first), logprobs in zip(rows, read, scored, strict=True):
+            found = np.zeros(len(row.tokens))  # type: ignore[arg-type]
+            found[first:] = logprobs[len(tokens) - len(found) + first :]
+            row.teacher_logprobs = found
 
 
 def correct(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> dict[str, float]:
@@ -170,6 +226,7 @@ def update(
     rows_per_unit: int = 1,
     old_logprobs: OldLogprobs = "recompute",
     loss_fn: LossFn | None = None,
+    divergence: Divergence | None = None,
 ) -> dict[str, float]:
     """Take optimizer steps of the actor.
 
@@ -183,6 +240,7 @@ def update(
         old_logprobs: Source of the denominator of importance ratios: "recompute", "loglinear" or "rollout", see
             `areno.Trainer.train`.
         loss_fn: Loss function of this step. None is that of the run.
+        divergence: Divergence from a teacher that the training passes compute. None computes none.
 
     Returns:
         The train/* statistics, by their names without the prefix.
@@ -200,6 +258,7 @@ def update(
             seed=run.progress.seed,
             rows_per_unit=rows_per_unit,
             old_logprobs=old_logprobs,
+            divergence=divergence,
         )
         log_stage("train_end")
     run.tracer.weights_version = setup.trainer.engine.weights_version
@@ -219,6 +278,7 @@ def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str
     Returns:
         The train/* statistics, by their names without the prefix.
     """
-    actor = setup.config.actor
+    actor, teacher = setup.config.actor, setup.config.teacher
     how = {"n_minibatches": actor.ppo_n_minibatches, "old_logprobs": actor.old_logprobs}
+    how["divergence"] = None if teacher is None else teacher.divergence
     return update(setup, rows, sampling=setup.config.gconfig, **how)

@@ -42,6 +42,17 @@ def sloppy_demonstrations(split, count=320_000, seed=1):
     return rows
 
 
+def with_responses(split):
+    """Rows for distillation on given answers: prompt, solution and the correct sum as the response.
+
+    The prompt that a teacher may read in place of the prompt begins with the solved problem.
+    """
+    return [
+        {"prompt": f"{a}+{b}=", "solutions": str(a + b), "response": str(a + b), "solved": f"{a}+{b}={a + b} {a}+{b}="}
+        for a, b in pairs(split)
+    ]
+
+
 def preferences(split):
     """Rows for preference training. The correct sum is chosen, and the sum without the carry is rejected."""
     return [

@@ -23,6 +23,7 @@ from areno.config.experiments import PolicyExperimentConfig
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.loss_fns import grpo_loss_fn
+from areno.recipes.distill import DistillConfig
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
 from areno.recipes.gspo import GSPOConfig
@@ -36,6 +37,7 @@ from tests.helpers import warm_python
 
 ROOT = Path(__file__).parents[2]
 BUILT_IN = {
+    "distill": DistillConfig,
     "dpo": DPOConfig,
     "grpo": GRPOConfig,
     "gspo": GSPOConfig,
@@ -95,7 +97,9 @@ def test_names_that_are_taken_or_unknown() -> None:
         with pytest.raises(ValueError, match=f"{name} comes with areno or another package; give"):
             register_algorithm(mine(name=name))
     register_algorithm(mine())
-    with pytest.raises(ConfigError, match="no algorithm 'gpro'; there are dpo, grpo, gspo, kto, ppo, rw, sft, mine"):
+    with pytest.raises(
+        ConfigError, match="no algorithm 'gpro'; there are distill, dpo, grpo, gspo, kto, ppo, rw, sft, mine"
+    ):
         get_algorithm("gpro")
 
 

@@ -14,6 +14,7 @@ PUBLIC = {
     "Areno",
     "ArenoConfig",
     "DPOTrainer",
+    "DistillTrainer",
     "KTOTrainer",
     "ModelRole",
     "PPOTrainer",

@@ -228,9 +228,9 @@ def test_no_flag_is_left_out_above() -> None:
 
 def test_tuning_is_for_algorithms_that_sample(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *DATA, "--algo", "sft", "--tune-params"]) == 2
-    assert "--tune-params: is a flag of grpo, gspo and ppo, not of sft" in capsys.readouterr().err
+    assert "--tune-params: is a flag of distill, grpo, gspo and ppo, not of sft" in capsys.readouterr().err
     assert command.run(get_algorithm("sft"), "sft", ["--config-name=train", "tune.enabled=true"]) == 2
-    assert "tune: unknown key; it is a setting of grpo, gspo and ppo" in capsys.readouterr().err
+    assert "tune: unknown key; it is a setting of distill, grpo, gspo and ppo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from areno.api import get_algorithm
 from areno.files.paths import find_file
 from areno.launch import help, yaml_files
 from areno.launch.compose import load
+from areno.recipes.distill import DistillConfig
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.grpo import GRPOConfig
 from areno.recipes.gspo import GSPOConfig
@@ -25,6 +26,7 @@ from areno.recipes.sft import SFTConfig
 ROOT = Path(__file__).parents[2]
 RECIPES = {
     "sft": SFTConfig,
+    "distill": DistillConfig,
     "dpo": DPOConfig,
     "kto": KTOConfig,
     "rw": RewardModelConfig,
@@ -52,6 +54,7 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "prompts": (["grpo", "gspo", "ppo"], ["actor.path=folder", "train_dataset.path=rows.jsonl", "reward.fn=math"]),
     "quickstart": (["grpo", "gspo", "ppo"], []),
     "quickstart_base": (["sft"], ["actor.path=folder"]),
+    "quickstart_distill": (["distill"], []),
     "quickstart_dpo": (["dpo"], []),
     "quickstart_kto": (["kto"], []),
     "quickstart_ppo": (["ppo"], []),

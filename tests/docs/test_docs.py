@@ -42,7 +42,7 @@ PAGES = [
     *sorted((ROOT / "recipes").glob("*.md")),
 ]
 GUIDES = ["quickstart.md", "recipes.md", "data.md", "evaluation.md", "runs.md", "resuming.md", "reference/cli.md"]
-GUIDES += ["adapters.md", "exact.md", "tracing.md"]
+GUIDES += ["adapters.md", "distillation.md", "exact.md", "tracing.md"]
 
 
 def commands(kind: str) -> list[tuple[str, str]]:
@@ -175,6 +175,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         "orpo": ("dpo", "quickstart_dpo", ["actor.loss_type=orpo", "actor.label_smoothing=0"]),
         "kto": ("kto", "quickstart_kto", []),
         "rw": ("rw", "quickstart_rw", []),
+        "teacher": ("grpo", "quickstart", ["teacher=default"]),
         "sft": ("sft", "quickstart_base", ["actor.init_from_scratch=false"]),
     }
     recorded = set()

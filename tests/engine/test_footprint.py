@@ -58,6 +58,20 @@ def test_bytes_worked_by_hand() -> None:
     assert of(world_size=2, tp_size=2).resident == pytest.approx(18 * n / 2, rel=1e-3)  # norms are on both
 
 
+def test_a_teacher_is_on_the_device_while_the_actor_trains() -> None:
+    """Whole, and its logits beside those of the actor. A reference model is not, and neither counts while scoring."""
+    n = parameters(QWEN3_8B)
+    teacher = replace(REF, name="teacher", key="teacher", offload=True, in_training=True)
+    ref = replace(REF, offload=True)
+    assert of(ACTOR, teacher).extra_in_use(ACTOR, training=True) == 2 * n
+    assert of(ACTOR, teacher).extra_in_use(ACTOR, training=False) == 0
+    assert of(ACTOR, ref).extra_in_use(ACTOR, training=True) == 0
+    assert of(ACTOR, teacher).most_extra_in_use == 2 * n
+    alone, beside = (of(*models).training_pass(ACTOR) for models in ((ACTOR, ref), (ACTOR, teacher)))
+    assert beside.logits_of_token == 2 * alone.logits_of_token > 0
+    assert beside.of_token == alone.of_token
+
+
 def test_offloaded_bytes_worked_by_hand() -> None:
     """An actor keeps its weights on the device. While it is trained, gradients and three windows are added."""
     n, critic = parameters(QWEN3_8B), parameters(CRITIC.config)

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from areno.kernels.logprobs import selected_logprobs
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.thread_ranks import ThreadRanks
 
 K, V, D = 23, 37, 8
 
@@ -117,21 +117,6 @@ def test_no_positions_give_empty_results_and_zero_gradients():
     assert not weight.grad.any()
 
 
-class ThreadRanks:
-    """Ranks as threads of one process, with the one collective the head uses."""
-
-    def __init__(self, rank, shared):
-        self.rank, self.shared = rank, shared
-
-    def all_reduce(self, x, op=None):
-        slots, barrier = self.shared
-        slots[self.rank] = x.clone()
-        barrier.wait()
-        stacked = torch.stack(slots)
-        barrier.wait()
-        return x.copy_(stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0))
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("vocab_size", [37, 9, 5])  # 5 over 4 ranks leaves the last rank with nothing but padding
 def test_divided_and_padded_vocabulary(size, vocab_size):
@@ -148,8 +133,9 @@ def test_divided_and_padded_vocabulary(size, vocab_size):
         first = min(rank * per_rank, vocab_size)
         n_valid = min(per_rank, vocab_size - first)
         all_reduce = ThreadRanks(rank, shared).all_reduce if size > 1 else None
+        how = {"keep_bytes": 9 * 8 * per_rank, "most_rows": per_rank}  # 9 positions
         logprobs, entropy = selected_logprobs(
-            x, mine[:n_valid], targets, temperature=0.8, chunk=6, first=first, all_reduce=all_reduce
+            x, mine[:n_valid], targets, temperature=0.8, chunk=6, first=first, all_reduce=all_reduce, **how
         )
         grads = torch.autograd.grad((logprobs * upstream).sum(), (x, mine))
         results[rank] = (logprobs.detach(), entropy, *grads)

@@ -41,14 +41,23 @@ class KeptLayers:
         alone: Whether this rank computes the layers without collectives with other ranks. Only then can it repeat a
             step by itself.
         split: Whether sequence parallelism divides the tokens, see Transformer.forward.
+
+    Attributes:
+        teacher: A teacher whose logits the passes compute, too. None if there is none.
     """
 
     def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True, split: bool = False):
         self._model, self._free, self._alone = model, free, alone
         itemsize, layout = model.embed.weight.element_size(), Layout.one_copy(model.tp.size)
-        self._need = PassBytes.of_training(model.config, itemsize, layout, split=split)
+        self.teacher: object | None = None
+        self._of_model = PassBytes.of_training(model.config, itemsize, layout, split=split)
         self._share = 1.0  # share of the free memory to use; lowered after running out of memory
         self._last = 0  # result of `count` for the current pass
+
+    @property
+    def _need(self) -> PassBytes:
+        """The memory of a pass."""
+        return self._of_model if self.teacher is None else self._of_model.with_two_heads()
 
     def count(self, n_tokens: int, waits: bool = False) -> int:
         """Return the number of layers that keep their matrix products in a forward pass of `n_tokens` tokens.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
+from areno.config.teacher import Divergence
 from areno.engine.memory import Option, free_unused, is_out_of_memory, training_hint
 from areno.engine.profiling import phase
 from areno.engine.spec import SharePrefixes, Sharing, UpdateSpec
@@ -29,9 +30,11 @@ from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, halved, pack_group, pack_step
 from areno.engine.train.prefixes import order_to_share
 from areno.engine.train.routes import StepRouting
+from areno.engine.train.teacher import TeacherPasses, listed_teacher
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
+from areno.kernels.logprobs.divergence import Teacher, logprobs_and_divergence
 from areno.layers.attention import PrefixKeys
 from areno.layers.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
@@ -115,6 +118,7 @@ class TrainBackend:
         self._split = sequence_parallel and model.tp.size > 1
         self._multiple = model.tp.size if self._split else 1  # of the number of tokens of a pass
         self._prefix: PrefixPass | None = None  # begun by the last micro-batch
+        self._teacher: TeacherPasses | None = None  # of the last call of `train`
         self.is_alone = model.tp.size == context.size == 1
         free = partial(free_bytes, self.device) if on_cuda else None
         self.kept_layers = KeptLayers(model, free, self.is_alone, self._split)
@@ -145,7 +149,24 @@ class TrainBackend:
             self.params = [self.flat.params, *self.flat.frozen]
             self.optimizer = Optimizer(self.flat, optimizer, model.tp)
 
-    def train(self, steps: Sequence[StepMicroBatches], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
+    def as_teacher(
+        self, divergence: Divergence, switch: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> TeacherPasses:
+        """Return the passes of this model as the teacher of another one.
+
+        Args:
+            divergence: The divergence that the other model's passes compute.
+            switch: See `TeacherPasses`.
+        """
+        return TeacherPasses(self._run_layers, self.model.local_logits, divergence, switch)
+
+    def train(
+        self,
+        steps: Sequence[StepMicroBatches],
+        loss_fn: LossFn,
+        update: UpdateSpec,
+        teacher: TeacherPasses | None = None,
+    ) -> TrainResult:
         """Take optimizer steps on this data-parallel rank's share of the rows.
 
         The loss and the gradient of a step are those of all ranks, and do not depend on the division into ranks and
@@ -155,6 +176,8 @@ class TrainBackend:
             steps: This rank's share of each step, from `share_steps`.
             loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns.
             update: Settings of the update.
+            teacher: The teacher of `update.divergence`. None if there is no divergence, or if rows list the teacher's
+                log-probabilities.
 
         Returns:
             The statistics of the steps, joined by `over_steps`, and the old log-probabilities of each step. The
@@ -165,6 +188,7 @@ class TrainBackend:
             EngineError: Memory ran out, or the loss function returned something invalid. If the backend was made with
                 exact=True, also if the model disagrees with a rollout log-probability of a row with staleness 0.
         """
+        self._teacher = self.kept_layers.teacher = teacher
         with self._out_of_memory_hint(update.mb_spec):
             # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
             batches = [pack_step(step, update.rows_per_unit, self.device, step.shares) for step in steps]
@@ -290,6 +314,8 @@ class TrainBackend:
             yield
         finally:
             self._leave_prefix()
+            if self._teacher is not None:
+                self._teacher.end()
 
     def _leave_prefix(self) -> None:
         """Free the memory of the prefixes of the last micro-batches, if they had any in common."""
@@ -345,23 +371,36 @@ class TrainBackend:
         places_T, hidden_TD = share.before(hidden_nD, packed.places_to_predict())
         return share.aligned(places_T, self.model.values(hidden_TD))
 
-    def _logprobs(self, packed: PackedTokens, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-        """Compute the log-probability and the entropy at each token to predict.
+    def _logprobs(
+        self, packed: PackedTokens, sampling: SamplingConfig, pack: DataPack | None = None, update: Any = None
+    ) -> tuple[Tensor, ...]:
+        """Compute the log-probability and the entropy at each token to predict, and the divergence from a teacher.
 
         Args:
             packed: The micro-batch, with N tokens, of which T are to be predicted.
             sampling: Sampling settings, whose temperature divides the logits.
+            pack: The input of the loss, which may list what the teacher says.
+            update: The update. None, or an update without a divergence, computes no divergence.
 
         Returns:
-            (log-probabilities, entropies), each (U,) float32 for the tokens of the rows. 0 at tokens that are not
-            predicted.
+            (log-probabilities, entropies), or (log-probabilities, entropies, divergences). Each is (U,) float32 for the
+            tokens of the rows, and 0 at tokens that are not predicted.
         """
         tp, head = self.model.tp, self.model.output
+        divergence: Divergence | None = None if update is None else update.divergence
+        # The teacher comes first: its activations are gone when those of this model are stored.
+        teacher: Teacher | None = None
+        lists = pack is not None and pack.teacher_top_tokens is not None
+        if divergence is not None and self._teacher is not None and not lists:
+            teacher = self._teacher.at(packed)
         hidden_nD, share = self._hidden(packed)
         places_T, hidden_TD = share.before(hidden_nD, packed.places_to_predict())
+        if divergence is not None and pack is not None and lists:
+            teacher = listed_teacher(packed, pack, places_T, divergence)
         # None if the head is frozen or the model only scores. While a model scores, its gradients may have no memory.
         grad_VD = head.weight.grad if torch.is_grad_enabled() else None
-        logprobs_T, entropy_T = selected_logprobs(
+        compute = selected_logprobs if teacher is None else partial(logprobs_and_divergence, teacher=teacher)
+        found = compute(
             hidden_TD,
             head.weight[: head.n_valid],
             packed.tokens_N[places_T],
@@ -371,8 +410,9 @@ class TrainBackend:
             weight_grad=None if grad_VD is None else grad_VD[: head.n_valid],
             keep_bytes=LOGITS_KEPT if self.device.type == "cuda" else KEEP_BYTES,
             logits=self.model.local_logits,
+            most_rows=len(head.weight),
         )
-        return share.aligned(places_T, logprobs_T), share.aligned(places_T, entropy_T)
+        return tuple(share.aligned(places_T, each_T) for each_T in found)
 
     def _step(
         self, step: StepMicroBatches, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
@@ -513,7 +553,8 @@ class TrainBackend:
         """
         if self.model.config.head == "value":
             return _checked(loss_fn(pack, self._values(packed)))
-        logprobs_N, pack.entropy = self._logprobs(packed, update.sampling)
+        logprobs_N, pack.entropy, *more = self._logprobs(packed, update.sampling, pack, update)
+        pack.divergence = more[0] if more else None
         own_N = logprobs_N.detach()
         if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
             pack.old_logprobs = complete(pack.old_logprobs, own_N)

@@ -16,7 +16,7 @@ from areno.config.models import MicroBatchSpec
 from areno.engine.spec import EngineInfo, Sharing, UpdateSpec
 from areno.engine.train.prefixes import LinkedPieces, Rows, linked_pieces, n_computed, order_to_share, pieces
 from areno.engine.train.rows import FlatRows, Row, read_tokens
-from areno.errors import DataError, Key
+from areno.errors import DataError, EngineError, Key
 from areno.models.cost import Cost, forward_flops, train_flops
 from areno.types import TrainSequence
 
@@ -108,6 +108,30 @@ def keep_old_logprobs(
                     # NaN means unknown: these tokens were not trained, but may be trained in a later call.
                     rows[index].old_logprobs = np.where(row.trained, old_N[start : start + row.n_tokens], np.nan)
                 start += row.n_tokens
+
+
+def sharing_beside_teacher(sharing: Sharing, of_teacher: Sharing, rows: Sequence[Row], cp_size: int) -> Sharing:
+    """Return when an update with a teacher computes shared prefixes once.
+
+    Args:
+        sharing: When the trained model does.
+        of_teacher: When the model of the teacher does.
+        rows: The rows of the update.
+        cp_size: Number of context-parallel ranks that share a micro-batch.
+
+    Returns:
+        `sharing`. Never, if the model of the teacher cannot share prefixes or the teacher has prompts of its own, since
+        rows with the same beginning may then have different divergences.
+
+    Raises:
+        EngineError: The teacher has prompts of its own, which context parallelism does not support.
+    """
+    if any(row.teacher_prompt is not None for row in rows):
+        if cp_size > 1:
+            text = "rows have a teacher_prompt, which context parallelism does not support; set {}=1"
+            raise EngineError(text, Key("engine.cp_size"))
+        return APART
+    return sharing if of_teacher.when != "off" else APART
 
 
 def _of_flat(flat: FlatRows, sizes: Sequence[Sequence[int]], *others: Any) -> StepMicroBatches:

@@ -64,6 +64,8 @@ class PackedTokens:
             first ones of the caller's rows.
         shared: How the caller's rows are made of the N tokens. None if no prefixes are shared.
         prefix: The earlier forward pass that has computed the first tokens. None if there is none.
+        for_teacher: The input of the teacher's forward pass, which predicts the same tokens after other prompts. None
+            if the teacher reads the same rows.
     """
 
     tokens_N: Tensor
@@ -74,6 +76,7 @@ class PackedTokens:
     predicted_T: Tensor | None = None
     shared: SharedTokens | None = None
     prefix: PrefixPass | None = None
+    for_teacher: PackedTokens | None = None
 
     @property
     def n_before(self) -> int:
@@ -280,8 +283,21 @@ def pack_step(
         if "routes" in group[0][0].fields:
             routes = [[row.fields["routes"] for row in rows] for rows in group]
         packed = pack_group(tokens, device, routes, trained, share)
+        for rows, one in zip(group, packed, strict=True):
+            one.for_teacher = _pack_for_teacher(rows, device)
         packs += [(one, _pack_rows(rows, one, step, rows_per_unit)) for rows, one in zip(group, packed, strict=True)]
     return packs
+
+
+def _pack_for_teacher(rows: Sequence[Row], device: torch.device) -> PackedTokens | None:
+    """Pack rows for a teacher with prompts of its own. None if no row has such a prompt.
+
+    The trained tokens are the same ones in the same order.
+    """
+    if all(row.teacher_prompt is None for row in rows):
+        return None
+    found = [row.for_teacher() for row in rows]
+    return pack_tokens([tokens for tokens, _ in found], device, None, np.concatenate([mask for _, mask in found]))
 
 
 def _pack_rows(rows: Sequence[Row], packed: PackedTokens, step: StepMicroBatches, rows_per_unit: int) -> DataPack:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from areno.types import TrainSequence
 
 # TrainSequence's optional per-token fields -> their names in DataPack
 OLD = "old_logprobs"  # a row may lack them, and they are NaN for tokens that were never trained
-_SAME = (OLD, "advantages", "returns", "values", "ref_logprobs", "weights")
+_SAME = (OLD, "advantages", "returns", "values", "ref_logprobs", "teacher_logprobs", "weights")
 FIELDS = {"logprobs": "rollout_logprobs", **{name: name for name in _SAME}}
 
 
@@ -34,6 +34,8 @@ class Row:
             has, is an integer array of experts.
         reward: Reward of the row.
         staleness: Number of optimizer steps since the row was sampled.
+        teacher_prompt: int64 tokens that a teacher reads in place of the tokens before the first trained one. None if
+            it reads the same ones.
     """
 
     tokens: np.ndarray
@@ -41,6 +43,16 @@ class Row:
     fields: dict[str, np.ndarray] = field(default_factory=dict)
     reward: float = 0.0
     staleness: int = 0
+    teacher_prompt: np.ndarray | None = None
+
+    def for_teacher(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens that a teacher reads, and the mask of the trained ones among them."""
+        if self.teacher_prompt is None:
+            return self.tokens, self.trained
+        first = int(np.argmax(self.trained)) if self.trained.any() else self.n_tokens
+        before = np.zeros(len(self.teacher_prompt), dtype=bool)
+        tokens = np.concatenate([self.teacher_prompt, self.tokens[first:]])
+        return tokens, np.concatenate([before, self.trained[first:]])
 
     @property
     def n_tokens(self) -> int:
@@ -64,6 +76,7 @@ class FlatRows:
         fields: Arrays by their names in DataPack.
         rewards: Reward of each row.
         staleness: Number of optimizer steps since each row was sampled.
+        teacher_prompts: `Row.teacher_prompt` of each row.
     """
 
     lengths: np.ndarray
@@ -72,6 +85,7 @@ class FlatRows:
     fields: dict[str, np.ndarray]
     rewards: list[float]
     staleness: list[int]
+    teacher_prompts: list[np.ndarray | None] = field(default_factory=list)
 
     @staticmethod
     def of(rows: Sequence[Row]) -> FlatRows:
@@ -87,12 +101,14 @@ class FlatRows:
             fields={name: np.concatenate([row.fields[name] for row in rows]) for name in rows[0].fields},
             rewards=[row.reward for row in rows],
             staleness=[row.staleness for row in rows],
+            teacher_prompts=[row.teacher_prompt for row in rows],
         )
 
     def rows(self) -> list[Row]:
         """Split the concatenated arrays into the original rows, whose arrays are views of the concatenated arrays."""
         ends = np.cumsum(self.lengths).tolist()
         bounds, tokens = list(zip([0, *ends], ends, strict=False)), self.tokens.astype(np.int64, copy=False)
+        prompts = self.teacher_prompts or [None] * len(ends)
         return [
             Row(
                 tokens[start:end],
@@ -100,8 +116,11 @@ class FlatRows:
                 {name: values[start:end] for name, values in self.fields.items()} if self.fields else {},
                 reward,
                 staleness,
+                prompt,
             )
-            for (start, end), reward, staleness in zip(bounds, self.rewards, self.staleness, strict=True)
+            for (start, end), reward, staleness, prompt in zip(
+                bounds, self.rewards, self.staleness, prompts, strict=True
+            )
         ]
 
 
@@ -385,6 +404,81 @@ def routes_of_rows(
         raise EngineError(f"there are routes of {len(routes)} rows, and {len(token_rows)} rows of tokens")
     pairs = zip(routes, token_rows, strict=True)
     return [read_routes(each, len(row), shape, f"token_rows[{index}]") for index, (each, row) in enumerate(pairs)]
+
+
+class ModelFacts(Protocol):
+    """The facts about a model that rows are checked against, as EngineInfo has them."""
+
+    vocab_size: int
+    context_len: int
+    routes: RouteShape | None
+
+
+def read_training_rows(
+    rows: Sequence[TrainSequence], info: ModelFacts, name: str, with_teacher: bool = False
+) -> list[Row]:
+    """Check every row of a caller, and convert the rows to arrays, with their routes and what a teacher reads.
+
+    Args:
+        rows: Rows of the caller.
+        info: Facts about the model.
+        name: Name of a row in messages, with {} for its index.
+        with_teacher: Whether a divergence from a teacher is computed. If not, its prompts and lists are ignored.
+
+    Raises:
+        DataError: There are no rows, or a row is invalid. The message names the row and the field.
+    """
+    checked = read_rows(rows, info.vocab_size, info.context_len, name)
+    add_routes(checked, rows, info.routes, name)
+    if with_teacher:
+        _add_teacher(checked, rows, info.vocab_size, info.context_len, name)
+    return checked
+
+
+TOP = ("teacher_top_tokens", "teacher_top_logprobs")  # names in Row.fields and in DataPack
+
+
+def _add_teacher(
+    rows: Sequence[Row], given: Sequence[TrainSequence], vocab_size: int, context_len: int, name: str
+) -> None:
+    """Add what a divergence from a teacher needs to checked rows: prompts of its own, or what it lists.
+
+    Raises DataError if a prompt or a list is invalid, or only some rows have lists.
+    """
+    lists = any(row.teacher_top is not None for row in given)
+    for index, (row, source) in enumerate(zip(rows, given, strict=True)):
+        called = name.format(index)
+        if lists:
+            row.fields |= _read_top(source.teacher_top, row, vocab_size, called)
+        elif source.teacher_prompt is not None:
+            called = f"{called}: teacher_prompt"
+            row.teacher_prompt = read_tokens(source.teacher_prompt, called, vocab_size)
+            if (n_tokens := len(row.for_teacher()[0])) > context_len:
+                text = f"with its response has {n_tokens} tokens, more than the model's context of {context_len}"
+                raise DataError(f"{called} {text}; shorten it")
+
+
+def _read_top(top: Any, row: Row, vocab_size: int, called: str) -> dict[str, np.ndarray]:
+    """Check `TrainSequence.teacher_top`, and return its arrays by their names in Row.fields."""
+    if not isinstance(top, tuple) or len(top) != 2:
+        raise DataError(f"{called}: teacher_top is {type(top).__name__}; (token ids, log-probabilities) is expected")
+    tokens, logprobs = np.asarray(top[0]), np.asarray(top[1], dtype=np.float32)
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or len(tokens) != row.n_tokens or not tokens.shape[1]:
+        found = f"token ids of shape {tokens.shape} and type {tokens.dtype}"
+        raise DataError(f"{called}: teacher_top has {found}; integers of shape ({row.n_tokens}, J) are expected")
+    if logprobs.shape != tokens.shape:
+        raise DataError(f"{called}: teacher_top has ids of shape {tokens.shape}, log-probabilities {logprobs.shape}")
+    of_trained, values = tokens[row.trained], logprobs[row.trained]
+    if of_trained.size and not 0 <= of_trained.min() <= of_trained.max() < vocab_size:
+        raise DataError(f"{called}: teacher_top holds token ids outside of the vocabulary of {vocab_size} tokens")
+    if (np.diff(np.sort(of_trained, axis=1), axis=1) == 0).any():
+        raise DataError(f"{called}: teacher_top names a token twice at one place")
+    if not np.isfinite(values).all() or (np.exp(values.astype(np.float64)).sum(1) > 1.001).any():
+        raise DataError(
+            f"{called}: teacher_top holds no log-probabilities: they are not finite, or their sum exceeds 1"
+        )
+    mask = row.trained[:, None]
+    return dict(zip(TOP, (np.where(mask, tokens, 0).astype(np.int64), np.where(mask, logprobs, 0.0)), strict=True))
 
 
 def add_routes(rows: Sequence[Row], given: Sequence[TrainSequence], shape: RouteShape | None, name: str) -> None:

@@ -38,6 +38,7 @@ def selected_logprobs(
     weight_grad: Tensor | None = None,
     keep_bytes: int = KEEP_BYTES,
     logits: Callable[[Tensor], Tensor] | None = None,
+    most_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each position's target token, and the entropy at each position.
 
@@ -62,13 +63,16 @@ def selected_logprobs(
             pass.
         logits: function that computes hidden W^T in fp32, (C, V), from hidden states (C, D), outside autograd. None
             means `float32_matmul`.
+        most_rows: number of vocabulary rows of the rank that has most of them, if ranks have different numbers. All
+            ranks then keep the same positions, and so call `all_reduce` for the same chunks. None means those of
+            `weight_VD`.
 
     Returns:
         The log-probabilities (K,), and the entropies (K,), which are detached.
     """
-    kernels = _kernels_for(hidden_KD)
+    kernels = kernels_for(hidden_KD)
     chunk = chunk or (CHUNK if kernels is reference else FUSED_CHUNK)
-    head = _Head(kernels, temperature, chunk, first, all_reduce, weight_grad, keep_bytes, logits)
+    head = Head(kernels, temperature, chunk, first, all_reduce, weight_grad, keep_bytes, logits, most_rows)
     return _SelectedLogprobs.apply(hidden_KD, weight_VD, targets_K, head)  # type: ignore[return-value]
 
 
@@ -93,15 +97,16 @@ def sampled_logprobs(
     Returns:
         (B,) float32.
     """
-    kernels = _kernels_for(logits_BV)
-    return _log_softmax(kernels, logits_BV, tokens_B, first, temperature_B, all_reduce)[0]
+    kernels = kernels_for(logits_BV)
+    return log_softmax(kernels, logits_BV, tokens_B, first, temperature_B, all_reduce)[0]
 
 
-def _kernels_for(x: Tensor) -> Any:
+def kernels_for(x: Tensor) -> Any:
+    """Return the module that computes the softmax, Triton or plain torch, for logits of the device and dtype of `x`."""
     return reference if x.dtype == torch.float64 else form(x, __name__)  # the Triton kernels compute in fp32
 
 
-def _log_softmax(
+def log_softmax(
     kernels: Any,
     logits_CV: Tensor,
     targets_C: Tensor,
@@ -135,7 +140,7 @@ def _log_softmax(
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class Head:
     """The keyword arguments of `selected_logprobs`, and the module that computes the softmax (`kernels`)."""
 
     kernels: Any
@@ -146,6 +151,18 @@ class _Head:
     weight_grad: Tensor | None
     keep_bytes: int
     own_logits: Callable[[Tensor], Tensor] | None
+    most_rows: int | None = None
+
+    def n_kept(self, hidden_KD: Tensor, weight_VD: Tensor, n_matrices: int = 1) -> int:
+        """Return the number of positions whose gradients of logits are kept for the backward pass.
+
+        Args:
+            hidden_KD: hidden states of all positions, in the dtype of the gradients.
+            weight_VD: this rank's rows of the LM head.
+            n_matrices: number of gradients of each logit that are kept.
+        """
+        n_rows = len(weight_VD) if self.most_rows is None else self.most_rows
+        return min(len(hidden_KD), self.keep_bytes // max(1, n_matrices * n_rows * hidden_KD.element_size()))
 
     def logits(self, hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
         """Return the logits (C, V) of a chunk of positions, in fp32 or float64."""
@@ -156,7 +173,7 @@ class _Head:
 
         The temperature is `self.temperature`, and the softmax is over the columns of all tensor-parallel ranks.
         """
-        return _log_softmax(self.kernels, logits_CV, targets_C, self.first, self.temperature, self.all_reduce)
+        return log_softmax(self.kernels, logits_CV, targets_C, self.first, self.temperature, self.all_reduce)
 
     def gradient(self, logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
         """Write onehot - softmax to `out_CV`. This is temperature times the gradient of the log-probability.
@@ -174,18 +191,16 @@ class _Head:
 
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden_KD: Tensor, weight_VD: Tensor, targets_K: Tensor, head: _Head
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden_KD: Tensor, weight_VD: Tensor, targets_K: Tensor, head: Head) -> tuple[Tensor, Tensor]:
         n = hidden_KD.shape[0]
         dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
         logprobs_K, entropy_K, lse_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(3))
-        n_kept = min(n, head.keep_bytes // max(1, len(weight_VD) * hidden_KD.element_size()))
+        n_kept = head.n_kept(hidden_KD, weight_VD)
         # The same chunks with and without gradients, so that both give exactly the same numbers.
-        chunks = _chunks(0, n_kept, head.chunk) + _chunks(n_kept, n, head.chunk)
+        parts = chunks(0, n_kept, head.chunk) + chunks(n_kept, n, head.chunk)
         n_kept = n_kept if any(ctx.needs_input_grad) else 0
         kept_CV = hidden_KD.new_empty((n_kept, len(weight_VD)))
-        for part in chunks:
+        for part in parts:
             logits_CV = head.logits(hidden_KD[part], weight_VD)
             logprobs_K[part], entropy_K[part], lse_K[part] = head.softmax(logits_CV, targets_K[part])
             if part.stop <= n_kept:
@@ -199,7 +214,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden_KD, weight_VD, targets_K, lse_K, kept_CV = ctx.saved_tensors
-        head: _Head = ctx.head
+        head: Head = ctx.head
         n, n_kept = len(hidden_KD), len(kept_CV)
         grad_K1 = (grads[0] / head.temperature).unsqueeze(-1)
         want_hidden, want_weight = ctx.needs_input_grad[:2]
@@ -207,7 +222,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_weight_VD = head.weight_grad
         if grad_weight_VD is None and want_weight:
             grad_weight_VD = torch.zeros_like(weight_VD, dtype=lse_K.dtype)
-        for part in _chunks(0, n_kept, max(1, n_kept)) + _chunks(n_kept, n, head.chunk):
+        for part in chunks(0, n_kept, max(1, n_kept)) + chunks(n_kept, n, head.chunk):
             if part.stop <= n_kept:
                 grad_CV = kept_CV
             else:
@@ -229,5 +244,6 @@ class _SelectedLogprobs(torch.autograd.Function):
         return grad_hidden_KD, grad_weight_VD.to(weight_VD.dtype), None, None
 
 
-def _chunks(start: int, stop: int, size: int) -> list[slice]:
+def chunks(start: int, stop: int, size: int) -> list[slice]:
+    """Return the positions from `start` to `stop` as slices of at most `size` positions."""
     return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]

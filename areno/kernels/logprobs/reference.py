@@ -72,3 +72,117 @@ def local_rows(targets_C: Tensor, first: int, n_rows: int) -> tuple[Tensor, Tens
     local_C = targets_C - first
     here_C = (local_C >= 0) & (local_C < n_rows)
     return local_C.where(here_C, 0).unsqueeze(-1), here_C
+
+
+def divergence_terms(ours: Tensor, theirs: Tensor, kind: str, beta: float) -> Tensor:
+    """Return the contribution of each token to the divergence of a student q from a teacher p.
+
+    Args:
+        ours: log q, of any shape.
+        theirs: log p, of the same shape.
+        kind: "forward_kl", "reverse_kl" or "jsd".
+        beta: weight of the teacher in the mixture of "jsd".
+
+    Returns:
+        A tensor of the same shape, whose sum over the vocabulary is the divergence. 0 where log p and log q are equal.
+    """
+    if kind == "forward_kl":
+        return theirs.exp() * (theirs - ours)
+    if kind == "reverse_kl":
+        return ours.exp() * (ours - theirs)
+    mixed = _mixture_minus_ours(ours, theirs, beta)
+    return beta * theirs.exp() * (theirs - ours - mixed) - (1 - beta) * ours.exp() * mixed
+
+
+def gradient_factors(ours: Tensor, theirs: Tensor, kind: str, beta: float) -> Tensor:
+    """Return h, with which the gradient of the divergence by the student's logits x is q (h - sum of q h).
+
+    h is the derivative of the divergence by q, except for an added constant.
+
+    Args:
+        ours: log q, of any shape.
+        theirs: log p, of the same shape.
+        kind: "forward_kl", "reverse_kl" or "jsd".
+        beta: weight of the teacher in the mixture of "jsd".
+    """
+    if kind == "forward_kl":
+        return -(theirs - ours).exp()
+    if kind == "reverse_kl":
+        return ours - theirs
+    return -(1 - beta) * _mixture_minus_ours(ours, theirs, beta)
+
+
+def _mixture_minus_ours(ours: Tensor, theirs: Tensor, beta: float) -> Tensor:
+    """Return log m - log q with m = beta p + (1 - beta) q. Exactly 0 where p = q, and finite for every p and q."""
+    d = theirs - ours
+    smaller = torch.where(d > 0, d.new_tensor(1 - beta), d.new_tensor(beta))  # the weight of the smaller probability
+    return torch.log1p(torch.expm1(-d.abs()) * smaller) + d.clamp(min=0.0)
+
+
+def divergence_sums(
+    logits_CV: Tensor,
+    theirs_CV: Tensor,
+    lse_C: Tensor,
+    their_lse_C: Tensor,
+    temperature: float,
+    kind: str,
+    beta: float,
+) -> Tensor:
+    """Sum the divergence of a student q from a teacher p over this rank's columns.
+
+    Args:
+        logits_CV: the student's logits. Not changed.
+        theirs_CV: the teacher's logits. Not changed.
+        lse_C: log-sum-exp of the student's logits / temperature over all ranks.
+        their_lse_C: log-sum-exp of the teacher's logits / temperature over all ranks.
+        temperature: divisor of the logits of both.
+        kind: "forward_kl", "reverse_kl" or "jsd".
+        beta: weight of the teacher in the mixture of "jsd".
+
+    Returns:
+        (2, C) float32, or float64 for float64 logits: the sum of `divergence_terms`, and the sum of q h with h of
+        `gradient_factors`. The second row is 0 for "forward_kl", which does not need the sum.
+    """
+    if not logits_CV.shape[1]:
+        return lse_C.new_zeros((2, len(lse_C)))
+    ours = (logits_CV / temperature).sub_(lse_C.unsqueeze(-1))
+    theirs = (theirs_CV / temperature).sub_(their_lse_C.unsqueeze(-1))
+    total_C = divergence_terms(ours, theirs, kind, beta).sum(-1)
+    if kind == "forward_kl":
+        return torch.stack((total_C, torch.zeros_like(total_C)))
+    return torch.stack((total_C, (ours.exp() * gradient_factors(ours, theirs, kind, beta)).sum(-1)))
+
+
+def divergence_gradient(
+    logits_CV: Tensor,
+    theirs_CV: Tensor,
+    lse_C: Tensor,
+    their_lse_C: Tensor,
+    mean_C: Tensor,
+    temperature: float,
+    kind: str,
+    beta: float,
+    out_CV: Tensor,
+) -> None:
+    """Write the gradient of the divergence with respect to the student's logits / temperature.
+
+    Args:
+        logits_CV: the student's logits. Not changed.
+        theirs_CV: the teacher's logits. Not changed.
+        lse_C: log-sum-exp of the student's logits / temperature over all ranks.
+        their_lse_C: log-sum-exp of the teacher's logits / temperature over all ranks.
+        mean_C: the second row of `divergence_sums`, summed over all ranks.
+        temperature: divisor of the logits of both.
+        kind: "forward_kl", "reverse_kl" or "jsd".
+        beta: weight of the teacher in the mixture of "jsd".
+        out_CV: the result, in its own dtype.
+    """
+    if not logits_CV.shape[1]:
+        return
+    ours = (logits_CV / temperature).sub_(lse_C.unsqueeze(-1))
+    theirs = (theirs_CV / temperature).sub_(their_lse_C.unsqueeze(-1))
+    if kind == "forward_kl":
+        out_CV.copy_(ours.exp_().sub_(theirs.exp_()))
+        return
+    factors = gradient_factors(ours, theirs, kind, beta).sub_(mean_C.unsqueeze(-1))
+    out_CV.copy_(factors.mul_(ours.exp_()))

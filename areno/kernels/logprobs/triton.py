@@ -117,3 +117,186 @@ def _logprob_gradient_kernel(
     target = tl.load(targets_ptr + position) - first
     grad = tl.where(column == target, 1.0, 0.0) - tl.exp(x - tl.load(lse_ptr + position))
     tl.store(out_ptr + position * out_stride + column, grad.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+_KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
+
+
+def divergence_sums(
+    logits_CV: Tensor,
+    theirs_CV: Tensor,
+    lse_C: Tensor,
+    their_lse_C: Tensor,
+    temperature: float,
+    kind: str,
+    beta: float,
+) -> Tensor:
+    """Sum the divergence of a student q from a teacher p over this rank's columns.
+
+    Args:
+        logits_CV: the student's logits. Not changed.
+        theirs_CV: the teacher's logits. Not changed.
+        lse_C: log-sum-exp of the student's logits / temperature over all ranks.
+        their_lse_C: log-sum-exp of the teacher's logits / temperature over all ranks.
+        temperature: divisor of the logits of both.
+        kind: "forward_kl", "reverse_kl" or "jsd".
+        beta: weight of the teacher in the mixture of "jsd".
+
+    Returns:
+        (2, C) float32: the sum of the divergence, and the sum of q h, see `reference.gradient_factors`. The second row
+        is 0 for "forward_kl".
+    """
+    n_positions, n_rows = logits_CV.shape
+    out_2C = lse_C.new_zeros((2, n_positions))
+    if not n_positions or not n_rows:
+        return out_2C
+    block = min(_BLOCK, triton.next_power_of_2(n_rows))
+    _divergence_sums_kernel[(n_positions,)](
+        logits_CV,
+        theirs_CV,
+        lse_C,
+        their_lse_C,
+        out_2C,
+        logits_CV.stride(0),
+        theirs_CV.stride(0),
+        n_rows,
+        _rate(temperature),
+        beta,
+        KIND=_KINDS[kind],
+        BLOCK=block,
+        num_warps=8,
+    )
+    return out_2C
+
+
+def divergence_gradient(
+    logits_CV: Tensor,
+    theirs_CV: Tensor,
+    lse_C: Tensor,
+    their_lse_C: Tensor,
+    mean_C: Tensor,
+    temperature: float,
+    kind: str,
+    beta: float,
+    out_CV: Tensor,
+) -> None:
+    """Write the gradient of the divergence with respect to the student's logits / temperature.
+
+    Args:
+        logits_CV: the student's logits. Not changed.
+        theirs_CV: the teacher's logits. Not changed.
+        lse_C: log-sum-exp of the student's logits / temperature over all ranks.
+        their_lse_C: log-sum-exp of the teacher's logits / temperature over all ranks.
+        mean_C: the second row of `divergence_sums`, summed over all ranks.
+        temperature: divisor of the logits of both.
+        kind: "forward_kl", "reverse_kl" or "jsd".
+        beta: weight of the teacher in the mixture of "jsd".
+        out_CV: the result, in its own dtype.
+    """
+    n_positions, n_rows = logits_CV.shape
+    if not n_positions or not n_rows:
+        return
+    block = min(_BLOCK, triton.next_power_of_2(n_rows))
+    _divergence_gradient_kernel[(n_positions, triton.cdiv(n_rows, block))](
+        logits_CV,
+        theirs_CV,
+        lse_C,
+        their_lse_C,
+        mean_C,
+        out_CV,
+        logits_CV.stride(0),
+        theirs_CV.stride(0),
+        out_CV.stride(0),
+        n_rows,
+        _rate(temperature),
+        beta,
+        KIND=_KINDS[kind],
+        BLOCK=block,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _mixture_minus_ours(ours, theirs, beta):
+    d = theirs - ours
+    share = tl.where(d > 0.0, 1.0 - beta, beta)
+    return tl.log(1.0 + share * (tl.exp(-tl.abs(d)) - 1.0)) + tl.maximum(d, 0.0)
+
+
+@kernel
+def _divergence_sums_kernel(
+    logits_ptr,
+    theirs_ptr,
+    lse_ptr,
+    their_lse_ptr,
+    out_ptr,
+    stride,
+    their_stride,
+    n_rows,
+    scale,
+    beta,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    position = tl.program_id(0).to(tl.int64)
+    lse, their_lse = tl.load(lse_ptr + position), tl.load(their_lse_ptr + position)
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n_rows, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < n_rows
+        x = tl.load(logits_ptr + position * stride + column, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(theirs_ptr + position * their_stride + column, mask=inside, other=0.0).to(tl.float32)
+        ours, theirs = x * scale - lse, y * scale - their_lse
+        if KIND == 0:
+            total += tl.where(inside, tl.exp(theirs) * (theirs - ours), 0.0)
+        elif KIND == 1:
+            total += tl.where(inside, tl.exp(ours) * (ours - theirs), 0.0)
+        else:
+            q = tl.exp(ours)
+            mixed = _mixture_minus_ours(ours, theirs, beta)
+            of_ours = q * mixed
+            of_theirs = tl.exp(theirs) * (theirs - ours - mixed)
+            total += tl.where(inside, beta * of_theirs - (1.0 - beta) * of_ours, 0.0)
+            weighted += tl.where(inside, -(1.0 - beta) * of_ours, 0.0)
+    found = tl.sum(total, axis=0)
+    tl.store(out_ptr + position, found)
+    if KIND == 1:  # h is log q - log p, so the mean is the divergence
+        tl.store(out_ptr + tl.num_programs(0) + position, found)
+    elif KIND == 2:
+        tl.store(out_ptr + tl.num_programs(0) + position, tl.sum(weighted, axis=0))
+
+
+@kernel
+def _divergence_gradient_kernel(
+    logits_ptr,
+    theirs_ptr,
+    lse_ptr,
+    their_lse_ptr,
+    mean_ptr,
+    out_ptr,
+    stride,
+    their_stride,
+    out_stride,
+    n_rows,
+    scale,
+    beta,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    position = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < n_rows
+    x = tl.load(logits_ptr + position * stride + column, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(theirs_ptr + position * their_stride + column, mask=inside, other=0.0).to(tl.float32)
+    ours = x * scale - tl.load(lse_ptr + position)
+    theirs = y * scale - tl.load(their_lse_ptr + position)
+    q = tl.exp(ours)
+    if KIND == 0:
+        grad = q - tl.exp(theirs)
+    elif KIND == 1:
+        grad = q * (ours - theirs - tl.load(mean_ptr + position))
+    else:
+        factor = -(1.0 - beta) * _mixture_minus_ours(ours, theirs, beta)
+        grad = q * (factor - tl.load(mean_ptr + position))
+    tl.store(out_ptr + position * out_stride + column, grad.to(out_ptr.dtype.element_ty), mask=inside)

@@ -94,6 +94,7 @@ _PHASES = {
     "rollout": "rollout",
     "reward": "scoring",
     "ref": "reference",
+    "teacher": "teacher",
     "values": "values",
     "advantage": "advantages",
     "recompute": "recomputing log-probabilities",

@@ -1,0 +1,123 @@
+"""Settings of the teacher of distillation. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areno.schema.fields import Needs, Section, forbid, setting
+
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
+SAMPLED = "sampled_reverse_kl"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A divergence between the trained model and a teacher, which a training pass computes beside log-probabilities.
+
+    Attributes:
+        kind: "forward_kl", "reverse_kl" or "jsd", see areno/kernels/logprobs/divergence.py.
+        beta: For "jsd", the weight of the teacher in the mixture of both, between 0 and 1.
+        role: Name of the role whose model is the teacher. Ignored for rows that list the teacher's log-probabilities.
+    """
+
+    kind: DivergenceKind
+    beta: float = 0.5
+    role: str = "teacher"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("forward_kl", "reverse_kl", "jsd"):
+            raise ValueError(f"kind is {self.kind!r}; expected forward_kl, reverse_kl or jsd")
+        if self.kind == "jsd" and not 0.0 < self.beta < 1.0:
+            raise ValueError(f"beta is {self.beta}; a number between 0 and 1 is expected")
+
+
+@dataclass(kw_only=True)
+class TeacherConfig(Section):
+    """The teacher of a policy, and the loss by which the policy learns from it.
+
+    The formulas of the losses are in `areno.loss_fns.distillation`.
+    """
+
+    path: str | None = setting(
+        None,
+        help="Model folder or hub id of the teacher, which needs the vocabulary of the actor. null: the initial "
+        "weights of the actor. They are loaded only once, for both models",
+    )
+    offload: bool = setting(False, help="Keep the teacher in host memory while it is not in use (CUDA)")
+    loss_type: Literal["sampled_reverse_kl", "reverse_kl", "forward_kl", "jsd"] = setting(
+        "sampled_reverse_kl",
+        help="sampled_reverse_kl: log(student / teacher) of each sampled token, as a negative advantage of this token. "
+        "The others compare the distributions over the whole vocabulary at each token. reverse_kl: KL(student | "
+        "teacher). forward_kl: KL(teacher | student). jsd: the generalised Jensen-Shannon divergence of GKD (arXiv "
+        "2306.13649)",
+    )
+    jsd_beta: float = setting(
+        0.5,
+        help="Weight of the teacher in the mixture of teacher and student. The closer to 0, the more jsd is like "
+        "forward_kl. The closer to 1, the more it is like reverse_kl",
+        gt=0,
+        lt=1,
+        only_with=Needs("loss_type", "jsd"),
+    )
+    kl_discount: float = setting(
+        0.0,
+        help="Factor per token by which log(student / teacher) of later tokens counts in the advantage of a token. 0: "
+        "each token counts for itself. 1: the gradient is that of the KL divergence of whole answers, with more "
+        "variance",
+        ge=0,
+        le=1,
+        only_with=Needs("loss_type", SAMPLED),
+    )
+
+    follows_actor: bool = setting(
+        False,
+        help="true: the teacher is the actor itself, with its current weights and the prompt of prompt_key "
+        "(self-distillation). false: the teacher is the model of path",
+        only_with=Needs("prompt_key", so="the teacher would be equal to the actor"),
+    )
+    prompt_key: str | None = setting(
+        None,
+        help="Field of a dataset row with the prompt that the teacher reads in place of the row's prompt, such as one "
+        "with the solution. The teacher judges the same response after it, token by token. null: the same prompt",
+    )
+    rl_loss_weight: float = setting(
+        1.0, help="Factor on the loss of the algorithm. 0: the actor learns from the teacher alone", ge=0
+    )
+    distill_loss_weight: float = setting(
+        0.005, help="Factor on the loss of distillation, which is a mean over all trained tokens", gt=0
+    )
+
+    @property
+    def role(self) -> str:
+        """Name of the role whose model is the teacher."""
+        return "actor" if self.follows_actor else "teacher"
+
+    @forbid("path", "is {self.path}, but follows_actor is true, so the actor is the teacher; leave one of them out")
+    def two_teachers(self) -> bool:
+        """Return whether a model is named although the actor is the teacher."""
+        return self.follows_actor and self.path is not None
+
+    @forbid("offload", "is true, but follows_actor is true, and the actor stays on the device; leave it out")
+    def offloaded_actor(self) -> bool:
+        """Return whether the teacher is offloaded although it is the actor."""
+        return self.follows_actor and self.offload
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The divergence that training passes compute. None for the sampled form."""
+        return None if self.loss_type == SAMPLED else Divergence(self.loss_type, self.jsd_beta, self.role)
+
+    def loss_settings(self, prox_logp_method: str = "recompute") -> dict[str, Any]:
+        """Return the settings as keyword arguments of `distillation_loss_fn`.
+
+        Args:
+            prox_logp_method: The actor's setting of this name, or "recompute".
+        """
+        return {
+            "rl_loss_weight": self.rl_loss_weight,
+            "distill_loss_weight": self.distill_loss_weight,
+            "sampled": self.loss_type == SAMPLED,
+            "kl_discount": self.kl_discount,
+            "prox_logp_method": "loglinear" if prox_logp_method == "loglinear" else "recompute",
+        }

@@ -1,0 +1,97 @@
+"""The passes of a teacher over the micro-batches of a student, for a divergence over the whole vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from areno.config.teacher import Divergence
+from areno.engine.profiling import phase
+from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass
+from areno.kernels.logprobs.divergence import ListedTeacher, Teacher, WholeTeacher
+from areno.layers.attention import PrefixKeys
+from areno.loss_fns.pack import DataPack
+
+RunLayers = Callable[[PackedTokens, PrefixKeys | None], tuple[Tensor, LocalTokens]]
+
+
+class TeacherPasses:
+    """Runs the layers of a teacher, without gradient, before the student's pass over the same micro-batch.
+
+    Only the last hidden states of the tokens to predict are kept, in the dtype of the weights, until the student's
+    backward pass has ended. The head computes logits from them, chunk by chunk. To keep the hidden states of all
+    micro-batches of a step from passes before the first update would take more memory: the head of the teacher must be
+    on the device in any case, and a micro-batch has few tokens.
+
+    Args:
+        run: Runs the layers of the teacher on a packed micro-batch.
+        logits: Computes this rank's columns of the teacher's logits from hidden states.
+        divergence: The divergence.
+        switch: Returns a context in which the model of `run` is the teacher. It switches adapters off if the teacher is
+            the student without its adapters.
+    """
+
+    def __init__(
+        self,
+        run: RunLayers,
+        logits: Callable[[Tensor], Tensor],
+        divergence: Divergence,
+        switch: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        self._run, self._logits, self._divergence, self._switch = run, logits, divergence, switch
+        self._prefix_of_student: PrefixPass | None = None
+        self._prefix: PrefixPass | None = None  # of the teacher, over the tokens of `_prefix_of_student`
+
+    @torch.no_grad()
+    def at(self, packed: PackedTokens) -> WholeTeacher:
+        """Return the distributions of the teacher at the tokens that a micro-batch predicts.
+
+        Args:
+            packed: The student's input.
+        """
+        with self._switch(), phase("teacher", tokens=packed.n_computed):
+            theirs = packed.for_teacher
+            if theirs is None:
+                theirs = replace(packed, routes_NLk=None, prefix=self._begun(packed.prefix))
+            hidden_nE, share = self._run(theirs, None)
+            hidden_TE = share.before(hidden_nE, theirs.places_to_predict())[1]
+        return WholeTeacher(hidden_TE, self._logits, self._divergence)
+
+    def _begun(self, prefix: PrefixPass | None) -> PrefixPass | None:
+        """Return the teacher's pass over the prefixes of a micro-batch, which other micro-batches may share."""
+        if prefix is not None and prefix is not self._prefix_of_student:
+            self.end()
+            self._prefix = PrefixPass(replace(prefix.packed, routes_NLk=None))
+            self._prefix.begin(lambda packed, stores: self._run(packed, stores)[0])
+        self._prefix_of_student = prefix
+        return None if prefix is None else self._prefix
+
+    def end(self) -> None:
+        """Free the memory of the last pass over prefixes."""
+        if self._prefix is not None:
+            self._prefix.end()
+        self._prefix = self._prefix_of_student = None
+
+
+def listed_teacher(packed: PackedTokens, pack: DataPack, places_T: Tensor, divergence: Divergence) -> Teacher | None:
+    """Return the teacher that the rows of a micro-batch list. None if they list none.
+
+    Args:
+        packed: The student's input.
+        pack: The micro-batch, whose values are those of the tokens of the rows.
+        places_T: Indices of the tokens to predict among those of `packed`.
+        divergence: The divergence.
+    """
+    if pack.teacher_top_tokens is None or pack.teacher_top_logprobs is None:
+        return None
+    places_U = places_T
+    if packed.shared is not None:  # rows that share a token have equal lists for it, if both train on it
+        trained_U = pack.trained_T
+        index_N = torch.zeros(len(packed.tokens_N), dtype=torch.int64, device=places_T.device)
+        index_N[packed.shared.places_U[trained_U]] = trained_U
+        places_U = index_N[places_T]
+    return ListedTeacher(pack.teacher_top_tokens[places_U], pack.teacher_top_logprobs[places_U], divergence)

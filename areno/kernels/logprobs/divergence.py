@@ -1,0 +1,347 @@
+"""Log-probabilities of given tokens together with the divergence from a teacher, without all logits in memory at once.
+
+`logprobs_and_divergence` computes logits of student and teacher for a chunk of positions, and from them the
+log-probability and entropy of `selected_logprobs` and a divergence at each position. Both results are differentiable
+with respect to the student. The teacher gets no gradient.
+
+With teacher p, student q, and log probabilities under softmax(logits / temperature) on both sides:
+
+    forward_kl   D = sum_v p log(p / q)                                          dD/dx_v = q_v - p_v
+    reverse_kl   D = sum_v q log(q / p)                                          dD/dx_v = q_v (log(q_v / p_v) - D)
+    jsd          D = beta KL(p | m) + (1 - beta) KL(q | m), m = beta p + (1 - beta) q
+                 dD/dx_v = (1 - beta) q_v (log(q_v / m_v) - sum_u q_u log(q_u / m_u))
+
+x are the student's logits divided by the temperature. jsd is the generalised Jensen-Shannon divergence of GKD (arXiv
+2306.13649). Divided by beta, it tends to forward_kl for beta -> 0, and divided by 1 - beta to reverse_kl for beta -> 1.
+If p and q have equal bits, D and its gradient are exactly 0.
+
+Shape letters: K positions, C positions of one chunk, V vocabulary rows of this rank, D and E hidden sizes of student
+and teacher, S saved numbers of a position, J tokens that a teacher lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from areno.config.teacher import Divergence
+from areno.kernels.logprobs import CHUNK, FUSED_CHUNK, KEEP_BYTES, Head, chunks, kernels_for, reference
+from areno.kernels.matmul import add_matmul
+
+LEAST_TAIL = -30.0
+"""Log-probability that the tail of a listed distribution has at least, so that no divergence is infinite."""
+
+
+class Teacher(Protocol):
+    """The teacher's distribution at each of the K positions."""
+
+    @property
+    def n_saved(self) -> int:
+        """S, the number of float values per position that `gradient` needs from `measure`."""
+        ...
+
+    def measure(self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Compute the divergence at the positions of a chunk.
+
+        Args:
+            head: the student's head.
+            part: the positions.
+            logits_CV: the student's logits, this rank's columns. Not changed.
+            lse_C: log-sum-exp of the student's logits / temperature over all ranks.
+
+        Returns:
+            (divergence (C,), saved values (C, S), an object that `gradient` may reuse).
+        """
+        ...
+
+    def gradient(
+        self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
+    ) -> None:
+        """Write the gradient of the divergence with respect to logits / temperature to `out_CV`.
+
+        Args:
+            head: the student's head.
+            part: the positions.
+            logits_CV: the student's logits. Not changed.
+            lse_C: log-sum-exp of the student's logits / temperature.
+            saved_CS: the saved values.
+            out_CV: the result, in its own dtype.
+            made: what `measure` returned last. None computes it again.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTeacher:
+    """A teacher whose logits are computed here, over the whole vocabulary.
+
+    Attributes:
+        hidden_KE: last hidden states of the teacher at the positions, (positions, hidden size of the teacher).
+        logits: function that computes this rank's columns of the teacher's logits, (C, V) in fp32 or float64, from
+            hidden states (C, E), outside autograd.
+        divergence: the divergence.
+    """
+
+    hidden_KE: Tensor
+    logits: Callable[[Tensor], Tensor]
+    divergence: Divergence
+
+    @property
+    def n_saved(self) -> int:
+        """2: the teacher's log-sum-exp, and the mean that the gradient subtracts."""
+        return 2
+
+    def measure(self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Compute the divergence at the positions of a chunk, see `Teacher`."""
+        theirs_CV = self.logits(self.hidden_KE[part])
+        first_C = torch.zeros(len(logits_CV), dtype=torch.int64, device=logits_CV.device)  # no target is needed
+        their_lse_C = head.softmax(theirs_CV, first_C)[2]
+        sums_2C = head.kernels.divergence_sums(
+            logits_CV, theirs_CV, lse_C, their_lse_C, head.temperature, self.divergence.kind, self.divergence.beta
+        )
+        if head.all_reduce is not None:
+            head.all_reduce(sums_2C)
+        return sums_2C[0], torch.stack((their_lse_C, sums_2C[1]), 1), theirs_CV
+
+    def gradient(
+        self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
+    ) -> None:
+        """Write the gradient of the divergence, see `Teacher`."""
+        theirs_CV = self.logits(self.hidden_KE[part]) if made is None else made
+        their_lse_C, mean_C = saved_CS.t().contiguous()  # kernels read them with stride 1
+        kind, beta = self.divergence.kind, self.divergence.beta
+        args = (logits_CV, theirs_CV, lse_C, their_lse_C, mean_C, head.temperature, kind, beta)
+        head.kernels.divergence_gradient(*args, out_CV)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTeacher:
+    """A teacher that lists the log-probabilities of J tokens at each position. All other tokens count as one token.
+
+    This last token, the tail, has the rest of the probability. So the divergence is that of two distributions over
+    J + 1 tokens, which is at least 0 and at most the divergence over the whole vocabulary.
+
+    Attributes:
+        tokens_KJ: int64 token ids, different at each position.
+        logprobs_KJ: log-probabilities of these tokens under the teacher, at the temperature of the student.
+        divergence: the divergence.
+    """
+
+    tokens_KJ: Tensor
+    logprobs_KJ: Tensor
+    divergence: Divergence
+
+    @property
+    def n_saved(self) -> int:
+        """J + 1: the gradient of each listed token, and the gradient of the tail divided by the tail's probability."""
+        return self.tokens_KJ.shape[1] + 1
+
+    def measure(self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Compute the divergence at the positions of a chunk, see `Teacher`."""
+        ours_CJ = self._ours(head, part, logits_CV, lse_C)
+        theirs_CJ = _with_tail(self.logprobs_KJ[part].to(ours_CJ.dtype))
+        kind, beta = self.divergence.kind, self.divergence.beta
+        divergence_C = reference.divergence_terms(ours_CJ, theirs_CJ, kind, beta).sum(-1)
+        q_CJ = ours_CJ.exp()
+        if kind == "forward_kl":  # not q (h - mean): h overflows where the student excludes what the teacher says
+            listed_CJ, tail_C = (q_CJ - theirs_CJ.exp())[:, :-1], 1.0 - (theirs_CJ - ours_CJ)[:, -1].exp()
+        else:
+            factors_CJ = reference.gradient_factors(ours_CJ, theirs_CJ, kind, beta)
+            factors_CJ = factors_CJ - (q_CJ * factors_CJ).sum(-1, keepdim=True)
+            listed_CJ, tail_C = (q_CJ * factors_CJ)[:, :-1], factors_CJ[:, -1]
+        return divergence_C, torch.cat((listed_CJ, tail_C.unsqueeze(-1)), 1), None
+
+    def gradient(
+        self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
+    ) -> None:
+        """Write the gradient of the divergence, see `Teacher`."""
+        if not logits_CV.shape[1]:
+            return
+        listed_CJ, tail_C1 = saved_CS[:, :-1], saved_CS[:, -1:]
+        grad_CV = (logits_CV / head.temperature).sub_(lse_C.unsqueeze(-1)).exp_().mul_(tail_C1)
+        local_CJ, here_CJ = _local(self.tokens_KJ[part], head.first, logits_CV.shape[1])
+        more_CJ = (listed_CJ - grad_CV.gather(1, local_CJ)).where(here_CJ, 0.0)
+        out_CV.copy_(grad_CV.scatter_add_(1, local_CJ, more_CJ))
+
+    def _ours(self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor) -> Tensor:
+        """Return the student's log-probabilities of the listed tokens and of the tail, (C, J + 1)."""
+        if not logits_CV.shape[1]:  # a rank whose part of the vocabulary is all padding
+            sums_CJ = lse_C.new_zeros((len(logits_CV), self.tokens_KJ.shape[1] + 1))
+        else:
+            x_CV = (logits_CV / head.temperature).sub_(lse_C.unsqueeze(-1))
+            local_CJ, here_CJ = _local(self.tokens_KJ[part], head.first, logits_CV.shape[1])
+            listed_CJ = x_CV.gather(1, local_CJ).where(here_CJ, 0.0)
+            # Listed tokens of other ranks have index 0 here, whose probability must stay in the tail.
+            hit_CV = torch.zeros_like(x_CV).scatter_add_(1, local_CJ, here_CJ.to(x_CV.dtype))
+            tail_C1 = x_CV.exp_().masked_fill_(hit_CV > 0, 0.0).sum(-1, keepdim=True)
+            sums_CJ = torch.cat((listed_CJ, tail_C1), 1)
+        if head.all_reduce is not None:
+            head.all_reduce(sums_CJ)
+        return torch.cat((sums_CJ[:, :-1], sums_CJ[:, -1:].log().clamp(min=LEAST_TAIL)), 1)
+
+
+def _with_tail(logprobs_CJ: Tensor) -> Tensor:
+    """Append the log-probability of all tokens that are not listed, at least LEAST_TAIL."""
+    tail_C1 = (1.0 - logprobs_CJ.exp().sum(-1, keepdim=True)).clamp(min=0.0).log().clamp(min=LEAST_TAIL)
+    return torch.cat((logprobs_CJ, tail_C1), 1)
+
+
+def _local(tokens_CJ: Tensor, first: int, n_rows: int) -> tuple[Tensor, Tensor]:
+    """Return the column of each token on this rank, or 0 if another rank has it, and whether this rank has it."""
+    local_CJ = tokens_CJ - first
+    here_CJ = (local_CJ >= 0) & (local_CJ < n_rows)
+    return local_CJ.where(here_CJ, 0), here_CJ
+
+
+def logprobs_and_divergence(
+    hidden_KD: Tensor,
+    weight_VD: Tensor,
+    targets_K: Tensor,
+    teacher: Teacher,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    first: int = 0,
+    all_reduce: Callable[..., Tensor] | None = None,
+    weight_grad: Tensor | None = None,
+    keep_bytes: int = KEEP_BYTES,
+    logits: Callable[[Tensor], Tensor] | None = None,
+    most_rows: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probability of each position's target token, the entropy, and the divergence from a teacher.
+
+    Log-probabilities and entropies have the bits of `selected_logprobs`. The divergence is computed from the logits of
+    both models in fp32 (float64 for float64 inputs), chunk by chunk. The forward pass keeps the gradients of both
+    results with respect to the logits for as many positions as `keep_bytes` allows. For all other positions, the
+    backward pass computes the logits of both models again.
+
+    Args:
+        hidden_KD: hidden states of the student, (positions, hidden size).
+        weight_VD: this rank's rows of the student's LM head, (vocabulary rows, hidden size).
+        targets_K: int64, vocabulary index of the target token at each position.
+        teacher: the distribution of the teacher at the same positions. Its vocabulary is divided over the ranks as that
+            of the student.
+        temperature: divisor of the logits of both models.
+        chunk: see `selected_logprobs`, as all arguments below.
+        first: vocabulary index of this rank's first row.
+        all_reduce: function that reduces over the tensor-parallel ranks.
+        weight_grad: buffer to which the gradient with respect to the weight is added.
+        keep_bytes: largest number of bytes of gradients of logits to keep.
+        logits: function that computes the student's logits.
+        most_rows: number of vocabulary rows of the rank that has most of them.
+
+    Returns:
+        The log-probabilities (K,), the entropies (K,), which are detached, and the divergences (K,).
+    """
+    kernels = kernels_for(hidden_KD)
+    chunk = chunk or (CHUNK if kernels is reference else FUSED_CHUNK)
+    head = Head(kernels, temperature, chunk, first, all_reduce, weight_grad, keep_bytes, logits, most_rows)
+    return _LogprobsAndDivergence.apply(hidden_KD, weight_VD, targets_K, head, teacher)  # type: ignore[return-value]
+
+
+class _LogprobsAndDivergence(torch.autograd.Function):
+    """The autograd function of `logprobs_and_divergence`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_KD: Tensor, weight_VD: Tensor, targets_K: Tensor, head: Head, teacher: Teacher
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        n = hidden_KD.shape[0]
+        dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
+        logprobs_K, entropy_K, lse_K, divergence_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(4))
+        saved_KS = hidden_KD.new_empty((n, teacher.n_saved), dtype=dtype)
+        n_kept = head.n_kept(hidden_KD, weight_VD, n_matrices=2)
+        # The same chunks with and without gradients, so that both give exactly the same numbers.
+        parts = chunks(0, n_kept, head.chunk) + chunks(n_kept, n, head.chunk)
+        n_kept = n_kept if any(ctx.needs_input_grad) else 0
+        kept_2CV = hidden_KD.new_empty((2, n_kept, len(weight_VD)))
+        for part in parts:
+            logits_CV = head.logits(hidden_KD[part], weight_VD)
+            logprobs_K[part], entropy_K[part], lse_K[part] = head.softmax(logits_CV, targets_K[part])
+            divergence_K[part], saved_KS[part], made = teacher.measure(head, part, logits_CV, lse_K[part])
+            if part.stop <= n_kept:
+                teacher.gradient(head, part, logits_CV, lse_K[part], saved_KS[part], kept_2CV[1, part], made)
+                head.gradient(logits_CV, lse_K[part], targets_K[part], kept_2CV[0, part])  # overwrites the logits
+            del logits_CV, made  # before the next chunk allocates its own
+        ctx.save_for_backward(hidden_KD, weight_VD, targets_K, lse_K, saved_KS, kept_2CV)
+        ctx.head, ctx.teacher = head, teacher
+        ctx.mark_non_differentiable(entropy_K)
+        ctx.set_materialize_grads(False)
+        return logprobs_K, entropy_K, divergence_K
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden_KD, weight_VD, _, lse_K, _, kept_2CV = ctx.saved_tensors
+        head: Head = ctx.head
+        n, n_kept = len(hidden_KD), kept_2CV.shape[1]
+        of_logprobs_K, of_divergence_K = grads[0], grads[2]
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        grad_hidden_KD = torch.zeros_like(hidden_KD) if want_hidden else None
+        grad_weight_VD = head.weight_grad
+        if grad_weight_VD is None and want_weight:
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=lse_K.dtype)
+        for part in chunks(0, n_kept, head.chunk) + chunks(n_kept, n, head.chunk):
+            if part.stop <= n_kept:
+                made_2CV: Any = kept_2CV[:, part]
+            else:
+                made_2CV = _gradients_again(ctx, part, of_logprobs_K is not None, of_divergence_K is not None)
+            grad_CV, factor_C1 = _weighted(made_2CV, of_logprobs_K, of_divergence_K, part)
+            if grad_CV is None:
+                continue
+            factor_C1 = factor_C1 / head.temperature
+            if grad_hidden_KD is not None:
+                torch.mul(grad_CV @ weight_VD, factor_C1, out=grad_hidden_KD[part])
+            if want_weight and grad_weight_VD is not None:
+                scaled_CD = (hidden_KD[part] * factor_C1).to(hidden_KD.dtype)
+                add_matmul(grad_weight_VD, grad_CV.t(), scaled_CD)
+        if grad_hidden_KD is not None and head.all_reduce is not None:
+            head.all_reduce(grad_hidden_KD)
+        if head.weight_grad is not None or not want_weight:
+            return grad_hidden_KD, None, None, None, None
+        assert grad_weight_VD is not None
+        return grad_hidden_KD, grad_weight_VD.to(weight_VD.dtype), None, None, None
+
+
+def _gradients_again(ctx: Any, part: slice, logprobs: bool, divergence: bool) -> list[Tensor | None]:
+    """Compute the gradients of log-probability and divergence with respect to logits / temperature for a chunk.
+
+    `logprobs` and `divergence` say which of the two are needed. The other one is None.
+    """
+    hidden_KD, weight_VD, targets_K, lse_K, saved_KS, _ = ctx.saved_tensors
+    head: Head = ctx.head
+    logits_CV = head.logits(hidden_KD[part], weight_VD)
+    made: list[Tensor | None] = [None, None]
+    if divergence:
+        made[1] = torch.empty_like(logits_CV, dtype=hidden_KD.dtype)
+        ctx.teacher.gradient(head, part, logits_CV, lse_K[part], saved_KS[part], made[1], None)
+    if logprobs:
+        made[0] = torch.empty_like(logits_CV, dtype=hidden_KD.dtype)
+        head.gradient(logits_CV, lse_K[part], targets_K[part], made[0])
+    return made
+
+
+def _weighted(
+    made_2CV: Any, of_logprobs_K: Tensor | None, of_divergence_K: Tensor | None, part: slice
+) -> tuple[Tensor | None, Any]:
+    """Join the gradients with respect to the logits, weighted by the gradients of the two results.
+
+    Returns:
+        (matrix (C, V), factor of each position (C, 1)). The gradient with respect to the logits is their product. The
+        factor is multiplied into the small matrices (C, D). The matrix is None if neither result has a gradient.
+    """
+    if of_logprobs_K is None and of_divergence_K is None:
+        return None, None
+    if of_divergence_K is None or of_logprobs_K is None:
+        one, grad_K = (0, of_logprobs_K) if of_divergence_K is None else (1, of_divergence_K)
+        assert grad_K is not None
+        return made_2CV[one], grad_K[part].unsqueeze(-1)
+    a_C1, b_C1 = of_logprobs_K[part].unsqueeze(-1), of_divergence_K[part].unsqueeze(-1)
+    factor_C1 = torch.maximum(a_C1.abs(), b_C1.abs())
+    safe_C1 = factor_C1.where(factor_C1 > 0, 1.0)  # both are 0 where the loss does not use the position
+    dtype = made_2CV[0].dtype
+    grad_CV = made_2CV[0] * (a_C1 / safe_C1).to(dtype)
+    return grad_CV.addcmul_(made_2CV[1], (b_C1 / safe_C1).to(dtype).expand_as(grad_CV)), factor_C1

@@ -1,0 +1,134 @@
+"""The losses of distillation: a student q learns the next-token distribution of a teacher p.
+
+    loss = rl_loss_weight loss_RL + distill_loss_weight mean over trained tokens of D_t
+
+The whole-vocabulary forms of D_t are divergences between q and p at token t, given the earlier tokens of the row.
+`areno.kernels.logprobs.divergence` has their formulas, and computes them with their gradients.
+
+    forward_kl          KL(p | q)                      q covers all that p says
+    reverse_kl          KL(q | p)                      q keeps to what p is most sure of
+    jsd                 generalised Jensen-Shannon divergence (GKD, arXiv 2306.13649), between the two
+
+The sampled form needs only the teacher's log-probabilities of tokens that the student sampled:
+
+    k_t = log q(y_t) - log p(y_t)                      its mean over samples is KL(q | p)
+    A_t = -sum over later tokens u >= t of kl_discount^(u - t) k_u, without gradient
+    sampled_reverse_kl  -r_t A_t                       r_t: importance ratio of the token
+
+-A_t is not differentiated: the gradient of the mean of k_t is 0, with and without the teacher. With kl_discount 0, the
+expected gradient is that of reverse_kl at the positions that the student visits. With kl_discount 1, it is that of the
+reverse KL between the distributions of whole answers.
+
+The module imports no torch, because the configuration of a run is read before torch is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from areno.loss_fns.surrogates import ProxMethod, bounded, token_log_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from areno.loss_fns.pack import DataPack
+
+
+def distillation_loss_fn(
+    pack: DataPack,
+    logprobs: Tensor,
+    *,
+    policy_loss_fn: Callable[..., tuple[Tensor, dict[str, Tensor]]] | None = None,
+    rl_loss_weight: float = 1.0,
+    distill_loss_weight: float = 1.0,
+    sampled: bool = False,
+    kl_discount: float = 0.0,
+    prox_logp_method: ProxMethod = "recompute",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the loss of distillation, alone or together with the loss of a policy algorithm.
+
+    Args:
+        pack: The micro-batch. `sampled` needs teacher_logprobs and old_logprobs. Without `sampled`, the `divergence` is
+            needed, which the training pass computes.
+        logprobs: (N,) log-probabilities under the trained model, differentiable.
+        policy_loss_fn: Loss function of the policy algorithm. None: the loss is that of distillation alone.
+        rl_loss_weight: Factor on the loss of the policy algorithm. 0 does not compute it.
+        distill_loss_weight: Factor on the mean over trained tokens of the divergence.
+        sampled: Whether to use the sampled reverse KL instead of a divergence over the whole vocabulary.
+        kl_discount: Discount of later tokens in the sampled reverse KL.
+        prox_logp_method: Source of the denominator of the ratios of `sampled`, see `surrogates.token_log_ratio`.
+
+    Returns:
+        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
+        tensors by name. distill_loss is the share of the mean over tokens without its factor. teacher_kl is the mean of
+        log(student / teacher) of the trained tokens, if the rows have teacher_logprobs.
+
+    Raises:
+        DataError: The pack lacks a tensor that the settings need.
+    """
+    stats: dict[str, Tensor] = {}
+    if sampled:
+        values_T = sampled_reverse_kl(pack, logprobs, kl_discount, prox_logp_method)
+    else:
+        values_T = pack.trained(pack.need("divergence"))
+    distill_loss = pack.token_mean(values_T)
+    loss = distill_loss_weight * distill_loss
+    if policy_loss_fn is not None and rl_loss_weight:
+        rl_loss, stats = policy_loss_fn(pack, logprobs)
+        loss = loss + rl_loss_weight * rl_loss
+        stats = {**stats, "rl_loss": rl_loss.detach()}
+    elif pack.entropy is not None:
+        stats["entropy"] = pack.token_mean(pack.trained(pack.entropy))
+    if pack.teacher_logprobs is not None:
+        apart_T = pack.trained(logprobs.detach()) - pack.trained(pack.teacher_logprobs)
+        stats["teacher_kl"] = pack.token_mean(apart_T)
+    return loss, {**stats, "distill_loss": distill_loss.detach()}
+
+
+def sampled_reverse_kl(
+    pack: DataPack, logprobs: Tensor, kl_discount: float = 0.0, prox_logp_method: ProxMethod = "recompute"
+) -> Tensor:
+    """Compute -r_t A_t at each trained token, see the docstring of the module.
+
+    Args:
+        pack: The micro-batch, with teacher_logprobs and old_logprobs. Rows must be sampled from the student.
+        logprobs: (N,) log-probabilities under the student, differentiable.
+        kl_discount: Discount of later tokens.
+        prox_logp_method: Source of the denominator of the ratios, see `surrogates.token_log_ratio`.
+
+    Returns:
+        (T,), differentiable with respect to `logprobs`. Exactly 0, with a gradient of 0, where the student and the
+        teacher agree on a token and, with a discount above 0, on all later tokens of its row.
+
+    Raises:
+        DataError: The pack has no teacher_logprobs or no old_logprobs.
+    """
+    logprobs_T, theirs_T = pack.trained(logprobs), pack.trained(pack.need("teacher_logprobs"))
+    log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
+    kl_T = logprobs_T.detach() - theirs_T
+    if kl_discount:
+        kl_T = discounted_sums(kl_T, pack.trained(pack.row_of_token), kl_discount)
+    loss_T = bounded(log_ratio_T).exp() * kl_T
+    return loss_T if weights_T is None else loss_T * weights_T
+
+
+def discounted_sums(values_T: Tensor, rows_T: Tensor, discount: float) -> Tensor:
+    """Return sum over u >= t in the row of t of discount^(u - t) values_u, for each t.
+
+    Args:
+        values_T: (T,) values, row after row.
+        rows_T: (T,) int64, row of each value.
+        discount: The discount, from 0 to 1.
+
+    Returns:
+        (T,) in the dtype of `values_T`. Sums are computed in float64.
+    """
+    sums_T, step = values_T.double(), 1
+    while step < len(sums_T):  # after each turn, sums_T has the next 2 * step values of the row
+        same_T = rows_T[step:] == rows_T[:-step]
+        later_T = sums_T[step:].where(same_T, 0.0)
+        sums_T = sums_T.clone()
+        sums_T[:-step] += discount**step * later_T
+        step *= 2
+    return sums_T.to(values_T.dtype)

@@ -1,0 +1,129 @@
+"""Distillation: a student learns the next-token distribution of a teacher, a stronger model of the same vocabulary.
+
+    python -m areno.recipes.distill --config-name=quickstart_distill teacher.path=<model folder>
+
+    on-policy    the student answers, and the teacher judges each token of the answers    (GKD, arXiv 2306.13649)
+    off-policy   the answers are those of the dataset, as in supervised fine-tuning
+    loss = mean over trained tokens of D(student, teacher)        (teacher.loss_type chooses D)
+
+The sampled reverse KL (the default) reads only the teacher's log-probabilities of the sampled tokens, so it needs
+answers of the student. on_policy_share sets the share of each batch that the student answers. A reward function is
+optional: its rewards are logged and evaluated, and do not train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from areno.api.algorithms import Algorithm
+from areno.config.experiments import LossFn, PolicyExperimentConfig
+from areno.config.models import PolicyConfig
+from areno.config.teacher import SAMPLED, TeacherConfig
+from areno.errors import Problem
+from areno.launch import run_recipe
+from areno.schema.fields import build_check, forbid, setting
+
+if TYPE_CHECKING:
+    from areno.trainers.distill import DistillTrainer
+
+
+@dataclass(kw_only=True)
+class DistillActorConfig(PolicyConfig):
+    """The student. It has no settings of rewards and advantages, which do not train it."""
+
+    reward_bias: ClassVar[float] = 0.0  # type: ignore[misc]
+    reward_scaling: ClassVar[float] = 1.0  # type: ignore[misc]
+    reward_clip: ClassVar[float | None] = None  # type: ignore[misc]
+    reward_norm: ClassVar[None] = None  # type: ignore[misc]
+    adv_norm: ClassVar[None] = None  # type: ignore[misc]
+    overlong_reward_penalty: ClassVar[bool] = False  # type: ignore[misc]
+    overlong_tokens: ClassVar[int | None] = None  # type: ignore[misc]
+    overlong_penalty_factor: ClassVar[float | None] = None  # type: ignore[misc]
+
+
+@dataclass(kw_only=True)
+class DistillTeacherConfig(TeacherConfig):
+    """The teacher, from which alone the student learns."""
+
+    rl_loss_weight: ClassVar[float] = 0.0  # type: ignore[misc]
+    distill_loss_weight: ClassVar[float] = 1.0  # type: ignore[misc]
+
+
+@dataclass(kw_only=True)
+class DistillConfig(PolicyExperimentConfig):
+    """Distillation, on answers of the student, of the dataset, or of both."""
+
+    needs_rewards: ClassVar[bool] = False
+    ref: ClassVar[None] = None  # type: ignore[misc]
+    actor: DistillActorConfig = setting(help="The student")
+    teacher: DistillTeacherConfig = setting(factory=DistillTeacherConfig, help="The teacher")
+    on_policy_share: float = setting(
+        1.0,
+        help="Share of the rows of each batch that the student answers. The other rows train on the response of the "
+        "dataset. 1: on-policy. 0: off-policy",
+        ge=0,
+        le=1,
+    )
+
+    def loss_fn(self) -> LossFn:
+        """Return the loss of a policy algorithm beside the teacher: none."""
+        return _no_policy_loss
+
+    def objective(self) -> tuple[str, Literal["max", "min"]]:
+        """Return the metric by which a sweep compares runs.
+
+        Returns:
+            (text, mode). The text describes the metric. The mode is "max" if larger values are better, otherwise "min".
+        """
+        if self.valid_dataset is None:
+            return "train/distill_loss of the last step", "min"
+        return "eval/accuracy of the last evaluation", "max"
+
+    @forbid(
+        "teacher.loss_type",
+        "is sampled_reverse_kl, which needs answers of the student, but on_policy_share={self.on_policy_share} takes "
+        "answers of the dataset, too; set it to reverse_kl, forward_kl or jsd, or on_policy_share=1",
+    )
+    def sampled_form_of_given_answers(self) -> bool:
+        """Return whether the sampled form would train on answers that the student has not sampled."""
+        return self.on_policy_share < 1 and self.teacher.loss_type == SAMPLED
+
+    @forbid("on_policy_share", "is {self.on_policy_share}, but agents (agent.fn) have no given answers; set it to 1")
+    def given_answers_of_agents(self) -> bool:
+        """Return whether some rows are to be answered by the dataset although agents answer."""
+        return self.on_policy_share < 1 and (self.agent.fn is not None or self.agent.is_environment)
+
+    @forbid(
+        "on_policy_share",
+        "is {self.on_policy_share}, but with rollout.max_head_offpolicyness or rollout.prompts_ahead a step samples "
+        "other prompts than those of its batch; set it to 1",
+    )
+    def given_answers_in_flight(self) -> bool:
+        """Return whether some rows are to be answered by the dataset in a run that samples prompts ahead."""
+        return self.on_policy_share < 1 and self.prompts_ahead > 0
+
+    @build_check
+    def evaluation_without_rewards(self) -> Iterator[Problem]:
+        """Report an evaluation without rewards."""
+        if self.valid_dataset is not None and not (self.reward.fn or self.reward.path) and self.agent.fn is None:
+            yield Problem("valid_dataset", "is set, but there is no reward to evaluate; set reward.fn or reward.path")
+
+
+def _no_policy_loss(*_: Any) -> Any:
+    """Stand in for the loss of a policy algorithm, whose factor is 0."""
+    raise AssertionError("the student learns from the teacher alone")
+
+
+def loop() -> type[DistillTrainer]:
+    """Return the training loop. It is imported only here, because the import would delay `--help`."""
+    from areno.trainers.distill import DistillTrainer
+
+    return DistillTrainer
+
+
+ALGORITHM = Algorithm(name="distill", config=DistillConfig, loop=loop, default="quickstart_distill")
+
+if __name__ == "__main__":
+    run_recipe("areno.recipes.distill")

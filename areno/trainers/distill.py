@@ -1,0 +1,147 @@
+"""The training loop of distillation: the student answers, or the dataset does, and the teacher judges each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areno.config.experiments import PolicyExperimentConfig
+from areno.data.encode import encode_rows, sft_draft
+from areno.data.row_schema import row_problem
+from areno.errors import DataError, Key
+from areno.run.run import fault_tolerant
+from areno.run.setup import RewardFns
+from areno.tracking.tracker import Tracker
+from areno.trainers.collect import collect, log_rollout, samples_logged
+from areno.trainers.loop import RewardLoop
+from areno.trainers.update import rows_of, set_teacher_prompts, update_policy
+from areno.types import PromptItem, TrainSequence
+
+
+class DistillTrainer(RewardLoop[PolicyExperimentConfig]):
+    """Trains a student to follow a teacher. Use it as a context manager, or call close().
+
+    Args:
+        config: Settings of the run, such as areno.recipes.distill.DistillConfig.
+        loss_fn: Not used: teacher.loss_type chooses the loss.
+        run_dir: Folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
+        advantage_fn: Not used.
+        train_dataset: Rows that replace the configured dataset: a list of dictionaries, or any object with a length and
+            indexing. None reads the configured dataset.
+        valid_dataset: Validation rows that replace the configured ones, in the same form, or a mapping of set names to
+            rows.
+        reward_fn: A reward function or a list of reward functions that replace reward.fn.
+        trackers: Further trackers that receive the metrics.
+    """
+
+    needs = PolicyExperimentConfig
+    headline = ("train/distill_loss", "train/response_len", "rollout/rewards_mean")
+
+    def __init__(
+        self,
+        config: PolicyExperimentConfig,
+        loss_fn: Any = None,
+        run_dir: str | Path | None = None,
+        *,
+        advantage_fn: Any = None,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+        reward_fn: RewardFns | None = None,
+        trackers: Sequence[Tracker] = (),
+    ):
+        rows = {"train_dataset": train_dataset, "valid_dataset": valid_dataset}
+        super().__init__(config, run_dir=run_dir, reward_fn=reward_fn, trackers=trackers, **rows)
+        if config.on_policy_share < 1:
+            self._check_answer(self.setup.loader.rows[0], 0)
+
+    @fault_tolerant
+    def fit(self) -> float:
+        """Train for all steps of the run.
+
+        Returns:
+            The accuracy of the last evaluation. Without evaluation, the loss of the last step.
+        """
+        setup, run = self.setup, self.run
+        for batch in run.steps():
+            n_own = self.n_answered(len(batch.items))
+            rows = self.given_rows(batch.items[n_own:])
+            if n_own:
+                rollout = collect(setup, replace(batch, items=batch.items[:n_own]))  # the student answers
+                own = rows_of(setup, rollout)  # score the teacher, if the loss is the sampled form
+                for row in own:
+                    row.advantages = _advantages(row)
+                log_rollout(setup, rollout, own)
+                with samples_logged(setup, rollout, own):
+                    stats = update_policy(setup, [*map(_without_rollout, own), *rows] if rows else own)
+            else:
+                run.log_skipped(batch)
+                stats = update_policy(setup, rows)
+            run.progress.keep(distill_loss=stats["distill_loss"])
+            run.end_step(stats)
+        run.finish({"distill_loss": 1, "eval_accuracy": 1})
+        return run.progress.result("eval_accuracy", "distill_loss")
+
+    def n_answered(self, n_rows: int) -> int:
+        """Return how many rows of the current batch the student answers.
+
+        Over many steps, this is the share on_policy_share of all rows. The number depends on the step alone, so a
+        resumed run has the same numbers.
+
+        Args:
+            n_rows: Number of rows of the batch.
+        """
+        share, step = self.setup.config.on_policy_share, self.run.step
+        size = self.setup.config.train_dataset.batch_size
+        before, after = (int(np.floor(share * size * n + 1e-9)) for n in (step - 1, step))
+        return min(n_rows, after - before) if share < 1 else n_rows
+
+    def given_rows(self, items: Sequence[PromptItem]) -> list[TrainSequence]:
+        """Make training rows of the answers that the dataset gives.
+
+        Args:
+            items: Rows of the dataset.
+
+        Returns:
+            A row for each item, cut off at the context length of the model.
+
+        Raises:
+            DataError: A row has no response.
+        """
+        setup, rows = self.setup, []
+        thinking = setup.config.rollout.enable_thinking
+
+        def draft(row: Any, index: int) -> Any:
+            self._check_answer(row, index)
+            return sft_draft(setup.tokenizer, row, thinking)
+
+        found = encode_rows(setup.tokenizer, [item.record for item in items], [item.index for item in items], draft)
+        most = setup.trainer.info.context_len
+        for row in found:
+            if isinstance(row, Exception):
+                raise row
+            rows.append(replace(row, tokens=row.tokens[:most], prompt_mask=row.prompt_mask[:most]))  # type: ignore[index]
+        set_teacher_prompts(setup, items, rows)
+        return rows
+
+    def _check_answer(self, row: Any, index: int) -> None:
+        """Raise DataError if a row of the training data has no response."""
+        if problem := row_problem(row, "sft"):
+            text = "row {}: {}; the rows that the student does not answer need one, or set {}=1"
+            raise DataError(text, index, problem, Key("on_policy_share"))
+
+
+def _advantages(row: TrainSequence) -> np.ndarray:
+    """Return log(teacher / student) of each trained token, for the log. 0 without teacher_logprobs."""
+    if row.teacher_logprobs is None:
+        return np.zeros(len(row.tokens))  # type: ignore[arg-type]
+    apart = np.asarray(row.teacher_logprobs) - np.asarray(row.logprobs)
+    return np.where(np.asarray(row.prompt_mask), 0.0, apart)
+
+
+def _without_rollout(row: TrainSequence) -> TrainSequence:
+    """Return a copy of a row without the fields that rows with given answers lack."""
+    return replace(row, logprobs=None, advantages=None)

@@ -1,0 +1,228 @@
+"""Runs with a teacher: the recipe distill, teachers beside rewards, prompts of their own, resuming, and refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areno.api import get_algorithm
+from areno.engine.engine import Engine
+from areno.errors import ConfigError, DataError
+from areno.launch import command
+from areno.launch.compose import load
+from areno.plan.plan import plan_of_experiment
+from areno.report.replay import Replay, replay
+from areno.tracking.reader import RunReader
+
+SHORT = ["total_train_steps=2", "train_dataset.batch_size=8", "gconfig.n_samples=2", "valid_dataset=null"]
+SHORT += ["gconfig.temperature=1.5", "engine.device=cpu", "saver.freq_steps=null"]
+ROWS = [
+    {"prompt": f"{a}+9=", "solutions": str(a + 9), "response": str(a + 9), "solved": f"{a}+9={a + 9} {a}+9="}
+    for a in range(11, 31)
+]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model after a few steps of GRPO."""
+    folder = tmp_path_factory.mktemp("teacher")
+    settings = ["total_train_steps=12", "valid_dataset=null"]
+    algorithm = get_algorithm("grpo")
+    with algorithm.trainer(load(algorithm.config, "quickstart", settings), folder) as trainer:
+        trainer.fit()
+    return folder / "checkpoints/latest"
+
+
+def run(recipe: str, folder: Path, *settings: str, task: str | None = None, rows: Any = None) -> RunReader:
+    algorithm = get_algorithm(recipe)
+    config = load(algorithm.config, task or algorithm.default, [*SHORT, *settings])
+    with algorithm.trainer(config, folder, train_dataset=ROWS if rows is None else rows) as trainer:
+        trainer.fit()
+    return RunReader(folder)
+
+
+DISTILL = ["reward.fn=null"]
+
+
+@pytest.mark.parametrize("loss_type", ["sampled_reverse_kl", "reverse_kl", "forward_kl", "jsd"])
+def test_a_student_follows_its_teacher(loss_type: str, teacher: Path, tmp_path: Path) -> None:
+    settings = [f"teacher.path={teacher}", f"teacher.loss_type={loss_type}", "total_train_steps=12", *DISTILL]
+    settings += [
+        "train_dataset.batch_size=20",
+        "gconfig.n_samples=8",
+        "actor.optimizer.lr=5e-4",
+        "total_train_epochs=12",
+    ]
+    read = run("distill", tmp_path / "run", *settings)
+    losses = read.series("train/distill_loss").values
+    assert len(losses) == 12
+    assert np.mean(losses[-3:]) < 0.5 * losses[0]
+    assert ("train/teacher_kl" in read.metrics()) == (loss_type == "sampled_reverse_kl")
+    assert "train/rl_loss" not in read.metrics()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_given_answers(share: float, teacher: Path, tmp_path: Path) -> None:
+    settings = [f"teacher.path={teacher}", "teacher.loss_type=forward_kl", f"on_policy_share={share}", *DISTILL]
+    read = run("distill", tmp_path / "run", *settings, "total_train_steps=4", "train_dataset.batch_size=5")
+    assert len(read.series("train/distill_loss").values) == 4
+    if not share:
+        assert "rollout/rewards_mean" not in read.metrics()
+        return
+    counts = read.series("rollout/num_sequences").values
+    assert counts == [2.0, 4.0, 2.0, 4.0]  # two samples for each of 1, 2, 1 and 2 of 5 rows: three in ten of all
+    with pytest.raises(DataError, match=r"row 0: field response is missing.*on_policy_share"):
+        run("distill", tmp_path / "none", *settings, rows=[{"prompt": "1+1="}] * 8)
+
+
+@pytest.mark.parametrize("recipe", ["gspo", "ppo"])
+@pytest.mark.parametrize("loss_type", ["sampled_reverse_kl", "reverse_kl"])
+def test_a_teacher_beside_rewards(recipe: str, loss_type: str, teacher: Path, tmp_path: Path) -> None:
+    settings = [f"teacher.path={teacher}", f"teacher.loss_type={loss_type}", "teacher.distill_loss_weight=0.1"]
+    settings += ["critic.warmup_steps=0", "gconfig.n_samples=2"] if recipe == "ppo" else ["teacher.rl_loss_weight=0.5"]
+    read = run(recipe, tmp_path / "run", *settings)
+    weight = 0.5 if recipe == "gspo" else 1.0
+    for loss, rl, distill in zip(
+        *(read.series(f"train/{name}").values for name in ("loss", "rl_loss", "distill_loss")), strict=True
+    ):
+        assert loss == pytest.approx(weight * rl + 0.1 * distill, abs=1e-6)
+        assert distill > 0.01
+
+
+@pytest.mark.parametrize("loss_type", ["sampled_reverse_kl", "reverse_kl"])
+@pytest.mark.parametrize("form", ["adapters", "base", "own prompt", "actor"])
+def test_kinds_of_teachers(form: str, loss_type: str, tmp_path: Path) -> None:
+    settings = [f"teacher.loss_type={loss_type}", *DISTILL]
+    if form == "adapters":
+        run(
+            "grpo",
+            tmp_path / "a",
+            "actor.use_lora=true",
+            "actor.optimizer.lr=1e-2",
+            "total_train_steps=1",
+            "actor.optimizer.warmup_steps_proportion=0",
+            task="quickstart",
+        )
+        settings += [f"teacher.path={tmp_path / 'a/checkpoints/latest'}"]
+    else:
+        settings += ["teacher.path=null", "actor.optimizer.lr=1e-2"]
+    settings += {
+        "base": ["actor.use_lora=true"],
+        "own prompt": ["teacher.prompt_key=solved"],
+        "actor": ["teacher.prompt_key=solved", "teacher.follows_actor=true"],
+    }.get(form, [])
+    losses = run("distill", tmp_path / "run", *settings).series("train/distill_loss").values
+    if form == "base":  # equal to the actor, which therefore never changes
+        assert losses == pytest.approx([0.0, 0.0], abs=1e-6)
+    else:
+        assert all(abs(loss) > 1e-3 for loss in losses)
+
+
+def test_own_prompts_are_aligned_on_the_response(tmp_path: Path) -> None:
+    """The sampled form against the log-probabilities of whole rows that begin with the other prompt."""
+    algorithm = get_algorithm("distill")
+    config = load(
+        algorithm.config, algorithm.default, [*SHORT, *DISTILL, "teacher.path=null", "teacher.prompt_key=solved"]
+    )
+    seen: list[Any] = []
+    with algorithm.trainer(config, tmp_path / "run", train_dataset=ROWS) as trainer:
+        train = trainer.setup.trainer.train
+        trainer.setup.trainer.train = lambda rows, *args, **how: seen.extend(rows) or train(rows, *args, **how)
+        trainer.fit()
+        tokenizer = trainer.setup.tokenizer
+    plan = plan_of_experiment(config)
+    with Engine(plan.spec, plan.workers) as engine:
+        for row in seen[:4]:
+            n_prompt = list(row.prompt_mask).index(False)
+            text = tokenizer.decode(row.tokens[:n_prompt])
+            whole = [*tokenizer.encode(f"{text}{eval(text[:-1])} {text}"), *row.tokens[n_prompt:]]
+            theirs = engine.logprobs("actor", [whole], config.gconfig)[0]
+            n_new = len(row.tokens) - n_prompt
+            np.testing.assert_allclose(row.teacher_logprobs[n_prompt:], theirs[-n_new:], atol=1e-4)
+
+
+def test_a_resumed_run_is_the_same(teacher: Path, tmp_path: Path) -> None:
+    settings = [
+        f"teacher.path={teacher}",
+        "teacher.loss_type=jsd",
+        "on_policy_share=0.5",
+        *DISTILL,
+        "recover.mode=auto",
+    ]
+    settings += ["recover.freq_steps=1", "actor.optimizer.lr_decay_steps=9"]
+    whole = run("distill", tmp_path / "whole", *settings, "total_train_steps=4")
+    run("distill", tmp_path / "parts", *settings, "total_train_steps=2")
+    parts = run("distill", tmp_path / "parts", *settings, "total_train_steps=4")
+    for name in ("train/distill_loss", "train/grad_norm"):
+        assert parts.series(name).values == whole.series(name).values
+
+
+def test_another_vocabulary_is_refused(teacher: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    with pytest.raises(ConfigError, match=r"teacher\.path: has a vocabulary of \d+ tokens, the actor one of \d+"):
+        run("distill", tmp_path / "one", f"teacher.path={other}", *DISTILL)
+    (other / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    assert isinstance(vocab, dict)
+    one, two, *_ = [token for token in vocab if token.isdigit()]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"teacher\.path: has another tokenizer than the actor: '\d' is token"):
+        run("distill", tmp_path / "two", f"teacher.path={other}", *DISTILL)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["on_policy_share=0.5"], "teacher.loss_type: is sampled_reverse_kl, which needs answers of the student"),
+        (["teacher.jsd_beta=0.3"], "teacher.jsd_beta: has no effect with|teacher.jsd_beta: is 0.3, but"),
+        (["teacher.follows_actor=true"], "teacher.follows_actor: is true, but teacher.prompt_key is null"),
+        (["teacher.follows_actor=true", "teacher.prompt_key=a", "teacher.path=b"], "teacher.path: is b, but"),
+        (["teacher.engine_type=train"], "teacher.engine_type: unknown key; the teacher is a model of the run"),
+        (["teacher.rl_loss_weight=1"], "teacher.rl_loss_weight: unknown key"),
+        (["actor.adv_norm.eps=1"], "actor.adv_norm"),
+        (["actor.use_lora=true", "teacher.offload=true"], "teacher.offload: is true, but with actor.use_lora"),
+        (["valid_dataset=default", "valid_dataset.path=rows"], "valid_dataset: is set, but there is no reward"),
+    ],
+)
+def test_settings_that_contradict(settings: list[str], message: str) -> None:
+    given = {"teacher.path": "null"} if not any(word.startswith("teacher.path") for word in settings) else {}
+    words = [f"{key}={value}" for key, value in given.items()]
+    base = [word for word in (*SHORT, *DISTILL) if not word.startswith("valid_dataset") or "valid" not in message]
+    with pytest.raises(ConfigError, match=message):
+        load(get_algorithm("distill").config, "quickstart_distill", [*base, *words, *settings])
+
+
+def test_a_replay_shows_where_the_teacher_parts(teacher: Path, tmp_path: Path) -> None:
+    def played(name: str, *more: str) -> Replay:
+        settings = [*SHORT, *DISTILL, f"teacher.path={teacher}", "rollout.dump_to_file=true", f"trial_name={name}"]
+        settings += [f"cluster.fileroot={tmp_path}", *more]
+        assert command.run(get_algorithm("distill"), "distill", settings) == 0
+        return replay(RunReader(tmp_path / "quickstart_distill" / name), 1, 0, device="cpu")
+
+    found = played("sampled")
+    for token in found.tokens[1:]:
+        assert token.teacher is not None
+        if token.trained:  # the recorded advantage is log(teacher / student)
+            assert token.then is not None
+            assert token.teacher - token.then == pytest.approx(token.advantage, abs=1e-4)
+            assert token.gradient == pytest.approx(-(token.advantage or 0.0) / found_trained(found), abs=1e-4)
+    assert found.loss is not None
+    assert not found.missing
+    found = played("whole", "teacher.loss_type=reverse_kl")
+    assert found.loss is None
+    assert found.missing == ["the loss: that of the teacher is over the whole vocabulary"]
+    assert found.tokens[-1].teacher is not None
+
+
+def found_trained(found: Replay) -> int:
+    return sum(token.trained for token in found.tokens)
