@@ -28,7 +28,7 @@ from areno.kernels.backend import default_dtype
 from areno.models.registry import load_config
 from areno.plan.plan import load_tokenizer
 from areno.rewards.pool import RewardPool
-from areno.rewards.records import reward_record
+from areno.rewards.records import record_of_completion
 from areno.types import PromptItem
 
 STD_EPS = 1e-4
@@ -334,7 +334,7 @@ def _reward(config: PolicyExperimentConfig, items: Sequence[PromptItem], pool: R
         if skips:
             texts = decode_all(tokenizer, completion_ids, skip_special_tokens=True)
         records = [
-            reward_record(items[at], tokens, [0.0] * len(tokens), text, raw, trainer_state.global_step + 1)
+            record_of_completion(items[at], tokens, [0.0] * len(tokens), text, raw, trainer_state.global_step + 1)
             for at, tokens, text, raw in zip(place, completion_ids, texts, rendered, strict=True)
         ]
         outcomes = pool.score(records)

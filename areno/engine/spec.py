@@ -81,7 +81,9 @@ class Sharing:
         return Sharing(when, tp_size * launch, tp_size * search)
 
     def saves_enough(self, n_saved: int, n_tokens: int) -> bool:
-        """Return whether enough tokens are saved to share prefixes: a tenth for "auto", and one for "on".
+        """Return whether shared prefixes save enough tokens to be used. Never with "off".
+
+        With "auto", a tenth of the tokens is enough, and with "on" a single token.
 
         Args:
             n_saved: Number of tokens that are not computed again.

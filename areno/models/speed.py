@@ -144,7 +144,7 @@ def pass_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: R
 
 
 def host_tokens(config: TransformerConfig, cost: Cost, *, trains: bool) -> tuple[int, float]:
-    """Estimate how many tokens an H100 computes while the host does its part of a training or scoring pass.
+    """Estimate the host's part of a training or scoring pass, as the number of tokens that an H100 computes meanwhile.
 
     Args:
         config: Shape of the model.

@@ -84,10 +84,10 @@ def _record_of(
     """
     # Not by numpy, whose import takes longer than the rest of a process's start.
     token_ids, values = array("q", tokens).tolist(), array("d", logprobs).tolist()
-    return reward_record(pickle.loads(pickled), token_ids, values, completion, rendered, step, epoch)
+    return record_of_completion(pickle.loads(pickled), token_ids, values, completion, rendered, step, epoch)
 
 
-def reward_record(
+def record_of_completion(
     item: PromptItem,
     tokens: list[int],
     logprobs: list[float],
@@ -96,7 +96,7 @@ def reward_record(
     step: int,
     epoch: int = 0,
 ) -> RewardRecord:
-    """Make the record of a completion that was sampled in one piece, without tools.
+    """Make the record that reward functions receive for a plain completion, which is not the work of an agent.
 
     Args:
         item: The prompt, with the row of the dataset.

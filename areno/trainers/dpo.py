@@ -38,7 +38,7 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
         return update(self.setup, rows, rows_per_unit=2)
 
     def clear_scores(self) -> None:
-        """Make empty tables of reference scores, for the training pairs and for each validation set."""
+        """Forget the scores of the reference model, for the training pairs and for each validation set."""
         self.ref_scores: Scores = {}
         self.valid_ref_scores: dict[str, Scores] = {name: {} for name in self.setup.valid_loaders}  # by set
 

@@ -93,7 +93,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         return np.array([np.asarray(values)[~np.asarray(row.prompt_mask)].sum() for row, values in pairs])
 
     def clear_scores(self) -> None:
-        """Make empty tables of reference scores, for the training rows and for each validation set."""
+        """Forget the scores of the reference model, for the training rows and for each validation set."""
         self._scores = _Scores()
         self._valid_scores = {name: _Scores() for name in self.setup.valid_loaders}
 

@@ -253,9 +253,8 @@ def test_a_trainer_is_of_use_after_an_agent_session() -> None:
 
 def test_clients_of_agents_share_what_they_know_of_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only those of httpx: a context that an agent makes for itself, it may change."""
-    own = getattr(
-        ssl.create_default_context, "__wrapped__", ssl.create_default_context
-    )  # conftest.py keeps one context
+    shared = ssl.create_default_context  # conftest.py keeps one context
+    own = getattr(shared, "__wrapped__", shared)
     monkeypatch.setattr(ssl, "create_default_context", own)
     process._share_tls_contexts()
     code = "import ssl\nmade = [ssl.create_default_context() for _ in range(2)]"

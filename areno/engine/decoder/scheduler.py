@@ -205,11 +205,11 @@ class Scheduler:
         return self.reuses_prefixes and self.blocks.has_windows
 
     def _next_full(self, sequence: Sequence) -> int:
-        """Return how many tokens a sequence has when its next block is full."""
+        """Return the length in tokens at which the next block of a sequence is full."""
         return (sequence.block_tables.n_registered + 1) * self.blocks.block_size
 
     def _await_full_block(self, sequence: Sequence) -> None:
-        """Set the number of tokens at which the next block of a sequence enters the prefix cache."""
+        """Note in the slot table at which length the next block of a sequence enters the prefix cache."""
         self.table.register_at[sequence.slot] = self._next_full(sequence) if self.caches_early else NEVER
 
     def remove_finished(self) -> None:

@@ -43,7 +43,13 @@ class Piece(NamedTuple):
     n_computed: int
 
     def joined(self, unit: int, size: int, n_computed: int) -> Piece:
-        """Return a piece that has one more unit, which adds `size` and `n_computed`."""
+        """Return a copy of the piece with one more unit.
+
+        Args:
+            unit: Index of the unit.
+            size: Tokens by which the piece becomes larger.
+            n_computed: Tokens that the model computes for the unit beside those of the piece.
+        """
         return Piece([*self.units, unit], self.size + size, self.n_computed + n_computed)
 
 
@@ -433,10 +439,8 @@ def _linked(additions: Sequence[_Addition], most: int) -> LinkedPieces | None:
 
     def cut(room: int) -> LinkedPieces:
         """Return pieces of at most a size. The first of the passes is that of the prefixes."""
-        found, moved = (
-            [additions[0].alone],
-            [0],
-        )  # `moved`: tokens of each piece that the pass over the prefixes computes
+        found = [additions[0].alone]
+        moved = [0]  # tokens of each piece that the pass over the prefixes computes
         seen = 0  # tokens at the beginning of the unit that are counted in `moved`
         for addition in additions[1:]:
             seen = min(seen, addition.common)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -78,8 +77,8 @@ def assert_same_gradients(kind: str, folder: Path, spec: MicroBatchSpec, layout:
             of[name] = full_gradients(trained)
             continue
         of[name] = {
-            name: parameter.grad.clone()
-            for name, parameter in trained.model.named_parameters()
+            key: parameter.grad.clone()
+            for key, parameter in trained.model.named_parameters()
             if parameter.grad is not None
         }
     assert of["apart"].keys() == of["shared"].keys()
@@ -115,7 +114,7 @@ def check_ranks(folder: Path, kinds: list[str]) -> None:
 
 @pytest.mark.slow
 def test_gradients_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
-    kinds: list[Any] = ["dense", "experts", "critic"]
+    kinds = ["dense", "experts", "critic"]
     for kind in kinds:
         (tmp_path / kind).mkdir()
         folder_of(kind, tmp_path / kind)
