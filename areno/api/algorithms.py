@@ -25,11 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areno.config.experiments import (
-    ExperimentConfig,
-    LossFn,
-    RowExperimentConfig,
-)
+from areno.config.experiments import ExperimentConfig, LossFn, RowExperimentConfig
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.paths import read_if_exists, root
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from areno.config.run import DecoderConfig
-from areno.engine.engine import Engine, OnProgress
-from areno.engine.requests import RequestLimits
+from areno.engine.engine import Engine
+from areno.engine.requests import OnProgress, RequestLimits
 from areno.engine.spec import RolloutSpec, RolloutStats
 from areno.errors import ArenoError, EngineError
 from areno.plan.arguments import check_count

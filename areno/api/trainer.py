@@ -19,7 +19,8 @@ from areno.config.rollout import SamplingConfig, at_temperature
 from areno.config.teacher import Divergence
 from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
-from areno.engine.engine import Engine, OnProgress
+from areno.engine.engine import Engine
+from areno.engine.requests import OnProgress
 from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, EngineError, Rename, keys_renamed
 from areno.files.durable import as_checkpoint_error, atomic_write_folder

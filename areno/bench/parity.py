@@ -37,7 +37,7 @@ from areno.bench.trl_contender import (
     trl_settings,
     with_formulas_of_trl,
 )
-from areno.config.experiments import PolicyExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.durable import atomic_write_text

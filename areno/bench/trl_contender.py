@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from areno.bench.timing import log_progress
-from areno.config.experiments import PolicyExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.encode import decode_all
 from areno.data.loader import row_loader
 from areno.data.sources import open_rows

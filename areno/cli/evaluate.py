@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areno.config.experiments import PolicyExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import flags_of_draws
 from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig
 from areno.errors import ArenoError, ConfigError, Problem, keys_renamed
@@ -240,7 +240,7 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
         ConfigError: `--data` or `--reward` is needed but missing, or a setting is wrong.
     """
     from areno.api.algorithms import algorithm_of, get_algorithm
-    from areno.config.experiments import PolicyExperimentConfig
+    from areno.config.policy_experiments import PolicyExperimentConfig
     from areno.launch.compose import load, mention_version
     from areno.schema.build import with_current_names
     from areno.tracking.run_folder import is_described, settings_of

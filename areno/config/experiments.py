@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from areno.config import datasets, models, run, tracing
-from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig, RolloutConfig, TuneConfig
 from areno.config.run import RecoverConfig, StatsLoggerConfig
-from areno.config.teacher import TeacherConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting
 
 MAX_NAME_BYTES = 255  # bytes in the name of a folder, on every common file system
-_EVALUATION = Needs("valid_dataset", so="nothing is evaluated", do="set valid_dataset.path", in_build=True)
+EVALUATION = Needs("valid_dataset", so="nothing is evaluated", do="set valid_dataset.path", in_build=True)
 
 LossFn = Callable[..., Any]
 """A loss function (pack, logprobs) -> (loss, stats), as areno.loss_fns describes it."""
@@ -69,7 +67,7 @@ class ExperimentConfig(Section):
     )
     saver: run.SaverConfig = setting(factory=run.SaverConfig, help="When and where checkpoints are saved")
     evaluator: run.EvaluatorConfig = setting(
-        factory=run.EvaluatorConfig, help="When the model is evaluated, and early stopping", only_with=_EVALUATION
+        factory=run.EvaluatorConfig, help="When the model is evaluated, and early stopping", only_with=EVALUATION
     )
     recover: RecoverConfig = setting(
         factory=RecoverConfig,
@@ -117,7 +115,7 @@ class ExperimentConfig(Section):
     def evaluation_of_nothing(self) -> Iterator[Problem]:
         """Report that saver.best_metric is an eval/* metric although nothing is evaluated."""
         if self.valid_dataset is None and (metric := self.saver.best_metric or "").startswith("eval/"):
-            yield _EVALUATION.problem("saver.best_metric", metric, None)
+            yield EVALUATION.problem("saver.best_metric", metric, None)
 
     @build_check
     def metric_of_the_evaluator(self) -> Iterator[Problem]:
@@ -343,257 +341,3 @@ class PreferenceExperimentConfig(ReferencedExperimentConfig):
         The first name is the default of evaluator.metric.
         """
         return ("loss", "accuracy", "margin", "ranking_accuracy")
-
-
-@dataclass(kw_only=True)
-class PolicyExperimentConfig(ExperimentConfig):
-    """Settings of reinforcement learning: sample a group of completions per prompt, score it, update the policy."""
-
-    actor: models.PolicyConfig = setting(help="The policy")
-    ref: models.RefConfig | None = setting(
-        None, help="Frozen reference model for the KL loss. null: no reference model"
-    )
-    teacher: TeacherConfig | None = setting(
-        None, help="Teacher from which the policy learns besides its rewards (distillation). null: no teacher"
-    )
-    gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling during training")
-    eval_gconfig: GenerationConfig | None = setting(
-        None, help="Sampling during evaluation. null: as in gconfig", flags={}, only_with=_EVALUATION
-    )
-    rollout: RolloutConfig = setting(
-        factory=RolloutConfig, help="Decoding of completions, and how a step selects samples"
-    )
-    agent: AgentConfig = setting(
-        factory=AgentConfig, help="Agents: your own code that calls the model, in place of one completion per sample"
-    )
-    reward: RewardConfig = setting(
-        factory=RewardConfig, help="Reward function and reward model", required_in_build=True
-    )
-    tune: TuneConfig = setting(
-        factory=TuneConfig, help="Settings of memory and speed that are chosen by a trial before the run"
-    )
-    dynamic_bs: bool = setting(
-        False,
-        help="Used with rollout.dynamic_sampling, which drops prompts whose samples all have the same reward. true: "
-        "train a step on the prompts that were not dropped, so batches can be smaller. false: sample more prompts "
-        "until the batch is full",
-        only_with=Needs("rollout.dynamic_sampling", so="no prompts are dropped"),
-    )
-
-    def brings_rows(self) -> bool:
-        """Return whether the agent is an environment of the verifiers package, which has its own rows."""
-        return self.agent.is_environment
-
-    needs_rewards: ClassVar[bool] = True
-    """Whether the run trains on rewards. If not, they are optional."""
-    on_policy_share: ClassVar[float] = 1.0
-    """Share of the rows of a batch that the policy answers."""
-
-    @build_check
-    def something_rewards(self) -> Iterator[Problem]:
-        """Report a run without reward function, reward model or agent."""
-        return self.reward.problems_of_none(self.agent.fn is not None) if self.needs_rewards else iter(())
-
-    def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures.
-
-        The first name is the default of evaluator.metric.
-        """
-        n_samples = (self.eval_gconfig or self.gconfig).n_samples
-        of_groups = [*(f"pass@{k}" for k in pass_sizes(n_samples)), f"avg@{n_samples}"] if n_samples > 1 else []
-        return ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences", *of_groups)
-
-    def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the metric by which a sweep compares runs.
-
-        Returns:
-            (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
-            if larger values are better, otherwise "min".
-        """
-        return self._objective("eval/accuracy", "rollout/rewards_mean, mean of the last 5 steps", "max")
-
-    @check
-    def eval_gconfig_of_greedy(self) -> Iterator[Problem]:
-        """Report that eval_gconfig sets a temperature although evaluation is greedy and does not use a temperature."""
-        if self.eval_gconfig is not None:
-            yield from self.eval_gconfig.unused_in_evaluation("eval_gconfig")
-
-    def advantages(self, rows: Any, groups: Any) -> Any:
-        """Compute the advantages that the settings describe. A recipe overrides this method.
-
-        Args:
-            rows: The TrainSequences of the step.
-            groups: Index of the group of each row. The samples of one prompt are a group.
-
-        Returns:
-            A list with an array for each row, which has one advantage per trained token. For an algorithm with a
-            critic, a tuple of two such lists: (advantages, returns).
-
-        Raises:
-            ConfigError: The class defines no advantages.
-        """
-        raise ConfigError(f"{type(self).__name__} describes no advantages; give the trainer an advantage_fn")
-
-    @forbid(
-        "ref.offload",
-        "is true, but with actor.use_lora the reference is the actor without its adapters, which stays on the device; "
-        "leave it out",
-    )
-    def offloaded_base(self) -> bool:
-        """Return whether ref.offload is set although the reference is the actor without its adapters."""
-        return self.ref is not None and self.ref.offload and self.ref.path is None and self.actor.use_lora
-
-    @forbid(
-        "teacher.offload",
-        "is true, but with actor.use_lora the teacher is the actor without its adapters, which stays on the device; "
-        "leave it out",
-    )
-    def offloaded_base_as_teacher(self) -> bool:
-        """Return whether teacher.offload is set although the teacher is the actor without its adapters."""
-        return self.teacher is not None and self.teacher.offload and self.teacher.path is None and self.actor.use_lora
-
-    @forbid("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
-    def groups_of_one(self) -> bool:
-        """Return whether advantages or rewards are normalised over groups that have one sample."""
-        norms = [norm for norm in (self.actor.adv_norm, self.actor.reward_norm) if norm is not None]
-        return self.gconfig.n_samples < 2 and any("group" in (norm.mean_level, norm.std_level) for norm in norms)
-
-    @forbid(
-        "actor.routing_replay",
-        "is true, but the turns of agents (agent.fn) do not bring the experts of their tokens; set it to false",
-    )
-    def routes_of_agents(self) -> bool:
-        """Return True if routing replay is set in a run with agents, which is not supported.
-
-        The samples of agents do not record the experts of each token.
-        """
-        return self.actor.routing_replay and (self.agent.fn is not None or self.agent.is_environment)
-
-    @forbid(
-        "engine.deterministic",
-        "is true, but agents ask for samples when their own code does, so that two runs differ; set it to false. With "
-        "engine.exact=true, what each of their requests draws does not depend on the others",
-    )
-    def agents_keep_no_time(self) -> bool:
-        """Return whether engine.deterministic is set in a run with agents, whose requests come in any order."""
-        return self.engine.deterministic and (self.agent.fn is not None or self.agent.is_environment)
-
-    @forbid(
-        "rollout.dynamic_sampling",
-        "drops groups whose rewards are all equal; with gconfig.n_samples=1 it drops every group",
-    )
-    def samples_that_cannot_differ(self) -> bool:
-        """Return whether dynamic sampling would drop every group, because groups have one sample."""
-        return self.rollout.dynamic_sampling and self.gconfig.n_samples < 2
-
-    @forbid(
-        "gconfig.greedy",
-        "is true, so the {self.gconfig.n_samples} samples of a prompt (gconfig.n_samples) would be equal, and only "
-        "agents (agent.fn) make them differ; set it to "
-        "false (eval_gconfig has a setting of its own)",
-    )
-    def repeated_greedy_samples(self) -> bool:
-        """Return whether greedy sampling makes all samples of a prompt equal."""
-        has_agent = self.agent.fn is not None or self.agent.is_environment
-        return self.gconfig.greedy and self.gconfig.n_samples > 1 and not has_agent
-
-    @forbid(
-        "actor.overlong_tokens",
-        "is {self.actor.overlong_tokens}, more than gconfig.max_new_tokens={self.gconfig.max_new_tokens}; lower it",
-    )
-    def overlong_zone_too_large(self) -> bool:
-        """Return whether the overlong penalty begins before the first token of a completion."""
-        return (self.actor.overlong_tokens or 0) > self.gconfig.max_new_tokens
-
-    @forbid(
-        "tune.max_samples",
-        "is {self.tune.max_samples}, less than the gconfig.n_samples={self.gconfig.n_samples} samples of one prompt; "
-        "raise it",
-    )
-    def less_than_a_group_to_tune(self) -> bool:
-        """Return whether tune.max_samples leaves no room for the samples of a single prompt."""
-        return self.tune.enabled and self.tune.max_samples < self.gconfig.n_samples
-
-    @forbid(
-        "tune.enabled",
-        "is true, but scheduler.type=ray runs on other machines, and candidates are tried on this machine alone; set "
-        "it to false",
-    )
-    def tuning_on_a_cluster(self) -> bool:
-        """Return whether tuning is set for a run on a Ray cluster."""
-        return self.tune.enabled and self.scheduler.type == "ray"
-
-    @property
-    def prompts_ahead(self) -> int:
-        """Number of prompts that a step samples beyond its batch. 0 if a step waits for all its samples."""
-        return self.rollout.prompts_beyond(self.train_dataset.batch_size, self.gconfig.n_samples)
-
-    @forbid(
-        "rollout.prompts_ahead",
-        "is {self.rollout.prompts_ahead}, more than the prompts that the next steps train (train_dataset.batch_size, "
-        "times max_head_offpolicyness if that is above 0); lower it",
-    )
-    def too_many_prompts_ahead(self) -> bool:
-        """Return whether more prompts are sampled ahead than can be trained before they are too old."""
-        most = max(1, self.rollout.max_head_offpolicyness) * self.train_dataset.batch_size
-        return (self.rollout.prompts_ahead or 0) > most
-
-    @forbid(
-        "rollout.prompts_ahead",
-        "is {self.prompts_ahead} (or max_head_offpolicyness is above 0), but samples of agents (agent.fn) cannot be "
-        "interrupted; leave both out",
-    )
-    def agents_in_flight(self) -> bool:
-        """Return whether samples of agents would be interrupted."""
-        return self.prompts_ahead > 0 and (self.agent.fn is not None or self.agent.is_environment)
-
-    @property
-    def rows_per_step(self) -> int:
-        """Number of training rows in a full batch: prompts per step times samples per prompt."""
-        return self.train_dataset.batch_size * self.gconfig.n_samples
-
-    @forbid(
-        "actor.ppo_n_minibatches",
-        "is {self.actor.ppo_n_minibatches}, which does not divide the {self.rows_per_step} rows of a step "
-        "(train_dataset.batch_size * gconfig.n_samples)",
-    )
-    def uneven_minibatches(self) -> bool:
-        """Return whether actor.ppo_n_minibatches cannot divide the rows of a step evenly."""
-        return self.rows_per_step % self.actor.ppo_n_minibatches != 0
-
-
-@dataclass(kw_only=True)
-class KLExperimentConfig(PolicyExperimentConfig):
-    """Settings of a policy algorithm that uses the reference model only for a KL penalty."""
-
-    actor: models.KLConfig = setting(help="The policy")
-
-    @forbid("actor.kl_ctl", "is {self.actor.kl_ctl}, but there is no reference model; add ref=default")
-    def kl_without_reference(self) -> bool:
-        """Return whether a KL penalty is set without a reference model."""
-        return self.actor.kl_ctl > 0 and self.ref is None
-
-    @forbid("ref", "is loaded but not used, since actor.kl_ctl is 0; set actor.kl_ctl or ref=null")
-    def unused_reference(self) -> bool:
-        """Return whether a reference model is set without a KL penalty."""
-        return self.ref is not None and self.actor.kl_ctl == 0
-
-
-@dataclass(kw_only=True)
-class CriticExperimentConfig(KLExperimentConfig):
-    """Settings of a policy algorithm with a critic."""
-
-    critic: models.CriticConfig = setting(factory=models.CriticConfig, help="The value function")
-
-    def optimizers(self) -> list[models.OptimizerConfig]:
-        """Return the optimizer settings of the actor and the critic."""
-        return [self.actor.optimizer, self.critic.optimizer]
-
-    @forbid(
-        "critic.ppo_n_minibatches",
-        "is {self.critic.ppo_n_minibatches}, which does not divide the {self.rows_per_step} rows of a step "
-        "(train_dataset.batch_size * gconfig.n_samples)",
-    )
-    def uneven_critic_minibatches(self) -> bool:
-        """Return whether critic.ppo_n_minibatches cannot divide the rows of a step evenly."""
-        return self.rows_per_step % self.critic.ppo_n_minibatches != 0

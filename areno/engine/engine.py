@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import threading
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -19,23 +18,23 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.memory import resident_bytes
 from areno.engine.processes.workers import start_workers
-from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, trace_request, wait_for_all
-from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, Sharing, UpdateSpec
-from areno.engine.streams import Consumer, FairLock, RequestBatcher, RunningClock, Streams, TimeLimit
+from areno.engine.requests import Dispatcher, RequestLimits
+from areno.engine.sampling import SamplingEngine
+from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec, Sharing, UpdateSpec
 from areno.engine.token_budget import SCORE, TRAIN, ChosenBudgets
 from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps, sharing_beside_teacher
-from areno.engine.train.rows import TOP, read_tokens, read_training_rows, routes_of_rows
-from areno.errors import CheckpointError, EngineError, non_finite_logits
-from areno.types import GenerationOutput, GenerationRequest, TrainSequence
+from areno.engine.train.rows import TOP, read_training_rows, routes_of_rows
+from areno.errors import CheckpointError, EngineError
+from areno.types import TrainSequence
 
 logger = logging.getLogger("areno")
 
-_TURN_S = 0.05  # longest poll of one thread while another thread waits to poll
+_LOOK_S = 0.05  # between two looks at a state that is being written
 
 TokenRows = Sequence[Sequence[int] | np.ndarray]
 
 
-class Engine(AbstractContextManager["Engine"]):
+class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     """The models of a run (the actor, and roles such as a critic) and the worker processes that compute them.
 
     Use it as a context manager, or call `close`.
@@ -45,15 +44,7 @@ class Engine(AbstractContextManager["Engine"]):
         workers: "inline" runs the worker in this process (one device), "spawn" starts worker processes, "ray" uses the
             nodes of a Ray cluster. "auto" is "inline" for a single CPU device, else "spawn".
 
-    Attributes:
-        spec: The argument `spec` with the hosts of the workers added. After `restart` it may have fewer ranks.
-        info: Facts about the actor.
-        workers: The worker processes, or the worker in this process.
-        dispatcher: Distributes requests over the data-parallel ranks, and keeps the unfinished requests.
-        streams: The requests of `generate_stream`.
-        limits: Limits of the requests that the current rollout phase accepts. None outside of a rollout phase.
-        clock: The time of requests, which stands while the rollout phase is suspended.
-        batcher: Gathers requests of `generate_stream` that arrive at nearly the same time.
+    Attributes beside those of SamplingEngine:
         train_seconds: Seconds that the slowest worker took for the last call of `train`. 0.0 before the first.
 
     Raises:
@@ -62,20 +53,9 @@ class Engine(AbstractContextManager["Engine"]):
 
     def __init__(self, spec: EngineSpec, workers: str = "auto"):
         self._roles: dict[str, RoleSpec] = {"actor": spec.actor}  # as loaded
-        self._wanted, self._mode, self.workers = spec, workers, start_workers(spec, workers)
-        self.spec = self.workers.spec
-        self.info: EngineInfo = self.workers.call("info")[0]
+        self._wanted, self._mode = spec, workers
+        super().__init__(start_workers(spec, workers))
         self._train_sharing: dict[str, Sharing] = {"actor": self.info.sharing}  # when training shares prefixes, by role
-        # Streams poll from a thread of their own. `_poll_lock` gives the workers to one thread at a time.
-        # `_records_lock` guards the records of requests below. It is never held for long.
-        self._poll_lock, self._records_lock = FairLock(), threading.RLock()
-        self.streams = Streams(self._poll_for_streams, self._records_lock)
-        self.batcher = RequestBatcher(self._submit_streams, lambda: self.dispatcher.is_idle, self.info.device != "cpu")
-        self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
-        self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
-        self.limits: RequestLimits | None = None
-        self.clock = RunningClock()
-        self.dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
         self._budgets = ChosenBudgets(lambda: self._call("token_budgets"))
         self._rollouts: list[RolloutSpec] = []  # that the budgets take into account
         self.train_seconds = 0.0
@@ -149,8 +129,6 @@ class Engine(AbstractContextManager["Engine"]):
             )
         return spec
 
-    # -- rollout ---------------------------------------------------------------------------------------------------
-
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Enter the rollout phase, in which requests can be submitted.
 
@@ -160,272 +138,11 @@ class Engine(AbstractContextManager["Engine"]):
         Returns:
             The limits of requests, from the rank with the smallest KV cache.
         """
-        self.limits = limits = min(self._call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
-        self.dispatcher.begin(-(-spec.max_running // self.spec.layout.dp_size))
+        limits = super().begin_rollout(spec)
         if spec not in self._rollouts:
             self._rollouts.append(copy.deepcopy(spec))
             self._budgets.are_due = True
         return limits
-
-    def end_rollout(self, drop: bool = False) -> None:
-        """Leave the rollout phase. Unfinished requests are dropped.
-
-        Args:
-            drop: Whether to free the KV cache and the CUDA graphs. False keeps them for the next phase.
-        """
-        self.limits = None
-        self.clock.start()
-        self.streams.end(EngineError("the rollout phase has ended, and with it every request under way"))
-        self._call("end_rollout", drop)
-        with self._poll_lock, self._records_lock:
-            self.workers.poll(0.0)  # what finished before the workers stopped
-            self._clear_requests()
-
-    def suspend_rollout(self) -> None:
-        """Interrupt all samples of the rollout phase, so that models can be trained. Requests stay under way.
-
-        Requests that are submitted meanwhile wait. Does nothing outside of a rollout phase.
-        """
-        if self.limits is not None:
-            self._call("suspend")
-            self.clock.stop()
-
-    def resume_rollout(self) -> None:
-        """Continue all samples that `suspend_rollout` has interrupted, with the weights of now."""
-        if self.limits is not None:
-            self._call("resume")
-            self.clock.start()
-
-    def _clear_requests(self) -> None:
-        self.dispatcher.clear()
-        self._ready.clear()
-        self._failure = None
-
-    def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Queue requests. Each joins the running batch of a copy of the model as soon as there is room.
-
-        Raises:
-            EngineError: A request cannot be served, or no rollout phase is open. No request is queued then.
-        """
-        if self.limits is None:
-            raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
-        requests = list(requests)
-        with self._records_lock:
-            max_new_by_request: dict[int, int] = {}
-            for request in requests:
-                if request.request_id in max_new_by_request or request.request_id in self.dispatcher:
-                    raise EngineError(f"request id {request.request_id} is already under way; ids must differ")
-                max_new_by_request[request.request_id] = self.limits.max_new(request)
-            self.dispatcher.add(requests, max_new_by_request)
-            self._send_due()
-
-    def _send_due(self) -> None:
-        for rank, batch in self.dispatcher.due():
-            self.workers.cast(rank, "submit", batch)
-
-    def abort(self, request_id: int) -> None:
-        """End a request early. Its unfinished samples get finish_reason "abort". Unknown ids are ignored."""
-        with self._records_lock:
-            for rank, number in self.dispatcher.sent(request_id):
-                self.workers.cast(rank, "abort", [number])
-            self._deliver(self.dispatcher.dropped(request_id))
-
-    def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Return the outputs that have arrived. If none has arrived yet, wait until there is one.
-
-        Requests with `stream` or `pieces` also have partial outputs, whose finish_reason is None. Outputs of
-        `generate_stream` are not returned here.
-
-        Args:
-            timeout: Longest wait, in seconds.
-
-        Returns:
-            The outputs. Empty if none has arrived in time.
-
-        Raises:
-            EngineError: A worker has failed.
-        """
-        deadline = time.monotonic() + timeout
-        while True:
-            with self._poll_lock:
-                failure, self._failure = self._failure, None
-                if failure is not None:
-                    raise failure
-                shared = self.streams.are_open  # then turns are short, so that the other thread gets some
-                if not self._ready:
-                    left = max(0.0, deadline - time.monotonic())
-                    self._receive(min(left, _TURN_S) if shared else left)
-                ready, self._ready = self._ready, []
-            if ready or not shared or time.monotonic() >= deadline:
-                return ready
-
-    def _receive(self, timeout: float) -> None:
-        """Poll the workers, deliver their outputs, and send queued requests to workers that have room.
-
-        The caller must hold `_poll_lock`.
-        """
-        try:
-            outputs = self.workers.poll(timeout)
-            with self._records_lock:
-                self._deliver(self.dispatcher.received(outputs))
-                if (ask := self.dispatcher.to_ask(self.workers.stats())) is not None:
-                    rank, n_samples = ask
-                    self.workers.cast(rank, "return_waiting", n_samples)
-                self._send_due()
-        except Exception as error:
-            self.streams.fail(error)
-            raise
-
-    def _deliver(self, outputs: Iterable[GenerationOutput]) -> None:
-        """Pass each output to its stream. Append outputs without a stream to `_ready`, for `poll`.
-
-        The caller must hold `_records_lock`.
-        """
-        for output in outputs:
-            if not self.streams.take(output, is_last=output.request_id not in self.dispatcher):
-                self._ready.append(output)
-            elif output.phases:  # the caller of `generate` has more to say of its samples, so it traces them itself
-                trace_request(output)
-        self.streams.deliver_taken()
-
-    def _poll_for_streams(self) -> None:
-        with self._poll_lock:
-            try:
-                self._receive(_TURN_S)
-            except Exception as error:  # the streams have raised it; the next poll must raise it, too
-                self._failure = error
-
-    def _submit_streams(self, requests: Sequence[tuple[GenerationRequest, Consumer]]) -> None:
-        with self._records_lock:
-            self.submit([request for request, _ in requests])
-            for request, consumer in requests:
-                self.streams.open(request.request_id, consumer)
-
-    @property
-    def is_streaming(self) -> bool:
-        """Whether any `generate_stream` is still being read."""
-        return self.streams.are_read
-
-    async def generate_stream(
-        self, request: GenerationRequest, timeout_s: float | None = None
-    ) -> AsyncGenerator[GenerationOutput, None]:
-        """Yield the outputs of one request as they arrive, without blocking the event loop.
-
-        The generator ends after the last sample of the request. It yields partial outputs only if the request sets
-        `stream` or `pieces`. If the caller reads slowly, consecutive partial outputs of a sample are joined. Any number
-        of these generators may run at the same time, also while another thread calls `generate`. The requests of
-        `generate` have ids from 0 on, so the request here needs another request_id. If the caller stops reading
-        (cancellation, aclose), the request is aborted.
-
-        Args:
-            request: The request.
-            timeout_s: Longest time of the request, in seconds, without the time in which the phase is suspended. None
-                for no limit.
-
-        Raises:
-            ConfigError: Sampling parameters of the request are out of bounds.
-            DataError: The prompt is empty, or is not a list of the model's token ids.
-            EngineError: The request cannot be served, or a worker has failed.
-            TimeoutError: The request took longer than timeout_s.
-        """
-        check_params(request.params)
-        read_tokens(request.prompt, "prompt", self.info.vocab_size)
-        consumer, unfinished = Consumer(), request.n_samples
-        limit = TimeLimit(consumer, self.clock, timeout_s)
-        try:
-            await self.batcher.submit(request, consumer)
-            while unfinished:
-                for output in await consumer.next():
-                    unfinished -= output.finish_reason is not None
-                    yield output
-        finally:
-            limit.cancel()
-            with self._records_lock:
-                if unfinished and self.streams.abandon(consumer):
-                    self.abort(request.request_id)
-
-    def hold(self) -> None:
-        """Decode only in calls of `advance` until the rollout phase ends.
-
-        The set of tokens that a call samples then depends on the requests alone, and not on the clock.
-        """
-        self._call("hold")
-
-    def advance(self, n_finished: int, n_steps: int) -> tuple[list[GenerationOutput], list[RolloutStats]]:
-        """Decode in a held rollout phase until enough samples have finished.
-
-        Each copy of the model stops after `n_finished` finished samples of its own or after `n_steps` steps.
-
-        Args:
-            n_finished: Number of samples, at least 1.
-            n_steps: Number of decoding steps, at least 1.
-
-        Returns:
-            (outputs of the finished samples, decoding statistics of each data-parallel rank). The number of outputs may
-            be below or above `n_finished`.
-
-        Raises:
-            EngineError: The model computes no finite numbers, or a worker has failed.
-        """
-        outputs, stats = zip(*self._call("advance", n_finished, n_steps), strict=True)
-        with self._records_lock:
-            finished = self._received(outputs)
-            self._send_due()
-        return finished, list(stats)
-
-    def park(self) -> list[GenerationOutput]:
-        """End all requests of a held rollout phase, and return what their samples have so far.
-
-        Returns:
-            An output for each unfinished sample that has been sent to a copy of the model, with the whole completion so
-            far. The finish_reason is None, unless the sample finished in the last step. Requests that were not
-            sent have no outputs.
-        """
-        by_rank = self._call("park")
-        with self._records_lock:
-            outputs = self._received(by_rank)
-            self.dispatcher.clear()
-        return outputs
-
-    def _received(self, by_rank: Iterable[Iterable[GenerationOutput]]) -> list[GenerationOutput]:
-        """Return outputs of all ranks with the request ids of the callers. The caller must hold `_records_lock`."""
-        outputs = list(self.dispatcher.received(itertools.chain.from_iterable(by_rank)))
-        if any(output.finish_reason == "error" for output in outputs):
-            raise non_finite_logits()
-        return outputs
-
-    def rollout_stats(self) -> list[RolloutStats]:
-        """Return the latest decoding statistics of each data-parallel rank. Any thread may call this."""
-        return self.workers.stats()
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        on_progress: OnProgress | None = None,
-        at_once: int | None = None,
-    ) -> dict[int, list[GenerationOutput]]:
-        """Submit requests, and wait until all of them are finished.
-
-        Args:
-            requests: The requests.
-            on_progress: Called after each poll with the newly finished samples and the decoding statistics of each
-                data-parallel rank.
-            at_once: Largest number of unfinished requests at the same time. None submits all at once. Ignored with
-                `engine.deterministic`, because the next submission would depend on the clock.
-
-        Returns:
-            Request id -> finished samples, in the order of their sample numbers.
-
-        Raises:
-            EngineError: A request cannot be served, a worker failed, or the model computes no finite numbers.
-        """
-        if self.spec.engine.deterministic:
-            at_once = None
-        elif self.spec.layout.dp_size > 1:
-            # Longest first, so that all copies finish at about the same time. With one copy, a resumed run must keep
-            # the order.
-            requests = sorted(requests, key=lambda request: -(request.expected_tokens or 0))
-        return wait_for_all(self, requests, on_progress, at_once)
 
     # -- training and scoring --------------------------------------------------------------------------------------
 
@@ -670,7 +387,7 @@ class Engine(AbstractContextManager["Engine"]):
             if self._writes_state and not wait:
                 return False
             if self._writes_state:
-                time.sleep(_TURN_S)
+                time.sleep(_LOOK_S)
         return True
 
     def load_state(self, folder: str | Path, with_moments: bool = True) -> None:
@@ -770,10 +487,6 @@ class Engine(AbstractContextManager["Engine"]):
         """Stop the workers and free the devices. Unfinished requests are lost."""
         self.streams.end(EngineError("the engine is closed"))
         self.workers.close()
-
-    def _call(self, method: str, *args: Any) -> list[Any]:
-        with self._poll_lock:
-            return self.workers.call(method, *args)
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from areno import __version__
 from areno.api.algorithms import Algorithm, own_algorithms
-from areno.config.experiments import PolicyExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.errors import ArenoError, ConfigError, Key, Problem, as_file_error, keys_renamed
 from areno.files import interrupts
 from areno.files.interrupts import Terminated, signal_handlers, terminate

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
+from areno.config.experiments import ExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.engine.engine import Engine
 from areno.engine.spec import LoraSpec, RoleSpec

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from areno.config.experiments import (
-    CriticExperimentConfig,
-    ExperimentConfig,
-    PolicyExperimentConfig,
-    ReferencedExperimentConfig,
-)
+from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfig
+from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache
 from areno.engine.footprint import Footprint, Model, footprint_of

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
+from areno.config.experiments import ExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.plan.forecast import Forecast, Phase, rows_of_step
 
 STEP = "step"

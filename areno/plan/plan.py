@@ -15,13 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from areno.config.experiments import (
-    CriticExperimentConfig,
-    ExperimentConfig,
-    PolicyExperimentConfig,
-    ReferencedExperimentConfig,
-)
+from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfig
 from areno.config.models import ModelConfig
+from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.config.run import EngineConfig
 from areno.data.control_tokens import allow_control_tokens

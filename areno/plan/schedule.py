@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from areno.config.experiments import (
-    CriticExperimentConfig,
-    ExperimentConfig,
-    PolicyExperimentConfig,
-)
+from areno.config.experiments import ExperimentConfig
 from areno.config.models import ROWS_COUNTED, OptimizerConfig
+from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.engine.spec import RoleSpec
 from areno.plan.plan import TrainerPlan

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areno.config.experiments import CriticExperimentConfig, PolicyExperimentConfig
+from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.engine.footprint import gib
 from areno.errors import ConfigError, Problem
 from areno.plan.forecast import Forecast, Lengths, forecast, shape_of

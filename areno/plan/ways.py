@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, PolicyExperimentConfig
+from areno.config.experiments import ExperimentConfig
+from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.engine.memory import RESTING
 from areno.errors import ArenoError
 from areno.plan.forecast import Forecast

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from areno.api.algorithms import Algorithm
-from areno.config.experiments import LossFn, PolicyExperimentConfig
+from areno.config.experiments import LossFn
 from areno.config.models import PolicyConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.teacher import SAMPLED, TeacherConfig
 from areno.errors import Problem
 from areno.launch import run_recipe

@@ -16,8 +16,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from areno.api.algorithms import Algorithm
-from areno.config.experiments import KLExperimentConfig, LossFn
+from areno.config.experiments import LossFn
 from areno.config.models import KLConfig
+from areno.config.policy_experiments import KLExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.launch import run_recipe
 from areno.loss_fns.surrogates import SurrogateConfig

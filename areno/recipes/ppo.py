@@ -21,8 +21,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from areno.api.algorithms import Algorithm
-from areno.config.experiments import CriticExperimentConfig, LossFn
+from areno.config.experiments import LossFn
 from areno.config.models import NormConfig, RefConfig
+from areno.config.policy_experiments import CriticExperimentConfig
 from areno.launch import run_recipe
 from areno.recipes.grpo import TokenPolicyConfig
 from areno.schema.fields import forbid, setting

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from areno.api.algorithms import Algorithm, algorithm_of
-from areno.config.experiments import CriticExperimentConfig, LossFn, PolicyExperimentConfig
+from areno.config.experiments import LossFn
+from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.loss_fns import distillation_loss_fn

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
+from areno.config.experiments import ExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.run import FrequencyConfig
 from areno.data.loader import BatchLoader
 from areno.run.in_flight import InFlight

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from areno.agents.pool import AgentPool
 from areno.api.trainer import Trainer
 from areno.config.datasets import DatasetConfig
-from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, LossFn, PolicyExperimentConfig
+from areno.config.experiments import ExperimentConfig, LossFn
+from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind

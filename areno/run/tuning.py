@@ -19,8 +19,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, PolicyExperimentConfig
+from areno.config.experiments import ExperimentConfig
 from areno.config.models import MicroBatchSpec
+from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.footprint import GIB, gib

@@ -17,7 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
+from areno.config.experiments import ExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.run import StatsLoggerConfig
 from areno.errors import ConfigError, Problem
 from areno.files.durable import atomic_write_text

@@ -26,7 +26,7 @@ from areno.agents.rows import (
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, LossMaskPolicy
 from areno.api.trainer import Trainer
 from areno.config.rollout import GenerationConfig, SamplingConfig
-from areno.engine.engine import OnProgress
+from areno.engine.requests import OnProgress
 from areno.errors import ArenoError, DataError, Problem
 from areno.plan.plan import sampling_params
 from areno.run.setup import PolicySetup

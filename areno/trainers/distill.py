@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.config.experiments import PolicyExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.encode import encode_rows, sft_draft
 from areno.data.row_schema import row_problem
 from areno.errors import DataError, Key

@@ -8,12 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from areno.config.experiments import (
-    ExperimentConfig,
-    LossFn,
-    PolicyExperimentConfig,
-    ReferencedExperimentConfig,
-)
+from areno.config.experiments import ExperimentConfig, LossFn, ReferencedExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.data.row_schema import RowKind
 from areno.run.run import fault_tolerant

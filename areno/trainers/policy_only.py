@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areno.config.experiments import PolicyExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.run.run import fault_tolerant
 from areno.trainers.collect import collect, log_rollout, samples_logged
 from areno.trainers.loop import RewardLoop

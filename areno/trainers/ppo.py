@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 
-from areno.config.experiments import CriticExperimentConfig
+from areno.config.policy_experiments import CriticExperimentConfig
 from areno.loss_fns.advantages import explained_variance
 from areno.run.run import fault_tolerant
 from areno.tracking.console import log_stage

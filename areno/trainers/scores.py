@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from areno.config.experiments import CriticExperimentConfig
+from areno.config.policy_experiments import CriticExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.run.setup import PolicySetup
 from areno.trainers.rows import policy_rows, token_rows

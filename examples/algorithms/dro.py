@@ -18,8 +18,8 @@ from functools import partial
 
 import areno
 from areno.api import Algorithm, register_algorithm
-from areno.config.experiments import PolicyExperimentConfig
 from areno.config.models import PolicyConfig, RefConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.launch import run_algorithm
 from areno.schema.fields import setting
 

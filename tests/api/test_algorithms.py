@@ -19,7 +19,7 @@ import areno
 from areno.api import Algorithm, algorithms, get_algorithm, register_algorithm
 from areno.api.algorithms import algorithm_names, own_algorithms
 from areno.cli.__main__ import main
-from areno.config.experiments import PolicyExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.loss_fns import grpo_loss_fn
@@ -196,7 +196,7 @@ from functools import partial
 import areno
 from areno.api import Algorithm, register_algorithm
 from areno.launch import run_algorithm
-from areno.config.experiments import PolicyExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.schema.fields import setting
 from areno.config.models import PolicyConfig
 

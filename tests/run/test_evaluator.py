@@ -13,8 +13,9 @@ import pytest
 
 from areno.api.metrics import evaluation_metrics, pass_at_k
 from areno.config.datasets import DatasetConfig
-from areno.config.experiments import PolicyExperimentConfig, PreferenceExperimentConfig
+from areno.config.experiments import PreferenceExperimentConfig
 from areno.config.models import ModelConfig, PolicyConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import GenerationConfig
 from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.errors import ConfigError

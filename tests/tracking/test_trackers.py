@@ -7,8 +7,8 @@ import json
 import pytest
 
 from areno.config.datasets import DatasetConfig
-from areno.config.experiments import PolicyExperimentConfig
 from areno.config.models import PolicyConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import RolloutConfig
 from areno.errors import ArenoError, ConfigError
 from areno.recipes.sft import SFTConfig
