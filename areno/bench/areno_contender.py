@@ -140,7 +140,9 @@ class ArenoContender:
         Returns:
             A training row for each sample.
         """
-        limits = self.begin_rollout(self._settings.work.n_rows, max(self._settings.work.row_lens))
+        limits = self.begin_rollout(
+            self._settings.at_once or self._settings.work.n_rows, max(self._settings.work.row_lens)
+        )
         self.cache_tokens = limits.cache_tokens
         outputs = self.engine.generate(requests(work, prompts, **params))
         self.engine.end_rollout()

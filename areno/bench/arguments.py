@@ -309,7 +309,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=_positive, default=0, help=f"{of_steps}(default: total_train_steps of --config)")
     _add_arguments_of_trl(parser)
     add("--limit-s", type=_positive, help="grid: seconds after which no other point is measured (default 480)")
-    add("--at-once", type=_positive, help="ahead: number of samples that are decoded at once (default: all of a step)")
+    add("--at-once", type=_positive, help="number of samples that are decoded at once (default: all of a step)")
     add("--mean-tokens", type=_positive, default=64, help="ahead: mean length of a sample (default: %(default)s)")
     add("--ahead", type=_positive, default=4, help="ahead: number of prompts ahead (default: %(default)s)")
     aged = "ahead: as rollout.max_head_offpolicyness (default: %(default)s)"

@@ -2,7 +2,8 @@
 
 A step samples one token for every running sequence, and prefills up to `max_prefill_tokens` prompt tokens. Therefore a
 long prompt does not stop running sequences, and running sequences do not stop prefill. Sequences are admitted first
-come, first served. The lists of running, prefilling and waiting sequences are sorted by age, the oldest first. A
+come, first served. The lists of running, prefilling and waiting sequences are sorted by age, the oldest first. When the
+batch is full, freed slots are filled in bulk, because even a short prefill takes as long as several decode steps. A
 sequence with a grammar waits while its last token has not arrived on the host, because its next mask needs the token.
 
 When blocks run out, the youngest sequence is preempted: its blocks are freed, and it waits to be recomputed. The oldest
@@ -24,6 +25,9 @@ from areno.engine.decoder.block_manager import BlockManager, BlockTables, Prefix
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import NEVER, SlotTable
 from areno.types import GenerationRequest
+
+_BULK = 8  # a full batch admits sequences again when it has shrunk to (_BULK - 1) / _BULK of its size,
+_LONGEST_WAIT = 16  # but after at most this many steps
 
 
 @dataclass(slots=True, eq=False)
@@ -140,6 +144,8 @@ class Scheduler:
         self.table = SlotTable(max_running)
         self._running_slots: np.ndarray | None = None  # of `running`, until it changes
         self._slots = list(range(max_running))[::-1]
+        self._filled: tuple[int, int] | None = None  # (number of sequences, step) when no more could be admitted
+        self._step = 0
         self._prefilled: list[Sequence] = []  # sequences of the last step's chunks, only with windows
         # Of sequences that have left the batch: blocks, tokens, number of tokens with keys and values. The blocks enter
         # the prefix cache when a prompt may match them or blocks run out, so never if the rollout ends before.
@@ -175,6 +181,7 @@ class Scheduler:
         The caller must launch the plan, because `n_kv` and `n_sampled` of the sequences already count the tokens of
         the planned step.
         """
+        self._step += 1
         self._release_skipped_of_prefilled()
         decode, slots_B, grown = self._grow_running()
         chunks = self._next_chunks()
@@ -325,9 +332,11 @@ class Scheduler:
         budget = self.max_prefill_tokens
         for prefill in self.prefilling:  # at most one: no prompt is admitted before it is complete
             budget = self._add_chunk(chunks, prefill, budget)
-        while budget and (prefill := self._admit()) is not None:
-            self.prefilling.append(prefill)
-            budget = self._add_chunk(chunks, prefill, budget)
+        if self._may_admit():
+            while budget and (prefill := self._admit()) is not None:
+                self.prefilling.append(prefill)
+                budget = self._add_chunk(chunks, prefill, budget)
+            self._filled = (self.n_running, self._step) if budget and self.waiting else None
         for prefill in [chunk.prefill for chunk in chunks if chunk.is_last]:
             self.prefilling.remove(prefill)
             leader = prefill.leader
@@ -344,6 +353,17 @@ class Scheduler:
         if self.blocks.has_windows:
             self._prefilled = [each for chunk in chunks for each in chunk.prefill.sequences]
         return chunks
+
+    def _may_admit(self) -> bool:
+        """Return whether waiting sequences may be admitted in this step.
+
+        A batch that could not take all waiting sequences admits more when an eighth of its sequences has left, or
+        after 16 steps.
+        """
+        if self._filled is None or not self.waiting or not self.n_running:
+            return True
+        n_sequences, step = self._filled
+        return self.n_running * _BULK <= n_sequences * (_BULK - 1) or self._step - step >= _LONGEST_WAIT
 
     def _add_chunk(self, chunks: list[Chunk], prefill: Prefill, budget: int) -> int:
         """Append the next chunk of a prompt, with at most `budget` tokens, to `chunks`.

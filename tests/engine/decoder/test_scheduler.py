@@ -98,6 +98,42 @@ def test_samples_without_a_slot_come_later_and_find_the_prompt() -> None:
     assert scheduler.n_cached_tokens == 8
 
 
+def admissions(scheduler: Scheduler, steps: int) -> list[int]:
+    """Return the number of samples that begin in each step."""
+    found = []
+    for _ in range(steps):
+        plan = scheduler.schedule()
+        found.append(sum(len(chunk.prefill.sequences) for chunk in plan.chunks if chunk.is_last))
+        arrive(scheduler, plan)
+    return found
+
+
+def test_a_full_batch_is_filled_in_bulk() -> None:
+    scheduler = make_scheduler(n_blocks=500, max_running=32, max_prefill_tokens=512)
+    # One sample ends in each step from the second on, and its slot waits until four are free.
+    add(scheduler, *[make_request(i, 4, max_new=2 + i) for i in range(32)])
+    add(scheduler, *[make_request(100 + i, 4, max_new=90) for i in range(20)])
+    assert admissions(scheduler, 12) == [32, 0, 0, 0, 0, 4, 0, 0, 0, 4, 0, 0]
+
+
+def test_a_slot_of_a_full_batch_stays_free_for_at_most_16_steps() -> None:
+    scheduler = make_scheduler(n_blocks=500, max_running=32, max_prefill_tokens=512)
+    add(scheduler, make_request(0, 4, max_new=3), *[make_request(1 + i, 4, max_new=90) for i in range(40)])
+    assert admissions(scheduler, 20) == [32] + [0] * 15 + [1, 0, 0, 0]
+
+
+def test_a_batch_with_room_for_all_admits_at_once() -> None:
+    scheduler = make_scheduler(n_blocks=500, max_running=32, max_prefill_tokens=512)
+    add(scheduler, *[make_request(i, 4, max_new=90) for i in range(31)], make_request(40, 4, max_new=5))
+    waiting = make_request(50, 4, max_new=9)
+    add(scheduler, waiting)
+    assert admissions(scheduler, 2) == [32, 0]
+    scheduler.abort(50)
+    assert admissions(scheduler, 4) == [0, 0, 0, 0]  # the slot of request 40 is free now
+    add(scheduler, make_request(60, 4))
+    assert admissions(scheduler, 1) == [1]
+
+
 def test_an_equal_prompt_in_the_same_step_shares_too_but_its_last_token_is_computed() -> None:
     scheduler = make_scheduler()
     (first,), (second,) = make_request(1, 8), make_request(1, 8)
