@@ -74,11 +74,6 @@ _SERVED = 256  # samples, for agents, whose number of requests is not known
 _MOST = 1024  # samples per data-parallel copy of the model: more samples hardly raise the throughput
 
 
-# Decoding steps between looks at the finished samples, if these are not decisive.
-_STEPS = 64  # of the only copy of the model: for displays of the progress
-_STEPS_OF_COPIES = 16  # of each of several copies, which then wait for each other
-
-
 RolloutSteering = Callable[[list[GenerationOutput], list[RolloutStats]], tuple[int, Sequence[GenerationRequest]]]
 """A function that decides how long a rollout goes on. It is called with (newly finished samples, statistics of each
 rank), and returns (number of further samples that must finish before the next call, further requests). The number is a
@@ -340,13 +335,18 @@ class RolloutSession:
             CancelledError: The asyncio task was cancelled during the rollout.
         """
         engine = self._sessions.engine
-        # With several copies of the model, no copy can know how many samples of the others have finished.
-        n_steps = n_steps or (_STEPS if engine.spec.layout.dp_size == 1 else _STEPS_OF_COPIES)
+        engine.check_runs()
+        if n_steps is not None:
+            check_count("n_steps", n_steps)
+        for request in requests:
+            engine.check(request)
         due, n_open, outputs, stats = list(requests), 0, list[GenerationOutput](), engine.rollout_stats()
         while True:
             missing, more = progress(outputs, stats)
+            for request in more:
+                engine.check(request)
             due += more
-            if not missing:
+            if missing <= 0:
                 return engine.park()
             raise_if_cancelled()
             if due and not n_open:

@@ -23,7 +23,7 @@ from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import requests_of_rest
 from areno.engine.spec import RolloutSpec
-from areno.run.in_flight import Group, InFlight
+from areno.run.in_flight import Group, InFlight, n_tokens
 from areno.types import GenerationOutput, GenerationRequest, PromptItem, SamplingParams
 
 _SIGMA = 0.8  # of the logarithm of a length
@@ -90,7 +90,8 @@ class _Rollouts:
     def __init__(self, ours: ArenoContender, settings: Settings, n_ahead: int):
         self.n_ahead, self._settings, self._engine = n_ahead, settings, ours.engine
         self.prompts = settings.work.prompts(ours.vocab_size, 0)
-        self._in_flight = InFlight(lambda indices: [], settings.work.n_samples)
+        limit = settings.max_head_offpolicyness if n_ahead else 0
+        self._in_flight = InFlight(lambda indices: [], settings.work.n_samples, limit)
         self._step = 0
         self._spec = RolloutSpec(
             max_running=settings.at_once or len(self.prompts) * settings.work.n_samples,
@@ -106,11 +107,9 @@ class _Rollouts:
         """Run the rollout of a step."""
         self._step += 1
         items = [PromptItem(prompt="", text="", tokens=tokens) for tokens in self.prompts]
-        limit = self._settings.max_head_offpolicyness if self.n_ahead else 0
-        n_batches = 2 + max(limit, self.n_ahead // len(items))
-        choice = self._in_flight.begin(self._step, limit, self.n_ahead, [items] * n_batches)
+        choice = self._in_flight.begin(self._step, self.n_ahead, items, lambda n: [items] * n)
         groups, ids = choice.groups, itertools.count()
-        recomputed = sum(len(part.tokens) for group in groups for part in group.parked.values())
+        before = [(group, part) for group in groups for part in group.parked.values()]
         requests, group_of = list[GenerationRequest](), dict[int, Group]()
         for group in groups:
             for part in group.unfinished:
@@ -120,10 +119,11 @@ class _Rollouts:
         began = time.perf_counter()
         parked = _roll_out(self._engine, self._spec, requests, group_of, choice)
         seconds = time.perf_counter() - began
-        self._in_flight.end(self._step, limit, choice, [(group_of[each.request_id], each) for each in parked])
+        self._in_flight.end(self._step, choice, [(group_of[each.request_id], each) for each in parked])
+        went_on = [part for group, part in before if n_tokens(group.latest(part.sample)) > n_tokens(part)]
         trained = sum(len(output.tokens) for group in choice.taken for output in group.outputs)
         ages = [0 if group.begun_at is None else self._step - group.begun_at for group in choice.taken]
-        return _Step(seconds, trained, recomputed, max(ages))
+        return _Step(seconds, trained, sum(map(n_tokens, went_on)), max(ages))
 
     def _request(self, group: Group, sample: int) -> GenerationRequest:
         """Return the request of a sample, whose length depends on its prompt and number alone."""
@@ -144,7 +144,7 @@ def _roll_out(
     engine.hold()
     engine.submit(requests)
     while missing := choice.missing:
-        outputs, _ = engine.advance(missing, 64 if engine.spec.layout.dp_size == 1 else 16)
+        outputs, _ = engine.advance(missing)
         choice.add((group_of[output.request_id], output) for output in outputs)
     parked = engine.park()
     engine.end_rollout()

@@ -195,7 +195,12 @@ class PolicyExperimentConfig(ExperimentConfig):
     @property
     def prompts_ahead(self) -> int:
         """Number of prompts that a step samples beyond its batch. 0 if a step waits for all its samples."""
-        return self.rollout.prompts_beyond(self.train_dataset.batch_size, self.gconfig.n_samples)
+        if self.rollout.prompts_ahead is not None or not self.rollout.max_head_offpolicyness:
+            return self.rollout.prompts_ahead or 0
+        prompts_at_once = self.train_dataset.batch_size
+        if (at_once := self.rollout.max_concurrent_rollouts) is not None:
+            prompts_at_once = min(prompts_at_once, -(-at_once // self.gconfig.n_samples))
+        return -(-prompts_at_once // 4)
 
     @forbid(
         "rollout.prompts_ahead",
@@ -214,7 +219,7 @@ class PolicyExperimentConfig(ExperimentConfig):
     )
     def agents_in_flight(self) -> bool:
         """Return whether samples of agents would be interrupted."""
-        return self.prompts_ahead > 0 and (self.agent.fn is not None or self.agent.is_environment)
+        return self.prompts_ahead > 0 and self.agent.fn is not None
 
     @property
     def rows_per_step(self) -> int:

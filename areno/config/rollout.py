@@ -241,9 +241,9 @@ class RolloutConfig(DecoderConfig):
     prompts_ahead: int | None = setting(
         None,
         help="Number of prompts that a step samples beyond its batch, so that it need not wait for its longest "
-        "samples. Prompts that are not finished then are treated according to max_head_offpolicyness. Above 0: their "
-        "samples continue in the next step, under new weights. 0: their tokens are thrown away, and a later step "
-        "samples postponed prompts alone and waits for them. null: 0, or with max_head_offpolicyness above 0 a quarter "
+        "samples. What happens to unfinished prompts depends on max_head_offpolicyness. Above 0: their samples "
+        "continue in the next step, under new weights. 0: their tokens are thrown away, and a later step samples "
+        "postponed prompts alone and waits for them. null: 0, or with max_head_offpolicyness above 0 a quarter "
         "of the prompts that are decoded at the same time",
         gt=0,
     )
@@ -284,19 +284,6 @@ class RolloutConfig(DecoderConfig):
         ge=0,
         only_with=Needs("dump_to_file", False, so="all samples are kept"),
     )
-
-    def prompts_beyond(self, batch_size: int, n_samples: int) -> int:
-        """Return the number of prompts that a step samples beyond its batch.
-
-        Args:
-            batch_size: Number of prompts that a step trains on.
-            n_samples: Number of samples of each prompt.
-        """
-        if not (limit := self.max_head_offpolicyness):
-            return self.prompts_ahead or 0
-        at_once = self.max_concurrent_rollouts
-        prompts_at_once = batch_size if at_once is None else min(batch_size, -(-at_once // n_samples))
-        return min(self.prompts_ahead or -(-prompts_at_once // 4), limit * batch_size)
 
     @forbid(
         "dynamic_sampling",

@@ -309,7 +309,8 @@ class Dispatcher:
             self._parts.update((part.request.request_id, part) for part in mine)
             parts += mine
         if self.n_copies > 1:
-            parts.sort(key=lambda part: (-part.length, -part.missing))
+            # Interrupted samples are the oldest, and come first.
+            parts.sort(key=lambda part: (not part.request.begun, -part.length, -part.missing))
         self._queue.extend(parts)
 
     def _cut(self, request: GenerationRequest, share: int) -> list[GenerationRequest]:

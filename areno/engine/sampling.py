@@ -18,6 +18,10 @@ from areno.types import GenerationOutput, GenerationRequest
 
 _TURN_S = 0.05  # longest poll of one thread while another thread waits to poll
 
+# Decoding steps between looks at the finished samples, if these are not decisive.
+_STEPS = 64  # of the only copy of the model: for displays of the progress
+_STEPS_OF_COPIES = 16  # of each of several copies, which then wait for each other
+
 
 class SamplingEngine:
     """Requests for samples of the actor, and the rollout phases in which workers serve them.
@@ -87,10 +91,15 @@ class SamplingEngine:
             self.clock.stop()
 
     def resume_rollout(self) -> None:
-        """Continue all samples that `suspend_rollout` has interrupted, with the weights of now."""
+        """Continue all samples that `suspend_rollout` has interrupted, with the current weights."""
         if self.limits is not None:
             self._call("resume")
             self.clock.start()
+
+    def check_runs(self) -> None:
+        """Raise an EngineError if the rollout phase is suspended, because samples would never finish."""
+        if self.clock.stands:
+            raise EngineError("no samples can be waited for while the rollout is suspended; resume the rollout first")
 
     def _clear_requests(self) -> None:
         self.dispatcher.clear()
@@ -114,6 +123,19 @@ class SamplingEngine:
                 max_new_by_request[request.request_id] = self.limits.max_new(request)
             self.dispatcher.add(requests, max_new_by_request)
             self._send_due()
+
+    def check(self, request: GenerationRequest) -> None:
+        """Check the sampling parameters and the prompt of a request.
+
+        Args:
+            request: The request.
+
+        Raises:
+            ConfigError: Sampling parameters of the request are out of bounds.
+            DataError: The prompt is empty, or is not a list of the model's token ids.
+        """
+        check_params(request.params)
+        read_tokens(request.prompt, "prompt", self.info.vocab_size)
 
     def _send_due(self) -> None:
         for rank, batch in self.dispatcher.due():
@@ -224,8 +246,7 @@ class SamplingEngine:
             EngineError: The request cannot be served, or a worker has failed.
             TimeoutError: The request took longer than timeout_s.
         """
-        check_params(request.params)
-        read_tokens(request.prompt, "prompt", self.info.vocab_size)
+        self.check(request)
         consumer, unfinished = Consumer(), request.n_samples
         limit = TimeLimit(consumer, self.clock, timeout_s)
         try:
@@ -247,14 +268,14 @@ class SamplingEngine:
         """
         self._call("hold")
 
-    def advance(self, n_finished: int, n_steps: int) -> tuple[list[GenerationOutput], list[RolloutStats]]:
+    def advance(self, n_finished: int, n_steps: int | None = None) -> tuple[list[GenerationOutput], list[RolloutStats]]:
         """Decode in a held rollout phase until enough samples have finished.
 
         Each copy of the model stops after `n_finished` finished samples of its own or after `n_steps` steps.
 
         Args:
             n_finished: Number of samples, at least 1.
-            n_steps: Number of decoding steps, at least 1.
+            n_steps: Number of decoding steps, at least 1. None chooses a number.
 
         Returns:
             (outputs of the finished samples, decoding statistics of each data-parallel rank). The number of outputs may
@@ -263,6 +284,8 @@ class SamplingEngine:
         Raises:
             EngineError: The model computes no finite numbers, or a worker has failed.
         """
+        if n_steps is None:  # with several copies, no copy can know how many samples of the others have finished
+            n_steps = _STEPS if self.spec.layout.dp_size == 1 else _STEPS_OF_COPIES
         outputs, stats = zip(*self._call("advance", n_finished, n_steps), strict=True)
         with self._records_lock:
             finished = self._received(outputs)
@@ -313,8 +336,10 @@ class SamplingEngine:
             Request id -> finished samples, in the order of their sample numbers.
 
         Raises:
-            EngineError: A request cannot be served, a worker failed, or the model computes no finite numbers.
+            EngineError: A request cannot be served, the rollout phase is suspended, a worker failed, or the model
+                computes no finite numbers.
         """
+        self.check_runs()
         if self.spec.engine.deterministic:
             at_once = None
         elif self.spec.layout.dp_size > 1:

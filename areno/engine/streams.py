@@ -123,7 +123,8 @@ class RunningClock:
 
     def now(self) -> float:
         """Return the time of the clock, in seconds."""
-        return (time.monotonic() if self._since is None else self._since) - self._stood_s
+        since = self._since  # read once: another thread may start the clock
+        return (time.monotonic() if since is None else since) - self._stood_s
 
     @property
     def stands(self) -> bool:

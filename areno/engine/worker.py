@@ -154,7 +154,7 @@ class Worker:
         return self.decoder.limits
 
     def _use_weights(self, decoder: Decoder) -> None:
-        """Make a decoder, whose cache is empty, ready to decode with the weights of now."""
+        """Make a decoder, whose cache is empty, ready to decode with the current weights."""
         decoder.weights_version = self.weights_version()
         refresh_adapters(self.actor)
 
@@ -305,7 +305,8 @@ class Worker:
         return outputs, self.rollout_stats()
 
     def park(self) -> list[GenerationOutput]:
-        """Remove all samples from the decoder, and return what they have so far, see Decoder.park."""
+        """Remove all samples from the held decoder, release it, and return the samples so far, see Decoder.park."""
+        self._is_held = False
         return [] if self.decoder is None else self.decoder.park()
 
     def step(self) -> list[GenerationOutput]:

@@ -78,14 +78,16 @@ def staleness_warnings(config: ExperimentConfig) -> Iterator[str]:
     Args:
         config: Settings of the run.
     """
-    if not isinstance(config, PolicyExperimentConfig) or not isinstance(config.actor, RatioConfig):
+    if not isinstance(config, PolicyExperimentConfig) or not (limit := config.rollout.max_head_offpolicyness):
         return
-    if (limit := config.rollout.max_head_offpolicyness) and not config.actor.bears_staleness:
-        yield (
-            f"rollout.max_head_offpolicyness is {limit}, so tokens of older weights are trained as if the current "
-            "weights had sampled them; set actor.use_decoupled_loss=true, actor.recompute_logprob=false or "
-            "actor.m2_threshold"
-        )
+    text = (
+        f"rollout.max_head_offpolicyness is {limit}, so tokens of older weights are trained as if the current weights "
+        "had sampled them; "
+    )
+    if not isinstance(config.actor, RatioConfig):
+        yield f"{text}this algorithm has no correction for them, so set rollout.max_head_offpolicyness=0"
+    elif not config.actor.bears_staleness:
+        yield f"{text}set actor.use_decoupled_loss=true, actor.recompute_logprob=false or actor.m2_threshold"
 
 
 def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:

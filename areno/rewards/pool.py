@@ -15,7 +15,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Pipe
 from typing import Any
@@ -202,23 +202,27 @@ class Scoring(AbstractContextManager["Scoring"]):
         """
         self._is_last = True
         self._nudge()
+        self._watch(lambda: False, lambda: self._thread.join(_LOOK_S))
+        self._raise_error()
+        return self._calls.outcomes
+
+    def _watch(self, is_over: Callable[[], bool], wait: Callable[[], None]) -> None:
+        """Call `wait` again and again until `is_over` returns True or the thread has ended."""
         slow, turns = SlowTimer(), -1
-        while self._thread.is_alive():
-            self._thread.join(_LOOK_S)
+        while self._thread.is_alive() and not is_over():
+            wait()
             if turns != self._turns:  # the thread is alive, and it enforces the time limit of each call
                 turns = self._turns
                 heartbeat.beat()
             if slow.is_due() and self._calls.n_open:
                 logger.info(self._pool.slow_text(self._calls, slow.seconds))
-        self._raise_error()
-        return self._calls.outcomes
 
     @property
     def n_known(self) -> int:
         """Number of samples that have been scored."""
         return len(self._calls.outcomes)
 
-    def known(self, numbers: Iterable[int]) -> list[RewardOutcome]:
+    def known(self, numbers: Sequence[int]) -> list[RewardOutcome]:
         """Wait for the outcomes of some samples, while others may still be added.
 
         Args:
@@ -230,14 +234,17 @@ class Scoring(AbstractContextManager["Scoring"]):
         Raises:
             ArenoError: Scoring has failed, for example because a function cannot be loaded.
         """
-        found = []
-        for number in numbers:
-            while (outcome := self._calls.outcomes.get(number)) is None:
-                self._raise_error()
-                heartbeat.beat()
-                time.sleep(_BATCH_WAIT_S)
-            found.append(outcome)
-        return found
+        self._watch(lambda: self.has(numbers), lambda: time.sleep(_BATCH_WAIT_S))
+        self._raise_error()
+        return [self._calls.outcomes[number] for number in numbers]
+
+    def has(self, numbers: Iterable[int]) -> bool:
+        """Return whether all of some samples have been scored.
+
+        Args:
+            numbers: Numbers of samples, as given to `add`.
+        """
+        return all(number in self._calls.outcomes for number in numbers)
 
     def span_of(self, number: int) -> tuple[int, int] | None:
         """Return (start, end) of the scoring of a sample, as times of areno.trace. None if no process has answered.

@@ -1,10 +1,10 @@
 """The prompts whose samples are under way across steps, with rollout.prompts_ahead.
 
-A step samples more prompts than it trains on. It ends its rollout when as many groups as its batch has prompts are
-whole, where a group is the samples of one prompt. With rollout.max_head_offpolicyness above 0, unfinished samples are
-parked and continue in the rollout of the next step, under the new weights (partial rollout, arXiv 2509.18521). With 0,
-their tokens are thrown away, and their prompts are postponed to a step that samples postponed prompts alone (tail
-batching, arXiv 2509.21009).
+A group is the samples of one prompt, and is whole when all of them have finished. A step samples more prompts than it
+trains on, and ends its rollout when as many groups are whole as its batch has prompts. With
+rollout.max_head_offpolicyness above 0, unfinished samples are parked and continue in the rollout of the next step,
+under the new weights (partial rollout, arXiv 2509.18521). With 0, their tokens are thrown away, and their prompts are
+postponed to a step that samples postponed prompts alone (tail batching, arXiv 2509.21009).
 
 `InFlight` keeps the groups, decides which of them belong to a step, and is part of the training state. It samples
 nothing itself.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from areno.types import GenerationOutput, PromptItem
+
+logger = logging.getLogger("areno")
 
 
 @dataclass(slots=True, eq=False)
@@ -32,10 +35,11 @@ class Group:
         place: Index of the prompt in its batch.
         item: The prompt.
         n_samples: Number of samples.
-        begun_at: Step in which the first token of the group was sampled. None before.
+        begun_at: Step in which the first token of the group was sampled. None until that step has ended.
         finished: Sample number -> output of a finished sample.
         parked: Sample number -> output of a sample that was interrupted, possibly without tokens.
-        is_postponed: Whether the group waits for a step that samples postponed groups, without any tokens.
+        is_postponed: Whether the group was postponed. A postponed group has no tokens and waits for a step of postponed
+            groups.
     """
 
     batch: int
@@ -60,11 +64,15 @@ class Group:
     @property
     def unfinished(self) -> list[GenerationOutput]:
         """The outputs of the unfinished samples so far, in the order of their numbers."""
-        return [
-            self.parked.get(sample) or _nothing(sample)
-            for sample in range(self.n_samples)
-            if sample not in self.finished
-        ]
+        return [self.latest(sample) for sample in range(self.n_samples) if sample not in self.finished]
+
+    def latest(self, sample: int) -> GenerationOutput:
+        """Return the output of a sample so far.
+
+        Args:
+            sample: Number of the sample.
+        """
+        return self.finished.get(sample) or self.parked.get(sample) or _nothing(sample)
 
 
 def _nothing(sample: int) -> GenerationOutput:
@@ -73,11 +81,11 @@ def _nothing(sample: int) -> GenerationOutput:
 
 
 def n_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence[int]) -> int:
-    """Return how many groups must be trained in a step, so that no group is trained later than allowed.
+    """Return how many groups a step must train so that every group meets its deadline.
 
-    A group may be trained up to `limit` steps after the step in which its sampling began. Groups with the earliest
-    deadlines are trained first. Later steps have room for their own batch sizes only, so some groups must be trained
-    before their own deadlines.
+    The deadline of a group is `limit` steps after the step in which its sampling began, or the last step of the run.
+    Groups with the earliest deadlines are trained first. Later steps have room for their own batch sizes only, so some
+    groups must be trained before their own deadlines.
 
     Args:
         begun_at: For each group, the step in which its sampling began. None if it begins in this step.
@@ -90,14 +98,15 @@ def n_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence
     """
     last = len(sizes) - 1
     deadlines = [min((step if begun is None else begun) + limit - step, last) for begun in begun_at]
-    room = itertools.accumulate(sizes[1:], initial=0)  # of the k steps after this one
+    room = itertools.accumulate(sizes[1:], initial=0)  # groups that the next k steps train
     return max(sum(deadline <= k for deadline in deadlines) - room_k for k, room_k in enumerate(room))
 
 
 class Choice:
-    """The choice of the groups that a step trains on, while they are sampled.
+    """Decides during the rollout which groups a step trains on.
 
-    Groups that are due belong to the step. The rest of the step's batch is filled with the groups that are whole first.
+    Groups that are due belong to the step: those at their deadline, or postponed ones that complete the batch. The rest
+    of the step's batch is filled with the groups that are whole first.
 
     Args:
         groups: The groups that the step samples, the oldest first.
@@ -108,48 +117,59 @@ class Choice:
         groups: The groups that the step samples.
         size: Number of groups that the step trains on.
         taken: The groups of the step that are whole so far, in the order in which they became whole.
+        known: The samples of earlier steps that the step trains on, each with its group.
     """
 
     def __init__(self, groups: Sequence[Group], due: Sequence[Group], size: int):
+        assert len(due) <= size
         self.groups, self.size, self.taken = groups, size, list[Group]()
-        self._due, self._open = set(due), [group for group in groups if group not in set(due)]
+        self._due = set(due)
+        self._open = [group for group in groups if group not in self._due]
         self._n_open = size - len(due)
-        self._take(groups)
+        self.known = [sample for group in groups for sample in self._certain(group, group.outputs)]
 
-    def _take(self, groups: Iterable[Group]) -> list[Group]:
-        """Take those of some groups that are whole and belong to the step, and return them."""
-        taken = []
-        for group in groups:
-            if group.missing or group in self.taken:
-                continue
-            if group not in self._due:
-                if not self._n_open:
-                    continue
-                self._n_open -= 1
-                self._open.remove(group)
-            taken.append(group)
+    def _certain(self, group: Group, finished: Sequence[GenerationOutput]) -> list[tuple[Group, GenerationOutput]]:
+        """Take a group that is whole and belongs to the step.
+
+        Args:
+            group: The group.
+            finished: Those of its samples that have finished since the last call for this group.
+
+        Returns:
+            The samples of which it is certain since this call that the step trains on them, each with the group.
+        """
+        if group in self._due:
+            found = finished
+        elif group.missing or not self._n_open:
+            return []
+        else:
+            found = group.outputs
+            self._n_open -= 1
+            self._open.remove(group)
+        if not group.missing:
             self.taken.append(group)
-        return taken
+        return [(group, output) for output in found]
 
-    def add(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> list[Group]:
+    def add(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> list[tuple[Group, GenerationOutput]]:
         """Record finished samples.
 
         Args:
             outputs: Each finished sample with its group, in the order in which the samples finished.
 
         Returns:
-            The groups of the step that have become whole.
+            The samples of which it is certain now that the step trains on them, each with its group. Each sample of the
+            step is returned once, by this method or in `known`.
         """
-        taken = []
+        found = []
         for group, output in outputs:
             group.finished[output.sample] = output
             group.parked.pop(output.sample, None)
-            taken += self._take([group])
-        return taken
+            found += self._certain(group, [output])
+        return found
 
     @property
     def missing(self) -> int:
-        """Number of samples that must finish, at the least, until all groups of the step are whole. 0 if all are."""
+        """Smallest number of further samples after which all groups of the step can be whole. 0 if all are."""
         due = sum(group.missing for group in self._due)
         return due + sum(sorted(group.missing for group in self._open)[: self._n_open])
 
@@ -160,46 +180,66 @@ class InFlight:
     Args:
         items_at: Returns the encoded prompts with given indices in the dataset.
         n_samples: Number of samples of each prompt.
+        limit: Largest number of steps between the first token of a group and the training on it. 0: the step that
+            begins a group trains on it, or its tokens are thrown away.
+        sampled_with: The settings of sampling, as plain values. After a change of them, samples cannot continue.
 
     Attributes:
         groups: The groups under way, the oldest first.
     """
 
-    def __init__(self, items_at: Callable[[Sequence[int]], Sequence[PromptItem]], n_samples: int):
-        self._items_at, self._n_samples = items_at, n_samples
+    def __init__(
+        self,
+        items_at: Callable[[Sequence[int]], Sequence[PromptItem]],
+        n_samples: int,
+        limit: int,
+        sampled_with: Mapping[str, Any] | None = None,
+    ):
+        self._items_at, self._n_samples, self._limit = items_at, n_samples, limit
+        self._sampled_with = {"limit": limit, "n_samples": n_samples, **(sampled_with or {})}
         self.groups: list[Group] = []
-        self._newest = (0, -1)  # (batch, index) of the newest admitted prompt, and those before it were admitted, too
+        self._newest = (0, -1)  # (batch, index) of the newest admitted prompt; all earlier ones were admitted
 
-    def begin(self, step: int, limit: int, n_ahead: int, batches: Sequence[Sequence[PromptItem]]) -> Choice:
+    def begin(
+        self,
+        step: int,
+        n_ahead: int,
+        batch: Sequence[PromptItem],
+        upcoming: Callable[[int], Sequence[Sequence[PromptItem]]],
+    ) -> Choice:
         """Begin the rollout of a step: admit prompts, and choose the groups to sample.
 
         Args:
             step: Number of the step.
-            limit: Largest number of steps between the first token of a group and the training on it.
             n_ahead: Number of prompts that the step samples beyond its batch.
-            batches: The prompts of this step and of the next steps: at least of `limit` steps, and of as many as have
-                `n_ahead` prompts, if the run has so many.
+            batch: The prompts of the step.
+            upcoming: Returns the prompts of the next n steps, or of fewer steps if the run ends before.
 
         Returns:
             The choice of the groups that the step trains on.
         """
-        size = len(batches[0])
-        self._admit(step, batches[0])
+        size, limit = len(batch), self._limit
+        self._admit(step, batch)
         postponed = [group for group in self.groups if group.is_postponed]
         if len(postponed) >= size:
             return Choice(postponed[:size], postponed[:size], size)
-        n_missing = size + n_ahead - (len(self.groups) - len(postponed))
-        for number, prompts in enumerate(batches[1:], step + 1):
-            n_missing -= self._admit(number, prompts, n_missing)
+        n_missing, n_later = size + n_ahead - (len(self.groups) - len(postponed)), 0
+        # A prompt is begun at most `limit` steps before its own step, so that later steps have room for all. A prompt
+        # whose tokens are thrown away can be begun earlier.
+        while n_missing > 0 and (n_later < limit or not limit) and len(later := upcoming(n_later + 1)) > n_later:
+            n_later += 1
+            n_missing -= self._admit(step + n_later, later[-1], n_missing)
         groups = [group for group in self.groups if not group.is_postponed]
-        # At the end of a run, too few prompts are left for a step without the postponed ones.
-        due = postponed[: max(0, size - len(groups))]
         if limit:
+            # Prompts of later batches are left from before a decrease of the limit.
+            groups = [group for group in groups if group.begun_at is not None or group.batch <= step + limit]
             by_age = sorted(groups, key=lambda group: step if group.begun_at is None else group.begun_at)
-            sizes = [len(prompts) for prompts in batches[: limit + 1]]
+            sizes = [size, *map(len, upcoming(limit))]
             due = by_age[: n_due([group.begun_at for group in by_age], step, limit, sizes)]
             return Choice(groups, due, size)
-        return Choice([*due, *groups], due, size)
+        # At the end of a run, too few prompts are left for a step without the postponed ones.
+        due = postponed[: max(0, size - len(groups))]
+        return Choice([*due, *groups[: size + n_ahead]], due, size)
 
     def _admit(self, batch: int, items: Sequence[PromptItem], most: int | None = None) -> int:
         """Add at most `most` prompts of a batch that were not added before, and return their number."""
@@ -211,12 +251,11 @@ class InFlight:
         self._newest = (batch, new[-1])
         return len(new)
 
-    def end(self, step: int, limit: int, choice: Choice, parked: Iterable[tuple[Group, GenerationOutput]]) -> int:
+    def end(self, step: int, choice: Choice, parked: Iterable[tuple[Group, GenerationOutput]]) -> int:
         """End the rollout of a step. The groups that the step trains on are no longer under way.
 
         Args:
             step: Number of the step.
-            limit: Largest number of steps between the first token of a group and the training on it.
             choice: The choice of the groups.
             parked: Each unfinished sample with its group.
 
@@ -233,21 +272,24 @@ class InFlight:
         self.groups = [group for group in self.groups if group not in gone]
         n_thrown_away = 0
         for group in self.groups:
-            n_tokens = sum(len(output.tokens) for output in (*group.finished.values(), *group.parked.values()))
-            if not limit:
-                group.is_postponed = group.is_postponed or (n_tokens > 0 and group.missing > 0)
+            n_sampled = sum(map(n_tokens, (*group.finished.values(), *group.parked.values())))
+            if not self._limit:
+                group.is_postponed = group.is_postponed or (n_sampled > 0 and group.missing > 0)
                 group.finished, group.parked = {}, {}
-                n_thrown_away += n_tokens
-            elif n_tokens and group.begun_at is None:
+                n_thrown_away += n_sampled
+            elif n_sampled and group.begun_at is None:
                 group.begun_at = step
         return n_thrown_away
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups under way with their samples, as plain values for a JSON file."""
-        return {"newest": list(self._newest), "groups": [_written(group) for group in self.groups]}
+        groups = [_written(group) for group in self.groups]
+        return {"newest": list(self._newest), "groups": groups, "sampled_with": self._sampled_with}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+        """Restore the groups that `state_dict` returned.
+
+        If the settings of sampling have changed, the prompts stay under way, and their tokens are thrown away.
 
         Args:
             state: The saved groups.
@@ -256,18 +298,26 @@ class InFlight:
         self._newest = batch, place
         items = self._items_at([group["row"] for group in state["groups"]])
         self.groups = [
-            Group(
-                group["batch"],
-                group["place"],
-                item,
-                self._n_samples,
-                group["begun_at"],
-                {output.sample: output for output in map(_output, group["finished"])},
-                {output.sample: output for output in map(_output, group["parked"])},
-                group["is_postponed"],
-            )
+            Group(group["batch"], group["place"], item, self._n_samples)
             for group, item in zip(state["groups"], items, strict=True)
         ]
+        if state["sampled_with"] != self._sampled_with:
+            if self.groups:
+                logger.info("the settings of sampling have changed: %d prompts are sampled anew", len(self.groups))
+            return
+        for group, written in zip(self.groups, state["groups"], strict=True):
+            group.begun_at, group.is_postponed = written["begun_at"], written["is_postponed"]
+            group.finished = {output.sample: output for output in map(_output, written["finished"])}
+            group.parked = {output.sample: output for output in map(_output, written["parked"])}
+
+
+def n_tokens(output: GenerationOutput) -> int:
+    """Return the number of sampled tokens of an output.
+
+    Args:
+        output: The output.
+    """
+    return len(vars(output)["tokens"])  # reading the attribute would make a list of an array
 
 
 _ARRAYS = {"tokens": "<i4", "logprobs": "<f8", "versions": "<i4"}

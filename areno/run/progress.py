@@ -6,6 +6,7 @@ steps an action is due. Their state dicts are part of the training state from wh
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections import deque
@@ -83,7 +84,7 @@ class RunProgress:
     Attributes:
         step: Number of the current step, from 1. 0 before the first step.
         epoch_ended: Whether the current step has taken the last batch of an epoch.
-        in_flight: The prompts that are sampled across steps, with rollout.max_head_offpolicyness above 0.
+        in_flight: The prompts that are sampled across steps, with rollout.prompts_ahead.
         history: Name -> one value per step or per evaluation, oldest first. `keep` appends to it.
     """
 
@@ -92,7 +93,10 @@ class RunProgress:
         self.step = 0
         self.epoch_ended = False
         self.history: dict[str, list[float]] = {}
-        self.in_flight = InFlight(loader.items_at, self._rows_per_item)
+        limit, sampled_with = 0, None
+        if isinstance(config, PolicyExperimentConfig):
+            limit, sampled_with = config.rollout.max_head_offpolicyness, dataclasses.asdict(config.gconfig)
+        self.in_flight = InFlight(loader.items_at, self._rows_per_item, limit, sampled_with)
         self._epoch: int | None = None  # None before the first batch
         self._rows_taken = 0
         self._batches_taken = 0
@@ -149,6 +153,11 @@ class RunProgress:
     @property
     def _rows_per_item(self) -> int:
         return self.config.gconfig.n_samples if isinstance(self.config, PolicyExperimentConfig) else 1
+
+    @property
+    def last_reward(self) -> float | None:
+        """The mean reward of the step before. None if there is none."""
+        return self.history["reward_mean"][-1] if "reward_mean" in self.history else None
 
     def open_batches(self) -> None:
         """Start to read batches, from the position that the loader has. Call this before `next_step`."""
@@ -276,7 +285,8 @@ class RunProgress:
         self.step, self._epoch = state["step"], state["epoch"]
         self.loader.load_state_dict(state["loader"])
         self._position = self.loader.state_dict()
-        self.in_flight.load_state_dict(state.get("in_flight") or {"newest": [0, -1], "groups": []})
+        if "in_flight" in state:
+            self.in_flight.load_state_dict(state["in_flight"])
         self._rows_taken = state["rows_taken"]
         self._batches_taken = state["batches_taken"]
         self.history = {name: list(values) for name, values in state["history"].items()}

@@ -38,6 +38,7 @@ explicit: the run changes from here on, so the user must name it by --resume. ne
 
 _END = "where the run ends, and with lr_decay_steps=null the learning rate from here on"
 _SPEED = "speed and memory change; results up to the order of floating-point sums"
+_RACE = "other samples may be finished first, and so other prompts are trained in a step"
 _FROM_HERE = "from here on"
 _SAME = "nothing, if it is the same model or data in another place"
 
@@ -113,18 +114,24 @@ def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any
     """
     before = with_current_names(cls, before)
     pairs = _differences(with_defaults(cls, before), with_defaults(cls, now))
-    return [Change(key, old, new, *_kind(key)) for key, old, new in pairs]
+    rollout = now.get("rollout") or {}
+    is_race = bool(rollout.get("max_head_offpolicyness") or rollout.get("prompts_ahead"))
+    return [Change(key, old, new, *_kind(key, is_race)) for key, old, new in pairs]
 
 
-def _kind(key: str) -> tuple[Kind, str]:
+def _kind(key: str, is_race: bool) -> tuple[Kind, str]:
     """Return the kind and the effect of a change to a setting, as described in `Change`.
 
-    A setting that is not in the list of known settings is of kind "explicit".
+    A setting that is not in the list of known settings is of kind "explicit". `is_race` says whether steps train on the
+    prompts that are finished first.
     """
     section = key
     while section not in _KINDS and section:
         section = section.rpartition(".")[0]
-    return _KINDS.get(section, ("explicit", _FROM_HERE))
+    kind, effect = _KINDS.get(section, ("explicit", _FROM_HERE))
+    if is_race and effect == _SPEED and section.startswith(("engine", "scheduler", "cluster", "rollout")):
+        return "explicit", _RACE
+    return kind, effect
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

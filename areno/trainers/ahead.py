@@ -17,7 +17,7 @@ from areno.api.session import request_seed
 from areno.engine.requests import requests_of_rest
 from areno.engine.spec import RolloutStats
 from areno.plan.plan import sampling_params
-from areno.run.in_flight import Choice, Group
+from areno.run.in_flight import Choice, Group, n_tokens
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.score import Scorer
@@ -32,30 +32,30 @@ def sample_ahead(
 
     Args:
         setup: Models, data, settings and outputs of the run.
-        batch: The prompts of the step. The groups that the step trains on may be those of other prompts.
+        batch: The prompts of the step. The step may train on prompts of other batches instead.
         scores: Scores of the rows to train on, which are computed while rewards are computed.
 
     Returns:
-        (samples of the groups to train on, rollout/* metrics of samples that were stopped).
+        (samples of the groups to train on, rollout/* metrics of staleness or of postponed prompts).
     """
     run, config = setup.run, setup.config
     in_flight, step = run.progress.in_flight, run.step
-    limit, n_ahead = config.rollout.max_head_offpolicyness, config.prompts_ahead
-    upcoming = run.progress.upcoming(max(limit, -(-n_ahead // len(batch))))
-    choice = in_flight.begin(step, limit, n_ahead, [each.items for each in (batch, *upcoming)])
-    groups = choice.groups
-    n_recomputed = sum(len(part.tokens) for group in groups for part in group.parked.values())
-    with Scorer(setup, [group.item for group in groups], config.gconfig, 0) as scorer:
+    n_ahead, upcoming = config.prompts_ahead, run.progress.upcoming
+    choice = in_flight.begin(step, n_ahead, batch.items, lambda n: [each.items for each in upcoming(n)])
+    before = [(group, part) for group in choice.groups for part in group.parked.values()]
+    with Scorer(setup, [group.item for group in choice.groups], config.gconfig, 0) as scorer:
         with run.clock.phase("rollout"):
             log_stage("rollout_start")
             parked = _sample(setup, choice, scorer)
-            n_thrown_away = in_flight.end(step, limit, choice, parked)
+            n_thrown_away = in_flight.end(step, choice, parked)
             log_stage("rollout_end")
         if scorer.is_waiting:
             scores.compute_early(scorer.samples)
         with run.clock.phase("reward"):  # waits for the rewards that are still being computed
             samples = scorer.finish()
-    return samples, _metrics(setup, samples, n_recomputed, n_thrown_away)
+    # The samples that have gone on, whose keys and values were computed again.
+    went_on = [part for group, part in before if n_tokens(group.latest(part.sample)) > n_tokens(part)]
+    return samples, _metrics(setup, samples, sum(map(n_tokens, went_on)), n_thrown_away)
 
 
 def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Group, GenerationOutput]]:
@@ -73,13 +73,11 @@ def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Gr
         for request in requests_of_rest(whole, group.unfinished, ids):
             requests.append(request)
             group_of[request.request_id] = group
-    history = run.progress.history
-    reward = history["reward_mean"][-1] if "reward_mean" in history else None
-    copies = trainer.engine.spec.layout.dp_size
+    reward, copies = run.progress.last_reward, trainer.engine.spec.layout.dp_size
     with RolloutProgress("rollout", choice.size, config.gconfig.n_samples, copies, reward) as progress:
 
-        def take(taken: Sequence[Group], stats: list[RolloutStats]) -> int:
-            outputs = [numbered(output, places[group]) for group in taken for output in group.outputs]
+        def take(certain: Sequence[tuple[Group, GenerationOutput]], stats: list[RolloutStats]) -> int:
+            outputs = [numbered(output, places[group]) for group, output in certain]
             progress(outputs, stats)
             scorer.take(outputs)
             run.pulse()
@@ -88,7 +86,7 @@ def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Gr
         def finished(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> tuple[int, list[GenerationRequest]]:
             return take(choice.add((group_of[output.request_id], output) for output in outputs), stats), []
 
-        if not take(choice.taken, [RolloutStats()] * copies):
+        if not take(choice.known, [RolloutStats()] * copies):
             return []
         with trainer.rollout_session(sampling_params=params, proxy=False):
             parked = trainer.rollout_until(requests, finished)

@@ -161,7 +161,7 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
         The samples, and a mask of the samples to train on.
     """
     config, run, scores = setup.config, setup.run, StepScores(setup)
-    if config.prompts_ahead:
+    if config.prompts_ahead or run.progress.in_flight.groups:  # these may be left from before a change of settings
         samples, scalars = sample_ahead(setup, batch, scores)
         keep = np.array([sample.outcome.value is not None for sample in samples])
         return Rollout(samples, keep, batch.skipped_long, batch.total_skipped_long, scores, scalars)
@@ -247,12 +247,12 @@ def sample_and_score(
     Returns:
         The samples with their rewards, in the order of the prompts.
     """
-    trainer, clock, history = setup.trainer, setup.run.clock, setup.run.progress.history
+    trainer, clock = setup.trainer, setup.run.clock
     with Scorer(setup, items, gconfig, first_group) as scorer:
         with clock.phase("rollout"):
             log_stage(f"{title}_start")
-            reward = history["reward_mean"][-1] if "reward_mean" in history else None
-            progress = RolloutProgress(title, len(items), gconfig.n_samples, trainer.engine.spec.layout.dp_size, reward)
+            copies, reward = trainer.engine.spec.layout.dp_size, setup.run.progress.last_reward
+            progress = RolloutProgress(title, len(items), gconfig.n_samples, copies, reward)
 
             def report(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
                 progress(outputs, stats)

@@ -2,7 +2,8 @@
 
 A round samples a batch of prompts. Prompts whose samples all have the same reward are dropped, so a step may need
 several rounds. A further round begins as soon as the dropped prompts show that the step needs the round, while the
-samples of earlier rounds are still decoded. The samples are those of rounds that wait for each other.
+samples of earlier rounds are still decoded. Overlapping does not change the samples: prompts that are known to be
+dropped early are dropped in the end, too, so the step needs the same rounds whenever they begin.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.score import Scorer
 from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, ScoredSample
 
-_STEPS = 16  # decoding steps between decisions. A decision waits for the rewards of one of these intervals before.
+_STEPS = 16  # decoding steps between decisions
 
 
 def can_overlap(setup: PolicySetup) -> bool:
@@ -36,8 +37,8 @@ def sample_rounds(
 ) -> tuple[list[ScoredSample], list[Batch[PromptItem]]]:
     """Sample rounds of prompts until enough groups have different rewards, and score all samples.
 
-    A group is the samples of one prompt. The decision for a further round depends on decoding steps and rewards, and
-    not on the clock.
+    A group is the samples of one prompt. With `engine.deterministic`, a decision for a further round waits for the
+    rewards of the groups that became whole before the last interval, so that it does not depend on the clock.
 
     Args:
         setup: Models, data, settings and outputs of the run.
@@ -52,8 +53,7 @@ def sample_rounds(
         with run.clock.phase("rollout"):
             log_stage("rollout_start")
             rounds = _Rounds(setup, scorer, batch, most)
-            history, copies = run.progress.history, setup.trainer.engine.spec.layout.dp_size
-            reward = history["reward_mean"][-1] if "reward_mean" in history else None
+            reward, copies = run.progress.last_reward, setup.trainer.engine.spec.layout.dp_size
             with RolloutProgress("rollout", len(batch), config.gconfig.n_samples, copies, reward) as rounds.display:
                 params = sampling_params(config.gconfig)
                 with setup.trainer.rollout_session(sampling_params=params, proxy=False):
@@ -82,7 +82,7 @@ class _Rounds:
         self.batches: list[Batch[PromptItem]] = []
         self.display: RolloutProgress
         self._missing: list[int] = []  # unfinished samples of each group
-        self._whole: list[int] = []  # groups that became whole in the last interval
+        self._unknown: list[int] = []  # whole groups whose rewards are not known
         self._n_uniform = 0  # groups whose rewards are known to be equal
 
     def requests(self, batch: Batch[PromptItem]) -> list[GenerationRequest]:
@@ -110,21 +110,39 @@ class _Rounds:
     def __call__(
         self, outputs: list[GenerationOutput], stats: list[RolloutStats]
     ) -> tuple[int, Sequence[GenerationRequest]]:
-        """Score finished samples, and return (number of unfinished samples, requests of further rounds)."""
+        """Score finished samples, and decide whether a further round is needed.
+
+        Args:
+            outputs: The finished samples.
+            stats: Decoding statistics of each data-parallel rank.
+
+        Returns:
+            (number of unfinished samples, requests of further rounds).
+        """
         self.display(outputs, stats)
         self._scorer.take(outputs)
         self._setup.run.pulse()
-        known, self._whole = self._whole, []
+        before = len(self._unknown)
         for output in outputs:
             self._missing[output.request_id] -= 1
             if not self._missing[output.request_id]:
-                self._whole.append(output.request_id)
-        if not any(self._missing):  # nothing is left to decode meanwhile
-            known, self._whole = known + self._whole, []
-        self._n_uniform += sum(len(set(self._scorer.rewards_of(group))) < 2 for group in known)
+                self._unknown.append(output.request_id)
+        for group in self._known(before):
+            self._unknown.remove(group)
+            self._n_uniform += len(set(self._scorer.rewards_of(group))) < 2
         more: list[GenerationRequest] = []
         while len(self._missing) - self._n_uniform < self._size and len(self.batches) < self._most:
             if (batch := self._setup.run.progress.next_batch()) is None:
                 break
             more += self.requests(batch)
         return sum(self._missing), more
+
+    def _known(self, before: int) -> list[int]:
+        """Return the whole groups whose rewards are known or worth waiting for. `before` of them are older."""
+        if len(self.batches) >= self._most:
+            return []
+        if not any(self._missing):  # nothing is left to decode meanwhile
+            return list(self._unknown)
+        if self._setup.config.engine.deterministic:
+            return self._unknown[:before]
+        return [group for group in self._unknown if self._scorer.has_rewards_of(group)]

@@ -60,10 +60,22 @@ class Scorer(AbstractContextManager["Scorer"]):
             The rewards. Samples without a reward are left out.
         """
         assert self._scoring is not None, "no reward function scores the samples"
-        first, n_samples = number * self._gconfig.n_samples, self._gconfig.n_samples
         with self._setup.run.stop.interruptible():
-            outcomes = self._scoring.known(range(first, first + n_samples))
+            outcomes = self._scoring.known(self._samples_of(number))
         return [outcome.value for outcome in outcomes if outcome.value is not None]
+
+    def has_rewards_of(self, number: int) -> bool:
+        """Return whether the rewards of all samples of a prompt are known. Only for rewards of functions.
+
+        Args:
+            number: Index of the prompt.
+        """
+        assert self._scoring is not None, "no reward function scores the samples"
+        return self._scoring.has(self._samples_of(number))
+
+    def _samples_of(self, number: int) -> range:
+        n_samples = self._gconfig.n_samples
+        return range(number * n_samples, (number + 1) * n_samples)
 
     def take(self, outputs: Sequence[GenerationOutput]) -> None:
         """Add finished completions and start to score them.

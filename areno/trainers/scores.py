@@ -28,8 +28,8 @@ class StepScores:
 
     def __init__(self, setup: PolicySetup):
         self._setup = setup
-        self._early: dict[ScoreName, tuple[list[int], list[Any]]] = {}  # ids of the rows' tokens, and their scores
-        self._kept: list[Any] = []  # so that no other object gets one of these ids
+        self._rows: list[Any] = []  # the token arrays of the rows that were scored early
+        self._early: dict[ScoreName, list[Any]] = {}  # their scores
 
     def compute_early(self, samples: Sequence[ScoredSample]) -> None:
         """Compute all scores that the settings need, for samples without rewards.
@@ -46,22 +46,24 @@ class StepScores:
         names: list[ScoreName] = [name for name in needed if needed[name]]
         if names:
             rows = policy_rows(samples, [0.0] * len(samples), 0)
-            self._kept = [row.tokens for row in rows]
-            for name in names:
-                self._early[name] = _ids(rows), self._compute(name, rows)
+            self._rows = [row.tokens for row in rows]
+            self._early = {name: self._compute(name, rows) for name in names}
 
     def of(self, name: ScoreName, rows: Sequence[TrainSequence]) -> list[Any]:
         """Return the scores of training rows.
 
         Args:
-            name: "ref" or "proximal" for log-probabilities, "values" for those of the critic.
+            name: "ref" or "proximal" for log-probabilities, "values" for the critic's values.
             rows: The rows.
 
         Returns:
             For each row, a number per token.
         """
-        ids, scores = self._early.get(name, ([], []))
-        return scores if ids and ids == _ids(rows) else self._compute(name, rows)
+        # A row shares its token array with its sample.
+        is_same = len(rows) == len(self._rows) and all(
+            row.tokens is known for row, known in zip(rows, self._rows, strict=True)
+        )
+        return self._early[name] if is_same and name in self._early else self._compute(name, rows)
 
     def _compute(self, name: ScoreName, rows: Sequence[TrainSequence]) -> list[Any]:
         setup = self._setup
@@ -72,11 +74,6 @@ class StepScores:
         }
         with setup.run.clock.phase(_PHASES[name]):
             return compute[name]()
-
-
-def _ids(rows: Sequence[TrainSequence]) -> list[int]:
-    """Return the identities of the token arrays of rows, which a sample and its row share."""
-    return [id(row.tokens) for row in rows]
 
 
 def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areno.errors import ConfigError
+from areno.errors import ArenoError, ConfigError
 from areno.run.in_flight import Choice, Group, InFlight, n_due
+from areno.trainers import collect
 from areno.types import GenerationOutput, PromptItem, TrainSequence
 from tests.helpers.policy_runs import Played, play, trained
 
@@ -23,6 +26,10 @@ from tests.helpers.policy_runs import Played, play, trained
 def group(batch: int, place: int, begun_at: int | None = None, n_samples: int = 2) -> Group:
     item = PromptItem(prompt="", text="", tokens=[2, 3], index=10 * batch + place)
     return Group(batch, place, item, n_samples, begun_at)
+
+
+def prompts_at(indices: Sequence[int]) -> list[PromptItem]:
+    return [group(index // 10, index % 10).item for index in indices]
 
 
 def output(sample: int, n_tokens: int = 3, reason: Any = "stop") -> GenerationOutput:
@@ -47,38 +54,54 @@ def test_groups_are_due_in_their_last_step_or_before_if_later_steps_have_no_room
 
 def test_due_groups_belong_to_the_step_and_the_first_whole_ones_fill_it():
     old, first, second, third = group(1, 0, 1), group(2, 0), group(2, 1), group(2, 2)
+    old.finished[0] = output(0)
     choice = Choice([old, first, second, third], [old], 2)
-    assert choice.missing == 4
-    assert choice.add([(second, output(0)), (third, output(1))]) == []
+
+    def known(samples: Any) -> list[tuple[Group, int]]:
+        return [(group, output.sample) for group, output in samples]
+
+    assert known(choice.known) == [(old, 0)]  # the step trains on all samples of a group that is due
     assert choice.missing == 3
-    assert choice.add([(third, output(0)), (second, output(1))]) == [third]  # both are whole; third was before
+    assert choice.add([(second, output(0)), (third, output(1))]) == []
     assert choice.missing == 2
-    assert choice.add([(old, output(0)), (old, output(1))]) == [old]
+    added = choice.add([(third, output(0)), (second, output(1))])  # both are whole; third was before
+    assert known(added) == [(third, 0), (third, 1)]
+    assert choice.missing == 1
+    assert known(choice.add([(old, output(1))])) == [(old, 1)]
     assert choice.missing == 0
     assert choice.taken == [third, old]
 
 
+def items_of(sizes: Sequence[int]) -> list[list[PromptItem]]:
+    """Return the prompts of each batch."""
+    return [[group(batch, place).item for place in range(size)] for batch, size in enumerate(sizes, 1)]
+
+
+def begun(in_flight: InFlight, batches: Sequence[list[PromptItem]], step: int, ahead: int) -> Choice:
+    return in_flight.begin(step, ahead, batches[step - 1], lambda n: batches[step : step + n])
+
+
 @pytest.mark.parametrize("limit", [0, 1, 2, 4])
 @pytest.mark.parametrize("ahead", [1, 3, 8])
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_simulated_run_trains_each_prompt_once_and_in_time(limit, ahead, size):
-    draw, ahead = random.Random(3), min(ahead, max(1, limit) * size)
-    sizes = [size] * 11 + [draw.randint(1, size)] + [size] * 5  # an epoch ends with a smaller batch
-    in_flight = InFlight(lambda indices: [], 2)
+@pytest.mark.parametrize("sizes", [[1] * 17, [4] * 11 + [1] + [4] * 5, [4, 1] * 9, [4, 4, 1], [4] * 5 + [1, 1, 2]])
+def test_a_simulated_run_trains_each_prompt_once_and_in_time(limit, ahead, sizes):
+    draw, batches, size = random.Random(3), items_of(sizes), sizes[0]
+    ahead = min(ahead, max(1, limit) * size)
+    in_flight = InFlight(lambda indices: [], 2, limit)
     seen, begun_at, n_sampled = Counter[int](), {}, []
     for step in range(1, len(sizes) + 1):
-        numbers = range(step, min(len(sizes), step + max(limit, -(-ahead // sizes[step - 1]))) + 1)
-        batches = [[group(batch, place).item for place in range(sizes[batch - 1])] for batch in numbers]
-        choice = in_flight.begin(step, limit, ahead, batches)
+        choice = begun(in_flight, batches, step, ahead)
         waiting = [(each, k) for each in choice.groups for k in range(2) if k not in each.finished]
         draw.shuffle(waiting)
+        n_known = len(choice.known)
         while choice.missing:
             each, sample = waiting.pop()
             begun_at[each.item.index] = begun_at.get(each.item.index, step) if limit else step
-            choice.add([(each, output(sample))])
+            n_known += len(choice.add([(each, output(sample))]))
         assert len(choice.taken) == sizes[step - 1]
+        assert n_known == 2 * len(choice.taken)  # all samples of the step were announced, once
         n_sampled.append(len(choice.groups))
-        in_flight.end(step, limit, choice, [(each, output(k, draw.randint(0, 1), None)) for each, k in waiting])
+        in_flight.end(step, choice, [(each, output(k, draw.randint(0, 1), None)) for each, k in waiting])
         for each in choice.taken:
             seen[each.item.index] += 1
             assert step - begun_at[each.item.index] <= limit
@@ -87,38 +110,51 @@ def test_a_simulated_run_trains_each_prompt_once_and_in_time(limit, ahead, size)
     assert not in_flight.groups
     assert set(seen.values()) == {1}
     assert len(seen) == sum(sizes)
-    assert max(n_sampled) == size + ahead
+    assert max(n_sampled) <= size + ahead
     assert n_sampled[-1] == sizes[-1]
+    if set(sizes) == {size} and limit:
+        assert n_sampled[0] == size + ahead
+
+
+@pytest.mark.parametrize("ahead", [6, 8])
+def test_tail_batching_samples_as_many_prompts_as_it_is_told(ahead):
+    batches, in_flight, n_sampled = items_of([8] * 12), InFlight(lambda indices: [], 1, 0), []
+    for step in range(1, 7):
+        choice = begun(in_flight, batches, step, ahead)
+        n_sampled.append(len(choice.groups))
+        for each in choice.groups:
+            if choice.missing:
+                choice.add([(each, output(0))])
+        in_flight.end(step, choice, [(each, output(0, 1, None)) for each in choice.groups if not each.finished])
+    assert set(n_sampled) == {8, 8 + ahead}
+    assert n_sampled.count(8) < 4
 
 
 def test_postponed_prompts_have_steps_of_their_own():
-    in_flight = InFlight(lambda indices: [], 1)
-    batches = [[group(batch, place).item for place in range(2)] for batch in range(1, 7)]
-    rounds = []
+    in_flight, batches, rounds = InFlight(lambda indices: [], 1, 0), items_of([2] * 6), []
     for step in range(1, 7):
-        choice = in_flight.begin(step, 0, 1, batches[step - 1 :])
+        choice = begun(in_flight, batches, step, 1)
         rounds.append([each.item.index for each in choice.groups])
         long = [each for each in choice.groups if each.item.index % 10 == 0]  # the first prompt of each batch
         for each in [*(each for each in choice.groups if each not in long), *long]:
             if choice.missing:
                 choice.add([(each, output(0))])
         stopped = [(each, output(0, 4, None)) for each in choice.groups if not each.finished]
-        assert in_flight.end(step, 0, choice, stopped) == 4 * len(stopped)
+        assert in_flight.end(step, choice, stopped) == 4 * len(stopped)
     # Prompts 10, 20 and so on are long. Two of them make a long round.
     assert rounds == [[10, 11, 20], [21, 30, 31], [20, 30], [40, 41, 50], [51, 60, 61], [50, 60]]
 
 
 def test_groups_are_written_and_read():
-    in_flight = InFlight(lambda indices: [group(index // 10, index % 10).item for index in indices], 3)
-    batches = [[group(batch, place).item for place in range(2)] for batch in (1, 2, 3)]
-    choice = in_flight.begin(1, 1, 1, batches)
+    in_flight, batches = InFlight(prompts_at, 3, 1), items_of([2] * 3)
+    choice = begun(in_flight, batches, 1, 1)
     first, second, third = in_flight.groups
     first.finished[1] = output(1)
     first.finished[1].routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     choice.taken.append(second)
     third.is_postponed = True
-    in_flight.end(1, 1, choice, [(first, output(2, 5, None)), (first, output(0, 0, None))])
-    other = InFlight(in_flight._items_at, 3)
+    in_flight.end(1, choice, [(first, output(2, 5, None)), (first, output(0, 0, None))])
+    other = InFlight(prompts_at, 3, 1)
     other.load_state_dict(json.loads(json.dumps(in_flight.state_dict())))
     assert [(each.batch, each.place, each.begun_at) for each in other.groups] == [(1, 0, 1), (2, 0, None)]
     [read, new] = other.groups
@@ -135,12 +171,37 @@ def test_groups_are_written_and_read():
             assert sample.finish_reason == known[number].finish_reason
     assert (read.finished[1].routes == first.finished[1].routes).all()
     assert [part.sample for part in new.unfinished] == [0, 1, 2]
-    other.begin(2, 1, 1, batches[1:])
+    begun(other, batches, 2, 1)
     assert [(each.batch, each.place) for each in other.groups] == [(1, 0), (2, 0), (2, 1), (3, 0)]
+
+
+@pytest.mark.parametrize(("n_samples", "limit", "ahead"), [(1, 4, 8), (2, 1, 2), (2, 0, 2), (2, 0, 0)])
+def test_after_a_change_of_settings_all_prompts_are_trained_with_new_samples(n_samples, limit, ahead):
+    batches, before = items_of([2] * 8), InFlight(prompts_at, 2, 4)
+    choice = begun(before, batches, 1, 8)
+    for each in choice.groups[:2]:
+        choice.add([(each, output(0)), (each, output(1))])
+    before.end(1, choice, [(each, output(k, 5, None)) for each in choice.groups[2:] for k in range(2)])
+    in_flight, seen = InFlight(prompts_at, n_samples, limit), Counter[int](each.item.index for each in choice.taken)
+    in_flight.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert len(in_flight.groups) == 8
+    for step in range(2, 9):
+        choice = begun(in_flight, batches, step, ahead)
+        assert all(not part.tokens for each in choice.groups for part in each.unfinished)
+        waiting = [(each, k) for each in choice.groups for k in range(n_samples)]
+        while choice.missing:
+            each, sample = waiting.pop()
+            choice.add([(each, output(sample))])
+        in_flight.end(step, choice, [(each, output(k, 0, None)) for each, k in waiting])
+        seen.update(each.item.index for each in choice.taken)
+    assert not in_flight.groups
+    assert set(seen.values()) == {1}
+    assert len(seen) == 16
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
 
+POSTPONED = "rollout/postponed_prompts"
 LONG = ["gconfig.max_new_tokens=60", "gconfig.temperature=3.0", "rollout.max_concurrent_rollouts=8"]
 AHEAD = [*LONG, "rollout.max_head_offpolicyness=2", "rollout.prompts_ahead=3", "actor.use_decoupled_loss=true"]
 
@@ -207,6 +268,28 @@ def test_samples_go_on_under_new_weights_and_say_so(tmp_path):
     # The decoupled loss weighs the tokens of older weights.
     stale = [row for rows in run.rows for row in rows if row.staleness]
     assert any(weight != 1 for row in stale for weight in trained(row, "weights"))
+
+
+@pytest.mark.parametrize("settings", [AHEAD, [*LONG, "rollout.prompts_ahead=3"]], ids=["stale", "postponed"])
+def test_a_resumed_run_trains_the_same_samples(settings, tmp_path, monkeypatch):
+    settings = [*settings, "recover.mode=auto", "recover.freq_steps=1"]
+    whole = epoch(tmp_path / "whole", *settings)
+    waiting = whole.series("rollout/parked_samples" if "rollout.max_head_offpolicyness=2" in settings else POSTPONED)
+    assert waiting[2] > 0
+    sample, n_calls = collect.sample_ahead, itertools.count(1)
+
+    def interrupted(*args: Any) -> Any:
+        if next(n_calls) == 4:
+            raise ArenoError("the machine stops")
+        return sample(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collect, "sample_ahead", interrupted)
+        with pytest.raises(ArenoError, match="stops"):
+            epoch(tmp_path / "run", *settings)
+    rest = epoch(tmp_path / "run", *settings)
+    assert len(rest.rows) == 3
+    assert [drawn(rows) for rows in rest.rows] == [drawn(rows) for rows in whole.rows[3:]]
 
 
 def test_postponed_prompts_are_sampled_anew(tmp_path):
