@@ -76,8 +76,8 @@ _MOST = 1024  # samples per data-parallel copy of the model: more samples hardly
 
 RolloutSteering = Callable[[list[GenerationOutput], list[RolloutStats]], tuple[int, Sequence[GenerationRequest]]]
 """A function that decides how long a rollout goes on. It is called with (newly finished samples, statistics of each
-rank), and returns (number of further samples that must finish before the next call, further requests). The number is a
-lower bound: a call may come earlier, after a number of decoding steps. 0 ends the rollout.
+rank), and returns (n, further requests): the rollout cannot end before n further samples have finished. The next call
+comes after about n finished samples, or after a number of decoding steps. n = 0 ends the rollout.
 """
 
 
@@ -189,8 +189,9 @@ class RolloutSession:
     def suspended(self) -> Iterator[None]:
         """Interrupt all samples for the time of a `with` block, in which models can be trained, scored and saved.
 
-        Samples of the session's server and of `Engine.generate_stream` continue after the block, under the weights of
-        then. Requests that arrive during the block wait for its end. Time limits of requests do not count the block.
+        Samples of the session's server and of `Engine.generate_stream` continue after the block, with the weights that
+        the actor then has. Requests that arrive during the block wait for its end. Time limits of requests do not count
+        the time of the block.
 
         Raises:
             EngineError: The session is not open.

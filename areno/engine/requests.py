@@ -469,14 +469,15 @@ def version_range(versions: Sequence[int]) -> dict[str, int]:
 def requests_of_rest(
     request: GenerationRequest, parked: Iterable[GenerationOutput], ids: Iterator[int]
 ) -> list[GenerationRequest]:
-    """Return the requests that continue the parked samples of a request.
-
-    Samples without tokens stay together if their numbers follow each other, so that they share a prefill.
+    """Return the requests that continue the unfinished samples of a request.
 
     Args:
-        request: The request whose samples were parked.
-        parked: The outputs of the parked samples, as Engine.park returned them.
+        request: The request whose samples were interrupted.
+        parked: The outputs of the unfinished samples so far, as Engine.park returns them.
         ids: Numbers for the new requests.
+
+    Returns:
+        A request for each sample with tokens. Consecutive samples without tokens share one request, and so one prefill.
     """
     requests: list[GenerationRequest] = []
     for output in sorted(parked, key=lambda output: output.sample):

@@ -1,4 +1,4 @@
-"""Fits learning-rate schedules to the length of a run, and warns of schedules that were made for another length."""
+"""Fits learning-rate schedules to the length of a run, and warns of settings that do not fit it or the algorithm."""
 
 from __future__ import annotations
 
