@@ -1,4 +1,4 @@
-"""docs/plots.py and docs/algorithm_curves.py draw what runs wrote."""
+"""docs/plots.py, docs/algorithm_curves.py and docs/learning_curves.py draw what runs wrote."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from areno.api.metrics import MetricsRecorder
 from areno.launch.compose import load
 
 DOCS = Path(__file__).parents[2] / "docs"
-SCRIPT, CURVES = DOCS / "plots.py", DOCS / "algorithm_curves.py"
+SCRIPT, CURVES, LEARNING = (DOCS / name for name in ("plots.py", "algorithm_curves.py", "learning_curves.py"))
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 
@@ -122,3 +122,43 @@ def test_settings_of_the_curves_compose(monkeypatch):
 def test_the_page_has_a_row_for_every_curve(monkeypatch):
     section = (DOCS / "algorithms.md").read_text(encoding="utf-8").split("\n## On the quickstart\n")[1]
     assert re.findall(r"^\| ([^|]+?) \| 0\.\d+ -> ", section, re.M) == list(algorithm_runs(monkeypatch))
+
+
+# Curves of countdown -------------------------------------------------------------------------------------------------
+
+
+def test_curves_of_countdown(tmp_path):
+    for name, factor in (("GRPO-s1", 1.0), ("GRPO-s2", 0.8), ("lr-1e-4-s1", 0.5)):
+        run_dir = tmp_path / "learning" / name
+        with MetricsRecorder(None, run_dir / "logs/metrics.jsonl") as recorder:
+            for step in range(1, 9):
+                values = {"rollout/rewards_mean": factor * step / 8, "rollout/response_len_mean": 10.0 * step}
+                recorder.record(step, {**values, "train/entropy": 0.25, "time/step": 0.5})
+            recorder.record(8, {"eval/accuracy": factor / 2, "eval/pass@16": 0.75})
+        (run_dir / "logs/run.log").write_text("12:00:00 done: 8 steps in 4 s\n")
+    done = call(LEARNING, "draw", tmp_path, tmp_path / "curves.png", "algorithms", "rates")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert call(LEARNING, "table", tmp_path).stdout.splitlines()[2:] == [
+        "| GRPO | 0.562, 0.450 | 0.500, 0.400 | 0.750, 0.750 | 45, 45 | 0.250, 0.250 | 0.50, 0.50 |",
+        "| lr 1e-4 | 0.281 | 0.250 | 0.750 | 45 | 0.250 | 0.50 |",
+    ]
+
+
+def test_no_curves_of_countdown(tmp_path):
+    done = call(LEARNING, "table", tmp_path)
+    assert done.returncode == 2
+    assert "make them with: learning_curves.py run BASE" in done.stderr
+    assert "there is no run 'GRPOO'" in call(LEARNING, "table", tmp_path, "GRPOO").stderr
+
+
+def test_commands_of_the_curves_of_countdown(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(DOCS))
+    found = importlib.import_module("learning_curves")
+    for name in found.RUNS:
+        _, *words = found.command(Path("base"), tmp_path, name, 2, True)
+        module, task, *settings = [word for word in words if word != "-m"]
+        recipe = "grpo" if module.endswith(".py") else module.rpartition(".")[2]
+        config = load(get_algorithm(recipe).config, task.partition("=")[2], settings)
+        assert (config.seed, config.total_train_steps, config.actor.path) == (2, 100, "base")
+        assert (DOCS.parent / module).is_file() or importlib.util.find_spec(module)
