@@ -5,8 +5,8 @@
     python docs/learning_curves.py table FOLDER [NAME ...]                                 print a table
 
 BASE is the checkpoint of a base model, such as outputs/reproduce/countdown-gpu-s1/base/checkpoints/latest. NAME is a
-name in RUNS or in GROUPS. Without a name, all runs are made. Each curve is the mean over the seeds that are there, and the
-area around it reaches from the lowest to the highest seed.
+name in RUNS or in GROUPS. Without a name, all runs are made. Each curve is the mean over the seeds that are there, and
+the area around it reaches from the lowest to the highest seed.
 """
 
 from __future__ import annotations
