@@ -176,6 +176,8 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         "kto": ("kto", "quickstart_kto", []),
         "rw": ("rw", "quickstart_rw", []),
         "teacher": ("grpo", "quickstart", ["teacher=default"]),
+        "ahead": ("grpo", "quickstart", ["rollout.max_head_offpolicyness=1", "variant=decoupled"]),
+        "postponed": ("grpo", "quickstart", ["rollout.prompts_ahead=4"]),
         "sft": ("sft", "quickstart_base", ["actor.init_from_scratch=false"]),
     }
     recorded = set()
