@@ -320,7 +320,7 @@ def picture(found: Mapping[str, Any]) -> str:
     Args:
         found: The results of `run_parity`.
     """
-    title = f"{found['config']}, {found['algo']}, {len(found['runs'])} seeds, {found['device']}"
+    title = f"{found['config']}, {found['algo']}, {len(found['runs'])} seed{'s'[: len(found['runs']) > 1]}, {found['device']}"
     curves = {
         name: list(map(statistics.mean, zip(*(run[name]["rewards"] for run in found["runs"]), strict=True)))
         for name in ("areno", "trl")
