@@ -320,7 +320,8 @@ def picture(found: Mapping[str, Any]) -> str:
     Args:
         found: The results of `run_parity`.
     """
-    title = f"{found['config']}, {found['algo']}, {len(found['runs'])} seed{'s'[: len(found['runs']) > 1]}, {found['device']}"
+    n_seeds = len(found["runs"])
+    title = f"{found['config']}, {found['algo']}, {n_seeds} seed{'s'[: n_seeds > 1]}, {found['device']}"
     curves = {
         name: list(map(statistics.mean, zip(*(run[name]["rewards"] for run in found["runs"]), strict=True)))
         for name in ("areno", "trl")
