@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(600)  # about a minute of computing
 @pytest.mark.parametrize(
     ("capability", "dtype"),
-    [("90", "bfloat16"), ("70", "float32"), ("75", "float32"), ("86", "bfloat16"), ("86", "float32")],
+    [("90", "bfloat16"), ("75", "float32"), ("86", "bfloat16")],  # a T4 has less shared memory than all later GPUs
 )
 def test_all_kernels_compile(tmp_path: Path, capability: str, dtype: str) -> None:
     environment = {
