@@ -248,11 +248,13 @@ class TrainSequence:
             tokens or temperature.
         advantages, returns, values, ref_logprobs: One value per token. None if the loss does not need them.
         teacher_logprobs: Log-probability of each token under a teacher, for the sampled form of distillation.
-        teacher_prompt: Token ids that a teacher reads in place of the tokens before the first trained one, for a
-            divergence over the whole vocabulary. None if the teacher reads the same tokens.
-        teacher_top: (tokens, logprobs) of a teacher that runs elsewhere: for each token of the row, the ids of the J
-            most likely tokens in its place, and their log-probabilities at the temperature of training, each of shape
-            (tokens of the row, J). Only entries of trained tokens are read.
+        teacher_prompt: Token ids that a teacher reads in place of the tokens before `response_start`. None if the
+            teacher reads the same tokens.
+        response_start: Index of the first token after the prompt that `teacher_prompt` replaces. None stands for the
+            first trained token.
+        teacher_top: (tokens, logprobs) of a teacher that runs elsewhere: for each position of the row, the ids of the J
+            most likely next tokens given the earlier tokens, and their log-probabilities at the temperature of
+            training, each of shape (tokens of the row, J). Only entries of trained tokens are read.
         reward: Reward of the whole row.
         eos_token_id: For scripts that pad rows themselves. areno packs rows and does not read it.
         weights: Factor on the policy loss of each token, such as the importance weight of a stale sample. None is 1.
@@ -276,20 +278,22 @@ class TrainSequence:
     old_logprobs: list[float] | np.ndarray | None = None
     teacher_logprobs: list[float] | np.ndarray | None = None
     teacher_prompt: list[int] | np.ndarray | None = None
+    response_start: int | None = None
     teacher_top: tuple[Any, Any] | None = None
 
     def for_teacher(self) -> tuple[Any, int]:
         """Return the tokens that a teacher reads, and the index in `tokens` of the first one that it shares.
 
         Returns:
-            (tokens, first). With a `teacher_prompt`, the shared tokens begin with the first trained token. Without one,
-            `first` is 0.
+            (tokens, first). Without a `teacher_prompt`, `first` is 0.
         """
         tokens = [] if self.tokens is None else self.tokens
         if self.teacher_prompt is None:
             return tokens, 0
-        mask = [] if self.prompt_mask is None else list(self.prompt_mask)
-        first = mask.index(False) if False in mask else len(tokens)
+        first = self.response_start
+        if first is None:
+            mask = [] if self.prompt_mask is None else list(self.prompt_mask)
+            first = mask.index(False) if False in mask else len(tokens)
         return [*self.teacher_prompt, *tokens[first:]], first
 
 

@@ -55,8 +55,6 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     needs_rewards: ClassVar[bool] = True
     """Whether the run trains on rewards. If not, they are optional."""
-    on_policy_share: ClassVar[float] = 1.0
-    """Share of the rows of a batch that the policy answers."""
 
     @build_check
     def something_rewards(self) -> Iterator[Problem]:
@@ -119,7 +117,37 @@ class PolicyExperimentConfig(ExperimentConfig):
     )
     def offloaded_base_as_teacher(self) -> bool:
         """Return whether teacher.offload is set although the teacher is the actor without its adapters."""
-        return self.teacher is not None and self.teacher.offload and self.teacher.path is None and self.actor.use_lora
+        teacher = self.teacher
+        if teacher is None or teacher.follows_actor:
+            return False
+        return teacher.offload and teacher.path is None and self.actor.use_lora
+
+    @property
+    def actor_teaches(self) -> bool:
+        """Whether the actor is the teacher in its own training passes, with another prompt or without adapters."""
+        teacher = self.teacher
+        if teacher is None or teacher.divergence is None:
+            return False
+        return teacher.follows_actor or (self.actor.use_lora and teacher.path in (None, self.actor.path))
+
+    @forbid(
+        "teacher.path",
+        "is the folder of the actor, which starts with random weights (actor.init_from_scratch), and so would the "
+        "teacher; copy the teacher to another folder",
+    )
+    def random_teacher(self) -> bool:
+        """Return whether the teacher would get the random weights of the actor although its folder is named."""
+        path = None if self.teacher is None else self.teacher.path
+        return path is not None and path == self.actor.path and self.actor.init_from_scratch
+
+    @forbid(
+        "teacher.prompt_key",
+        "is {self.teacher.prompt_key!r}, but a later row of an agent (agent.fn) begins with other turns, which the "
+        "prompt would replace; leave it out",
+    )
+    def teacher_prompts_of_agents(self) -> bool:
+        """Return whether the teacher would read a prompt in place of the turns of an agent."""
+        return self.teacher is not None and self.teacher.prompt_key is not None and self.agent.fn is not None
 
     @forbid("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
     def groups_of_one(self) -> bool:
@@ -234,6 +262,22 @@ class PolicyExperimentConfig(ExperimentConfig):
     def uneven_minibatches(self) -> bool:
         """Return whether actor.ppo_n_minibatches cannot divide the rows of a step evenly."""
         return self.rows_per_step % self.actor.ppo_n_minibatches != 0
+
+
+@dataclass(kw_only=True)
+class DistillExperimentConfig(PolicyExperimentConfig):
+    """Settings of training on a teacher alone."""
+
+    needs_rewards: ClassVar[bool] = False
+    ref: ClassVar[None] = None  # type: ignore[misc]
+    teacher: TeacherConfig = setting(factory=TeacherConfig, help="The teacher")
+    on_policy_share: float = setting(
+        1.0,
+        help="Share of the dataset rows of each batch that the student answers, gconfig.n_samples times each. The "
+        "other rows train on the response of the dataset. 1: on-policy. 0: off-policy",
+        ge=0,
+        le=1,
+    )
 
 
 @dataclass(kw_only=True)

@@ -19,6 +19,9 @@ class Divergence:
         kind: "forward_kl", "reverse_kl" or "jsd", see areno/kernels/logprobs/divergence.py.
         beta: For "jsd", the weight of the teacher in the mixture of both, between 0 and 1.
         role: Name of the role whose model is the teacher. Ignored for rows that list the teacher's log-probabilities.
+
+    Raises:
+        ValueError: The kind is unknown, or beta is no float between 0 and 1.
     """
 
     kind: DivergenceKind
@@ -28,8 +31,8 @@ class Divergence:
     def __post_init__(self) -> None:
         if self.kind not in ("forward_kl", "reverse_kl", "jsd"):
             raise ValueError(f"kind is {self.kind!r}; expected forward_kl, reverse_kl or jsd")
-        if self.kind == "jsd" and not 0.0 < self.beta < 1.0:
-            raise ValueError(f"beta is {self.beta}; a number between 0 and 1 is expected")
+        if self.kind == "jsd" and not (isinstance(self.beta, float) and 0.0 < self.beta < 1.0):
+            raise ValueError(f"beta is {self.beta!r}; a float between 0 and 1 is expected")
 
 
 @dataclass(kw_only=True)
@@ -42,12 +45,12 @@ class TeacherConfig(Section):
     path: str | None = setting(
         None,
         help="Model folder or hub id of the teacher, which needs the vocabulary of the actor. null: the initial "
-        "weights of the actor. They are loaded only once, for both models",
+        "weights of the actor. Without actor.use_lora, a second copy of them stays in memory",
     )
     offload: bool = setting(False, help="Keep the teacher in host memory while it is not in use (CUDA)")
     loss_type: Literal["sampled_reverse_kl", "reverse_kl", "forward_kl", "jsd"] = setting(
         "sampled_reverse_kl",
-        help="sampled_reverse_kl: log(student / teacher) of each sampled token, as a negative advantage of this token. "
+        help="sampled_reverse_kl: policy gradient whose advantage is log(teacher / student) of each sampled token. "
         "The others compare the distributions over the whole vocabulary at each token. reverse_kl: KL(student | "
         "teacher). forward_kl: KL(teacher | student). jsd: the generalised Jensen-Shannon divergence of GKD (arXiv "
         "2306.13649)",
@@ -55,14 +58,15 @@ class TeacherConfig(Section):
     jsd_beta: float = setting(
         0.5,
         help="Weight of the teacher in the mixture of teacher and student. The closer to 0, the more jsd is like "
-        "forward_kl. The closer to 1, the more it is like reverse_kl",
+        "forward_kl. The closer to 1, the more it is like reverse_kl. Near 0 and 1 the loss itself tends to 0, so "
+        "raise the learning rate or distill_loss_weight",
         gt=0,
         lt=1,
         only_with=Needs("loss_type", "jsd"),
     )
     kl_discount: float = setting(
         0.0,
-        help="Factor per token by which log(student / teacher) of later tokens counts in the advantage of a token. 0: "
+        help="Discount per token of the later tokens' log(teacher / student) in the advantage of a token. 0: "
         "each token counts for itself. 1: the gradient is that of the KL divergence of whole answers, with more "
         "variance",
         ge=0,

@@ -5,19 +5,19 @@
 The whole-vocabulary forms of D_t are divergences between q and p at token t, given the earlier tokens of the row.
 `areno.kernels.logprobs.divergence` has their formulas, and computes them with their gradients.
 
-    forward_kl          KL(p | q)                      q covers all that p says
-    reverse_kl          KL(q | p)                      q keeps to what p is most sure of
+    forward_kl          KL(p | q)                      mode-covering
+    reverse_kl          KL(q | p)                      mode-seeking
     jsd                 generalised Jensen-Shannon divergence (GKD, arXiv 2306.13649), between the two
 
 The sampled form needs only the teacher's log-probabilities of tokens that the student sampled:
 
-    k_t = log q(y_t) - log p(y_t)                      its mean over samples is KL(q | p)
-    A_t = -sum over later tokens u >= t of kl_discount^(u - t) k_u, without gradient
+    A_t = sum over tokens u >= t of kl_discount^(u - t) log(p(y_u) / q(y_u)), without gradient
     sampled_reverse_kl  -r_t A_t                       r_t: importance ratio of the token
 
--A_t is not differentiated: the gradient of the mean of k_t is 0, with and without the teacher. With kl_discount 0, the
-expected gradient is that of reverse_kl at the positions that the student visits. With kl_discount 1, it is that of the
-reverse KL between the distributions of whole answers.
+Without kl_discount, the mean of -A_t over samples is KL(q | p). -A_t itself is not differentiated: its expected
+gradient would be E[grad log q] = 0, whatever the teacher says. With kl_discount 0, the expected gradient is that of
+reverse_kl at the positions that the student visits. With kl_discount 1, it is that of the reverse KL between the
+distributions of whole answers.
 
 The module imports no torch, because the configuration of a run is read before torch is needed.
 """
@@ -53,7 +53,7 @@ def distillation_loss_fn(
             needed, which the training pass computes.
         logprobs: (N,) log-probabilities under the trained model, differentiable.
         policy_loss_fn: Loss function of the policy algorithm. None: the loss is that of distillation alone.
-        rl_loss_weight: Factor on the loss of the policy algorithm. 0 does not compute it.
+        rl_loss_weight: Factor on the loss of the policy algorithm. With 0, policy_loss_fn is not called.
         distill_loss_weight: Factor on the mean over trained tokens of the divergence.
         sampled: Whether to use the sampled reverse KL instead of a divergence over the whole vocabulary.
         kl_discount: Discount of later tokens in the sampled reverse KL.

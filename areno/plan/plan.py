@@ -81,6 +81,7 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
         routing_replay=isinstance(config, PolicyExperimentConfig) and config.actor.routing_replay,
         more_problems=lambda model: [*model_problems(config, model), *_memory_problems(config, devices[0])],
         head=config.head,
+        teaches=isinstance(config, PolicyExperimentConfig) and config.actor_teaches,
     )
     if config.scheduler.type == "ray":
         plan = on_ray(plan, config)
@@ -130,6 +131,7 @@ def open_actor(
     routing_replay: bool = False,
     more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
     head: Literal["lm", "value"] = "lm",
+    teaches: bool = False,
 ) -> TrainerPlan:
     """Make the plan of a Trainer that trains one model.
 
@@ -145,6 +147,7 @@ def open_actor(
         more_problems: Function from the shape of the model to further problems of the configuration, which are reported
             together with those found here.
         head: Head of the model: "lm" for a language model, "value" for a reward model.
+        teaches: Whether the model is also the teacher in its own training passes.
 
     Raises:
         ConfigError: Settings do not fit the model or the machine. All problems are reported together.
@@ -181,6 +184,7 @@ def open_actor(
         random_init=actor.init_from_scratch,
         router_aux_loss_coef=actor.router_aux_loss_coef,
         lora=lora,
+        in_training=teaches,
     )
     spec = EngineSpec(
         actor=role,
@@ -476,6 +480,11 @@ def check_plan(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, 
     _check_teacher(roles, plan)
 
 
+_OF_FAMILY = (
+    "token by token, only models with the same vocabulary can be compared, so choose a teacher of the actor's family"
+)
+
+
 def _check_teacher(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> None:
     """Raise ConfigError if the teacher of a run has another vocabulary than the actor."""
     from areno.models.registry import load_config
@@ -488,21 +497,16 @@ def _check_teacher(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> None:
     problem = None
     if theirs != ours:
         found = (
-            "has a vocabulary of {} tokens, the actor one of {}. Token by token, only models with the same vocabulary "
+            "has a vocabulary of {} tokens in config.json (vocab_size), the actor one of {}. Sizes must be equal, also "
         )
-        problem = Problem(
-            "teacher.path", found + "can be compared; choose a teacher of the actor's family", theirs, ours
-        )
+        found += "where they differ by unused tokens only; "
+        problem = Problem("teacher.path", found + _OF_FAMILY, theirs, ours)
     elif any((Path(role.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         own, other = (tokenizer.get_vocab() for tokenizer in (plan.tokenizer, load_tokenizer(role.path)))
         if apart := [token for token in own if own[token] != other.get(token)]:
-            found = (
-                "has another tokenizer than the actor: {!r} is token {} of the actor and {} of the teacher. Token by "
-            )
-            found += (
-                "token, only models with the same vocabulary can be compared; choose a teacher of the actor's family"
-            )
-            problem = Problem("teacher.path", found, apart[0], own[apart[0]], other.get(apart[0], "none"))
+            found = "has another tokenizer than the actor: {!r} is token {} of the actor and {} of the teacher; "
+            id_of_teacher = other.get(apart[0], "none")
+            problem = Problem("teacher.path", found + _OF_FAMILY, apart[0], own[apart[0]], id_of_teacher)
     if problem is not None:
         raise ConfigError(problem)
 

@@ -80,6 +80,9 @@ def staleness_warnings(config: ExperimentConfig) -> Iterator[str]:
     """
     if not isinstance(config, PolicyExperimentConfig) or not (limit := config.rollout.max_head_offpolicyness):
         return
+    teacher = config.teacher
+    if teacher is not None and teacher.divergence is not None and not teacher.rl_loss_weight:
+        return  # a divergence over the whole vocabulary does not depend on the policy that sampled
     text = (
         f"rollout.max_head_offpolicyness is {limit}, so tokens of older weights are trained as if the current weights "
         "had sampled them; "

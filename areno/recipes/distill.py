@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn
 from areno.config.models import PolicyConfig
-from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.config.policy_experiments import DistillExperimentConfig
 from areno.config.teacher import SAMPLED, TeacherConfig
 from areno.errors import Problem
 from areno.launch import run_recipe
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class DistillActorConfig(PolicyConfig):
-    """The student. It has no settings of rewards and advantages, which do not train it."""
+    """The student. Settings of rewards and advantages are fixed, because they do not enter the loss."""
 
     reward_bias: ClassVar[float] = 0.0  # type: ignore[misc]
     reward_scaling: ClassVar[float] = 1.0  # type: ignore[misc]
@@ -46,30 +46,21 @@ class DistillActorConfig(PolicyConfig):
 
 @dataclass(kw_only=True)
 class DistillTeacherConfig(TeacherConfig):
-    """The teacher, from which alone the student learns."""
+    """The teacher. Its loss is the only one, so both factors are fixed."""
 
     rl_loss_weight: ClassVar[float] = 0.0  # type: ignore[misc]
     distill_loss_weight: ClassVar[float] = 1.0  # type: ignore[misc]
 
 
 @dataclass(kw_only=True)
-class DistillConfig(PolicyExperimentConfig):
+class DistillConfig(DistillExperimentConfig):
     """Distillation, on answers of the student, of the dataset, or of both."""
 
-    needs_rewards: ClassVar[bool] = False
-    ref: ClassVar[None] = None  # type: ignore[misc]
     actor: DistillActorConfig = setting(help="The student")
     teacher: DistillTeacherConfig = setting(factory=DistillTeacherConfig, help="The teacher")
-    on_policy_share: float = setting(
-        1.0,
-        help="Share of the rows of each batch that the student answers. The other rows train on the response of the "
-        "dataset. 1: on-policy. 0: off-policy",
-        ge=0,
-        le=1,
-    )
 
     def loss_fn(self) -> LossFn:
-        """Return the loss of a policy algorithm beside the teacher: none."""
+        """Return a placeholder for the loss of a policy algorithm, whose factor is 0."""
         return _no_policy_loss
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
@@ -104,6 +95,25 @@ class DistillConfig(PolicyExperimentConfig):
     def given_answers_in_flight(self) -> bool:
         """Return whether some rows are to be answered by the dataset in a run that samples prompts ahead."""
         return self.on_policy_share < 1 and self.prompts_ahead > 0
+
+    @build_check
+    def teacher_of_nothing(self) -> Iterator[Problem]:
+        """Report a teacher that is the student before training, with the same prompt."""
+        teacher = self.teacher
+        is_student = teacher.path in (None, self.actor.path) and not self.actor.init_lora_from
+        if is_student and teacher.prompt_key is None and not teacher.follows_actor:
+            text = (
+                "names no other model than the student, which can learn nothing from itself; set it to a teacher, or "
+            )
+            yield Problem("teacher.path", text + "set teacher.prompt_key to a field with another prompt")
+
+    @forbid(
+        "rollout.dynamic_sampling",
+        "is true, but rewards do not train a student, so no prompts are replaced; set it to false",
+    )
+    def replaced_prompts(self) -> bool:
+        """Return whether prompts would be replaced because of rewards that do not train."""
+        return self.rollout.dynamic_sampling
 
     @build_check
     def evaluation_without_rewards(self) -> Iterator[Problem]:

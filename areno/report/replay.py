@@ -16,6 +16,7 @@ from areno.api.algorithms import Algorithm, algorithm_of
 from areno.config.experiments import LossFn
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
+from areno.engine.spec import RoleSpec
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.loss_fns import distillation_loss_fn
 from areno.plan.lora import with_model
@@ -139,11 +140,11 @@ def replay(
         check_sample(sample, place)
     folder, at = choose_checkpoint(run, step, checkpoint)
     missing: list[str] = []
-    config, algorithm = _settings(run, folder, device, missing)
+    config, algorithm, roles = _settings(run, folder, device, missing)
     plan = plan_of_experiment(config)
     recorded = recorded_row(samples[number], plan.tokenizer, row)
     missing += recorded.missing
-    now, ref, teacher = _logprobs(plan, config, recorded.tokens)
+    now, ref, teacher = _logprobs(plan, config, roles, recorded.tokens)
     found = Replay(
         sample=samples[number],
         checkpoint=folder,
@@ -202,7 +203,9 @@ def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Pa
     return folder, next((at for at, path in there.items() if path.resolve() == folder), None)
 
 
-def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> tuple[Any, Algorithm]:
+def _settings(
+    run: RunReader, folder: Path, device: str, missing: list[str]
+) -> tuple[Any, Algorithm, dict[str, RoleSpec]]:
     """Load the run's configuration, changed so that the checkpoint is the actor and the engine runs on this machine.
 
     Args:
@@ -213,7 +216,7 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
             random weights.
 
     Returns:
-        (configuration, algorithm of the run).
+        (configuration, algorithm of the run, reference model and teacher that can score the row).
 
     Raises:
         ArenoError: The algorithm generates no samples.
@@ -240,38 +243,39 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
     teacher = config.teacher
     if teacher is not None and not teacher.follows_actor and teacher.path is None:
         teacher.path = config.actor.path
+    roles = experiment_roles(config)  # before the checkpoint takes the place of the actor's own model
     if teacher is not None and from_scratch and teacher.path == config.actor.path:
-        missing.append("the teacher: the run began with random weights")
-        config.teacher = None
+        missing.append("the teacher, and so the loss: the run began with random weights")
+        roles.pop("teacher", None)
     elif teacher is not None and teacher.prompt_key is not None:
         missing.append("the prompt of the teacher, and so the loss")
     elif teacher is not None and teacher.divergence is not None:
         missing.append("the loss: that of the teacher is over the whole vocabulary")
+    if teacher is not None and teacher.prompt_key is not None:
+        roles.pop("teacher", None)  # the prompt that it reads is not recorded
     config.actor = with_model(config.actor, str(folder))
-    return config, algorithm
+    return config, algorithm, roles
 
 
 def _logprobs(
-    plan: TrainerPlan, config: PolicyExperimentConfig, tokens: list[int]
+    plan: TrainerPlan, config: PolicyExperimentConfig, roles: Mapping[str, RoleSpec], tokens: list[int]
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
     """Compute the log-probabilities of all tokens under the checkpoint, the reference model and the teacher.
 
     Args:
         plan: The plan of the engine to start, with the checkpoint as the actor.
         config: Settings of the run.
+        roles: The reference model and the teacher, if the row can be scored by them.
         tokens: Token ids of the row, n of them.
 
     Returns:
-        Three arrays (n,). The second is None if the run has no reference model, and the third if the run has no teacher
-        or the teacher reads another prompt.
+        Three arrays (n,). The second is None without a reference model, the third without a teacher.
     """
     from areno.engine.engine import Engine
 
     with Engine(plan.spec.frozen(), plan.workers) as engine:
         found: dict[str, np.ndarray] = {}
-        roles = experiment_roles(config)
-        wanted = ["ref", *(["teacher"] if config.teacher is not None and config.teacher.prompt_key is None else [])]
-        for name in (name for name in wanted if name in roles):
+        for name in (name for name in ("ref", "teacher") if name in roles):
             engine.ensure_roles({name: replace(roles[name], path=roles[name].path or plan.spec.actor.path)})
             found[name] = engine.logprobs(name, [tokens], config.gconfig)[0]
         return engine.logprobs("actor", [tokens], config.gconfig)[0], found.get("ref"), found.get("teacher")
@@ -366,7 +370,8 @@ def _add_loss(
     if config.teacher is not None:
         if teacher is None or config.teacher.divergence is not None:
             return  # `missing` says why
-        loss_fn = partial(distillation_loss_fn, policy_loss_fn=loss_fn, **config.teacher.loss_settings())
+        method = config.actor.prox_logp_method if isinstance(config.actor, RatioConfig) else "recompute"
+        loss_fn = partial(distillation_loss_fn, policy_loss_fn=loss_fn, **config.teacher.loss_settings(method))
     advantages = np.where(recorded.trained, recorded.advantages, 0.0)
     row = TrainSequence(
         prompt_mask=~recorded.trained,

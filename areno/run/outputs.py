@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from areno.config.experiments import ExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.errors import EngineError, Key
 from areno.run.progress import RunProgress
@@ -86,7 +87,8 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             config, folder, texts.headline, self._total_steps, self.display, texts.token_text, trackers
         )
         self.scalars: dict[str, float] = {}
-        self._divergence = Divergence(texts.reward, texts.unanswered)
+        needs_rewards = not isinstance(config, PolicyExperimentConfig) or config.needs_rewards
+        self._divergence = Divergence(texts.reward, texts.unanswered, needs_rewards)
         actor = config.actor
         if isinstance(actor, RatioConfig):
             remedy = "actor.prox_logp_method=recompute" if actor.recompute_logprob else "actor.recompute_logprob=true"

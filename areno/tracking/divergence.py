@@ -199,6 +199,7 @@ class Divergence:
         reward: The name of the reward functions or the reward model, for messages.
         unanswered: A text such as "no row of data.jsonl" if no row of the dataset has reference answers. "" if rows
             have answers.
+        needs_rewards: Whether the run trains on rewards. If not, equal rewards are no problem.
 
     Attributes:
         ratio: A tuple (clip range, level, setting) that describes the importance ratios. The clip range is None if
@@ -207,8 +208,8 @@ class Divergence:
             log-probabilities instead.
     """
 
-    def __init__(self, reward: str = "", unanswered: str = ""):
-        self.reward, self.unanswered = reward, unanswered
+    def __init__(self, reward: str = "", unanswered: str = "", needs_rewards: bool = True):
+        self.reward, self.unanswered, self._needs_rewards = reward, unanswered, needs_rewards
         self.ratio: tuple[float | None, str, str] = (None, "token", "")
         self._kept: dict[str, History] = {}
         self._warned: list[str] = []
@@ -227,12 +228,13 @@ class Divergence:
         names = ("train/entropy", "train/logp_abs_diff_mean", "rollout/accuracy", "rollout/truncated")
         for name in (name for name in names if name in scalars):
             self._history(name).add(scalars[name])
-        self._history("flat").add(float(is_flat(scalars)))
+        flat = self._needs_rewards and is_flat(scalars)
+        self._history("flat").add(float(flat))
         clip, level, remedy = self.ratio
         apart = "logp_row_diff_mean" if level == "sequence" else "logp_abs_diff_mean"
         length, reward = scalars.get("rollout/response_len_mean", math.nan), scalars["rollout/rewards_mean"]
         found = {
-            "answers": answers_missing(is_flat(scalars), reward, self.unanswered),
+            "answers": answers_missing(flat, reward, self.unanswered),
             "truncated": all_truncated(self._history("rollout/truncated"), length),
             "entropy": entropy_collapsed(self._history("train/entropy"), self._history("rollout/accuracy")),
             "flat": nothing_to_learn(self._history("flat"), reward),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.config.policy_experiments import DistillExperimentConfig
 from areno.data.encode import encode_rows, sft_draft
 from areno.data.row_schema import row_problem
 from areno.errors import DataError, Key
@@ -22,7 +22,7 @@ from areno.trainers.update import rows_of, set_teacher_prompts, update_policy
 from areno.types import PromptItem, TrainSequence
 
 
-class DistillTrainer(RewardLoop[PolicyExperimentConfig]):
+class DistillTrainer(RewardLoop[DistillExperimentConfig]):
     """Trains a student to follow a teacher. Use it as a context manager, or call close().
 
     Args:
@@ -38,12 +38,12 @@ class DistillTrainer(RewardLoop[PolicyExperimentConfig]):
         trackers: Further trackers that receive the metrics.
     """
 
-    needs = PolicyExperimentConfig
+    needs = DistillExperimentConfig
     headline = ("train/distill_loss", "train/response_len", "rollout/rewards_mean")
 
     def __init__(
         self,
-        config: PolicyExperimentConfig,
+        config: DistillExperimentConfig,
         loss_fn: Any = None,
         run_dir: str | Path | None = None,
         *,
@@ -55,8 +55,11 @@ class DistillTrainer(RewardLoop[PolicyExperimentConfig]):
     ):
         rows = {"train_dataset": train_dataset, "valid_dataset": valid_dataset}
         super().__init__(config, run_dir=run_dir, reward_fn=reward_fn, trackers=trackers, **rows)
-        if config.on_policy_share < 1:
-            self._check_answer(self.setup.loader.rows[0], 0)
+        try:
+            self._check_first_row()
+        except Exception:
+            self.close()
+            raise
 
     @fault_tolerant
     def fit(self) -> float:
@@ -76,7 +79,10 @@ class DistillTrainer(RewardLoop[PolicyExperimentConfig]):
                     row.advantages = _advantages(row)
                 log_rollout(setup, rollout, own)
                 with samples_logged(setup, rollout, own):
-                    stats = update_policy(setup, [*map(_without_rollout, own), *rows] if rows else own)
+                    trained = [*map(_without_rollout, own), *rows] if rows else own
+                    stats = update_policy(setup, trained)
+                    for row, copied in zip(own, trained, strict=False):
+                        row.old_logprobs = copied.old_logprobs
             else:
                 run.log_skipped(batch)
                 stats = update_policy(setup, rows)
@@ -127,8 +133,20 @@ class DistillTrainer(RewardLoop[PolicyExperimentConfig]):
         set_teacher_prompts(setup, items, rows)
         return rows
 
+    def _check_first_row(self) -> None:
+        """Raise DataError if the first row of the training data lacks a field that the settings need."""
+        row, key = self.setup.loader.rows[0], self.setup.config.teacher.prompt_key
+        if self.setup.config.on_policy_share < 1:
+            self._check_answer(row, 0)
+        if key is not None and (problem := row_problem(row, "prompt", key)):
+            raise DataError("row 0: {}, which {} asks for", problem, Key("teacher.prompt_key"))
+
     def _check_answer(self, row: Any, index: int) -> None:
-        """Raise DataError if a row of the training data has no response."""
+        """Check that a row of the training data has a response.
+
+        Raises:
+            DataError: The row has no response.
+        """
         if problem := row_problem(row, "sft"):
             text = "row {}: {}; the rows that the student does not answer need one, or set {}=1"
             raise DataError(text, index, problem, Key("on_policy_share"))

@@ -151,7 +151,7 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
 
 
 def set_teacher_prompts(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence[TrainSequence]) -> None:
-    """Set `teacher_prompt` of rows, if the setting teacher.prompt_key names a field of the dataset.
+    """Set the prompts that the teacher reads, if the setting teacher.prompt_key names a field of the dataset.
 
     Args:
         setup: Models, data, settings and outputs of the run.
@@ -173,12 +173,13 @@ def set_teacher_prompts(setup: PolicySetup, items: Sequence[PromptItem], rows: S
             thinking = setup.config.rollout.enable_thinking
             known[item.index] = encode_generation_prompt(setup.tokenizer, item.record[key], thinking)
         row.teacher_prompt = known[item.index]
+        row.response_start = row.for_teacher()[1]  # now: a correction may mask trained tokens later
 
 
 def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: TeacherConfig | None) -> None:
     """Set `teacher_logprobs` of rows, if there is a teacher whose loss is the sampled form.
 
-    A row with a `teacher_prompt` is scored after this prompt. The log-probabilities of its other tokens are 0.
+    A row with a `teacher_prompt` is scored after this prompt, and tokens before its response get 0.
 
     Args:
         setup: Models, data, settings and outputs of the run.

@@ -159,7 +159,7 @@ def work(tmp_path, monkeypatch):
     task_folder(tmp_path, monkeypatch)
     monkeypatch.setattr(page, "_plotly", lambda: "")
     monkeypatch.setattr(replay, "plan_of_experiment", lambda config: SimpleNamespace(tokenizer=Tokenizer()))
-    monkeypatch.setattr(replay, "_logprobs", lambda plan, config, tokens: (np.zeros(len(tokens)), None, None))
+    monkeypatch.setattr(replay, "_logprobs", lambda plan, config, roles, tokens: (np.zeros(len(tokens)), None, None))
     return tmp_path
 
 

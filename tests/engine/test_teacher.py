@@ -266,6 +266,8 @@ def test_what_a_teacher_needs(tmp_path: Path) -> None:
             ((good[0][:3], good[1]), r"has token ids of shape \(3, 2\)"),
             ((good[0], good[1][:, :1]), "log-probabilities"),
             ((good[0] + VOCAB, good[1]), "outside of the vocabulary"),
+            (([[2], [3, 4]], good[1]), "lists of different lengths"),
+            ((good[0], [["a"]]), "no numbers"),
             ((np.full((n, 2), 4), good[1]), "names a token twice"),
             ((good[0], good[1] + 1), "their sum exceeds 1"),
         ):
@@ -274,4 +276,8 @@ def test_what_a_teacher_needs(tmp_path: Path) -> None:
                 engine.train(rows, distillation_loss_fn, update(KINDS[0]))
         rows[0].teacher_top = good
         with pytest.raises(DataError, match="row 1: teacher_top is NoneType"):
+            engine.train(rows, distillation_loss_fn, update(KINDS[0]))
+        n = len(rows[1].tokens)  # type: ignore[arg-type]
+        rows[1].teacher_top = (np.tile([2, 3, 4], (n, 1)), np.full((n, 3), -2.0))
+        with pytest.raises(DataError, match="row 1: teacher_top has 3 tokens for each position, the first row 2"):
             engine.train(rows, distillation_loss_fn, update(KINDS[0]))

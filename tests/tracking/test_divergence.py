@@ -120,6 +120,11 @@ def test_rows_without_answers_are_told_where_all_rewards_are_equal():
     assert Divergence("reward.py:near").check({**FINE, **FLAT}) == []
 
 
+def test_equal_rewards_are_no_problem_if_the_run_does_not_train_on_rewards():
+    divergence = Divergence("reward.py:near", "no row of data.jsonl", needs_rewards=False)
+    assert [divergence.check({**FINE, **FLAT}) for _ in range(30)] == [[]] * 30
+
+
 def test_advantages_that_only_cancel_out_are_not_flat():
     assert told([{"rollout/advantages_mean": 0.0, "rollout/advantages_std": 1e-9}] * 3 * N_FLAT) == []
 

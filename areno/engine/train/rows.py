@@ -34,8 +34,9 @@ class Row:
             has, is an integer array of experts.
         reward: Reward of the row.
         staleness: Number of optimizer steps since the row was sampled.
-        teacher_prompt: int64 tokens that a teacher reads in place of the tokens before the first trained one. None if
-            it reads the same ones.
+        teacher_prompt: int64 tokens that a teacher reads in place of the tokens before `response_start`. None if the
+            teacher reads the same tokens.
+        response_start: Index of the first token that the teacher shares.
     """
 
     tokens: np.ndarray
@@ -44,12 +45,13 @@ class Row:
     reward: float = 0.0
     staleness: int = 0
     teacher_prompt: np.ndarray | None = None
+    response_start: int = 0
 
     def for_teacher(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens that a teacher reads, and the mask of the trained ones among them."""
         if self.teacher_prompt is None:
             return self.tokens, self.trained
-        first = int(np.argmax(self.trained)) if self.trained.any() else self.n_tokens
+        first = self.response_start
         before = np.zeros(len(self.teacher_prompt), dtype=bool)
         tokens = np.concatenate([self.teacher_prompt, self.tokens[first:]])
         return tokens, np.concatenate([before, self.trained[first:]])
@@ -77,6 +79,7 @@ class FlatRows:
         rewards: Reward of each row.
         staleness: Number of optimizer steps since each row was sampled.
         teacher_prompts: `Row.teacher_prompt` of each row.
+        response_starts: `Row.response_start` of each row.
     """
 
     lengths: np.ndarray
@@ -85,7 +88,8 @@ class FlatRows:
     fields: dict[str, np.ndarray]
     rewards: list[float]
     staleness: list[int]
-    teacher_prompts: list[np.ndarray | None] = field(default_factory=list)
+    teacher_prompts: list[np.ndarray | None]
+    response_starts: list[int]
 
     @staticmethod
     def of(rows: Sequence[Row]) -> FlatRows:
@@ -102,13 +106,13 @@ class FlatRows:
             rewards=[row.reward for row in rows],
             staleness=[row.staleness for row in rows],
             teacher_prompts=[row.teacher_prompt for row in rows],
+            response_starts=[row.response_start for row in rows],
         )
 
     def rows(self) -> list[Row]:
         """Split the concatenated arrays into the original rows, whose arrays are views of the concatenated arrays."""
         ends = np.cumsum(self.lengths).tolist()
         bounds, tokens = list(zip([0, *ends], ends, strict=False)), self.tokens.astype(np.int64, copy=False)
-        prompts = self.teacher_prompts or [None] * len(ends)
         return [
             Row(
                 tokens[start:end],
@@ -117,9 +121,10 @@ class FlatRows:
                 reward,
                 staleness,
                 prompt,
+                response_start,
             )
-            for (start, end), reward, staleness, prompt in zip(
-                bounds, self.rewards, self.staleness, prompts, strict=True
+            for (start, end), reward, staleness, prompt, response_start in zip(
+                bounds, self.rewards, self.staleness, self.teacher_prompts, self.response_starts, strict=True
             )
         ]
 
@@ -234,7 +239,10 @@ def _read_arrays(
     finite = (np.isfinite(values).all() or np.isfinite(values[trained]).all() for values in fields.values())
     if not is_good or not all(finite):
         return None
-    return FlatRows(lengths, tokens.astype(np.int64, copy=False), trained, fields, rewards, staleness)
+    n = len(lengths)
+    return FlatRows(
+        lengths, tokens.astype(np.int64, copy=False), trained, fields, rewards, staleness, [None] * n, [0] * n
+    )
 
 
 def _read_row(
@@ -450,9 +458,13 @@ def _add_teacher(
         called = name.format(index)
         if lists:
             row.fields |= _read_top(source.teacher_top, row, vocab_size, called)
+            n, n_first = (each.fields[TOP[0]].shape[1] for each in (row, rows[0]))
+            if n != n_first:
+                raise DataError(f"{called}: teacher_top has {n} tokens for each position, the first row {n_first}")
         elif source.teacher_prompt is not None:
             called = f"{called}: teacher_prompt"
             row.teacher_prompt = read_tokens(source.teacher_prompt, called, vocab_size)
+            row.response_start = source.for_teacher()[1]
             if (n_tokens := len(row.for_teacher()[0])) > context_len:
                 text = f"with its response has {n_tokens} tokens, more than the model's context of {context_len}"
                 raise DataError(f"{called} {text}; shorten it")
@@ -462,7 +474,10 @@ def _read_top(top: Any, row: Row, vocab_size: int, called: str) -> dict[str, np.
     """Check `TrainSequence.teacher_top`, and return its arrays by their names in Row.fields."""
     if not isinstance(top, tuple) or len(top) != 2:
         raise DataError(f"{called}: teacher_top is {type(top).__name__}; (token ids, log-probabilities) is expected")
-    tokens, logprobs = np.asarray(top[0]), np.asarray(top[1], dtype=np.float32)
+    try:
+        tokens, logprobs = np.asarray(top[0]), np.asarray(top[1], dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{called}: teacher_top holds lists of different lengths, or no numbers") from error
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or len(tokens) != row.n_tokens or not tokens.shape[1]:
         found = f"token ids of shape {tokens.shape} and type {tokens.dtype}"
         raise DataError(f"{called}: teacher_top has {found}; integers of shape ({row.n_tokens}, J) are expected")

@@ -23,9 +23,8 @@ class TeacherPasses:
     """Runs the layers of a teacher, without gradient, before the student's pass over the same micro-batch.
 
     Only the last hidden states of the tokens to predict are kept, in the dtype of the weights, until the student's
-    backward pass has ended. The head computes logits from them, chunk by chunk. To keep the hidden states of all
-    micro-batches of a step from passes before the first update would take more memory: the head of the teacher must be
-    on the device in any case, and a micro-batch has few tokens.
+    backward pass has ended. The head computes logits from them, chunk by chunk. Hidden states of a whole step would
+    take more memory than those of one micro-batch.
 
     Args:
         run: Runs the layers of the teacher on a packed micro-batch.
@@ -48,10 +47,13 @@ class TeacherPasses:
 
     @torch.no_grad()
     def at(self, packed: PackedTokens) -> WholeTeacher:
-        """Return the distributions of the teacher at the tokens that a micro-batch predicts.
+        """Run the layers of the teacher on a micro-batch.
 
         Args:
             packed: The student's input.
+
+        Returns:
+            The last hidden states (T, E) of the T positions whose next tokens the micro-batch predicts, with the head.
         """
         with self._switch(), phase("teacher", tokens=packed.n_computed):
             theirs = packed.for_teacher
@@ -62,7 +64,7 @@ class TeacherPasses:
         return WholeTeacher(hidden_TE, self._logits, self._divergence)
 
     def _begun(self, prefix: PrefixPass | None) -> PrefixPass | None:
-        """Return the teacher's pass over the prefixes of a micro-batch, which other micro-batches may share."""
+        """Run the teacher on the prefixes that several micro-batches share, once, and return this pass."""
         if prefix is not None and prefix is not self._prefix_of_student:
             self.end()
             self._prefix = PrefixPass(replace(prefix.packed, routes_NLk=None))
