@@ -28,8 +28,9 @@ from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import gpu_called, this_cpu
-from areno.plan.plan import TrainerPlan, check_plan, experiment_roles, plan_of_experiment
+from areno.plan.plan import TrainerPlan, check_plan, experiment_roles, load_tokenizer, plan_of_experiment
 from areno.plan.schedule import schedule_warnings, staleness_warnings, with_schedules
+from areno.rewards.judge import EndpointReader, Reader, RoleReader
 from areno.rewards.pool import RewardPool
 from areno.run import tuning
 from areno.run.evaluator import Evaluator
@@ -163,6 +164,7 @@ class Setup(Generic[Config]):
         loader: Training batches. In an evaluation, the batches of the first validation set.
         valid_loaders: Batches of each validation set by its name.
         rewards: The reward processes. None if no function gives a reward.
+        judge: Answers the questions of a judge. None without a judge.
         agents: The agent processes. None if samples are single completions.
         run: The run, with progress, outputs, checkpoints and states.
     """
@@ -187,11 +189,12 @@ class Setup(Generic[Config]):
             stack.enter_context(RunLog())
             tuned = tuning.tune_for_script(config, run_dir) if loop.trains else None
             # Processes start first, so that they import the user's code while plan and data are read.
-            self.rewards, self.agents, plan, roles, *_ = all_of(
+            self.rewards, self.agents, plan, roles, endpoint, *_ = all_of(
                 partial(_open_rewards, config, reward_fn, stack),
                 partial(_open_agents, config, stack),
                 partial(plan_of_experiment, config),
                 partial(experiment_roles, config),
+                partial(_open_endpoint, config, stack),
                 partial(self._check_train_source, train_dataset),
                 partial(self._check_valid_sources, valid_dataset),
                 partial(check_services, config.stats_logger),
@@ -200,8 +203,9 @@ class Setup(Generic[Config]):
                 check_plan(config, plan, roles)
             else:
                 plan = replace(plan, spec=plan.spec.frozen())
-                roles = {name: role for name, role in roles.items() if name == "reward"}
+                roles = {name: role for name, role in roles.items() if name in ("reward", "judge")}
             self.tokenizer = plan.tokenizer
+            self.judge = endpoint or _judge_of_run(config, plan, roles)
             self.roles = {name: replace(role, path=role.path or plan.spec.actor.path) for name, role in roles.items()}
 
             self.valid_loaders = {
@@ -313,10 +317,12 @@ class Setup(Generic[Config]):
         return run
 
     def _reward_name(self) -> str:
-        """Return a text that names the reward functions and the reward model. "" without rewards."""
+        """Return a text that names the sources of rewards. "" without rewards."""
         if not isinstance(config := self.config, PolicyExperimentConfig):
             return ""
-        names = [name for name in (self.rewards and self.rewards.name, config.reward.path) if name]
+        judge = config.reward.judge
+        judged = judge and f"the judge {judge.path or judge.model}"
+        names = [name for name in (self.rewards and self.rewards.name, config.reward.path, judged) if name]
         return " plus ".join(names) or f"that of {config.agent.fn}"
 
     def _fingerprints(self, plan: TrainerPlan) -> dict[str, str]:
@@ -394,18 +400,33 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
         stack: Receives the processes, to end them.
 
     Returns:
-        The processes. None if the run has no rewards, or if only a reward model or the agents give rewards.
+        The processes. None if the run has no rewards, or if only models or the agents give rewards.
     """
     if not isinstance(config, PolicyExperimentConfig):
         return None
     given = reward_fn is not None or config.reward.fn is not None
-    if not given and ((config.reward.path or config.agent.fn) is not None or not config.needs_rewards):
+    if not given and (config.reward.has_model or config.agent.fn is not None or not config.needs_rewards):
         return None
     n_devices = 1
     if config.reward.workers is None:
         with contextlib.suppress(ConfigError):  # the plan raises it
             n_devices = n_workers_here(config.engine, config.cluster, config.scheduler)
     return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=n_devices))
+
+
+def _open_endpoint(config: ExperimentConfig, stack: ExitStack) -> EndpointReader | None:
+    """Open the endpoint that judges samples. Returns None if there is none."""
+    judge = config.reward.judge if isinstance(config, PolicyExperimentConfig) else None
+    if judge is None or judge.base_url is None:
+        return None
+    return stack.enter_context(EndpointReader(judge))
+
+
+def _judge_of_run(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> Reader | None:
+    """Return what asks the judge among the models of a run. None if there is none."""
+    if not isinstance(config, PolicyExperimentConfig) or config.reward.judge is None or "judge" not in roles:
+        return None
+    return RoleReader(config.reward.judge, load_tokenizer(roles["judge"].path), plan.spec.context_len)
 
 
 def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None:

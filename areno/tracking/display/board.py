@@ -95,6 +95,7 @@ _PHASES = {
     "reward": "scoring",
     "ref": "reference",
     "teacher": "teacher",
+    "judge": "judging",
     "values": "values",
     "advantage": "advantages",
     "recompute": "recomputing log-probabilities",
