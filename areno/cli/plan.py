@@ -188,7 +188,7 @@ def _config(algorithm: Algorithm, given: tuple[str, Path | None, list[str], dict
         fields = algorithm.config.__dataclass_fields__
         rewards = composition.data.setdefault("reward", {}) if "reward" in fields else {"fn": "math"}
         agent = composition.data.get("agent") or {}
-        if not (rewards.get("fn") or rewards.get("path") or agent.get("fn")):
+        if not (rewards.get("fn") or rewards.get("path") or rewards.get("judge") or agent.get("fn")):
             rewards["fn"] = "math"
         return composition.build(algorithm.config)
 

@@ -15,6 +15,7 @@ CHOICES = ("A", "B")
 ANSWERS = ("completion", "first", "second")
 """Fields of a template that stand for answers: of a question about one answer, and of one about two."""
 
+_OF_ANY = ("compare", "rubric", "template", "labels", "verdict", "refuse_blank", "weight")
 _OF_ROLE = Needs("path", so="no model is loaded")
 _OF_ENDPOINT = Needs("base_url", so="there is no endpoint")
 _TASK = "Here are a task and {what}.\n\n[Task]\n{prompt}\n\n"
@@ -52,21 +53,22 @@ def fields_of(template: str) -> set[str]:
 class JudgeConfig(Section):
     """A judge: a language model that reads each completion and gives a score from 0 to 1, which is added to the reward.
 
-    The judge is either a model of the run (`path`) or any endpoint of the OpenAI protocol (`base_url`).
+    The judge is either a model of the run (`path`) or any endpoint of the OpenAI protocol (`base_url`). There is no
+    judge if neither is set.
     """
 
     path: str | None = setting(
         None,
         help="Model folder or hub id of a judge that runs beside the actor. It reads texts by its own tokenizer and "
-        "chat template, but needs a vocabulary of the same size as the actor's. null: the judge is an endpoint",
+        "chat template, but needs a vocabulary of the same size as the actor's. null: no such judge",
     )
     offload: bool = setting(
         False, help="Keep the judge in host memory while it is not in use (CUDA)", only_with=_OF_ROLE
     )
     base_url: str | None = setting(
         None,
-        help="Address of an OpenAI-compatible endpoint, such as http://localhost:8000/v1. null: the judge is the "
-        "model of path",
+        help="Address of an OpenAI-compatible endpoint, of a server with the judge, such as "
+        "http://localhost:8000/v1. null: no such judge",
     )
     model: str | None = setting(None, help="Needed with base_url. Name of the endpoint's model", only_with=_OF_ENDPOINT)
     api_key_env: str | None = setting(
@@ -86,6 +88,12 @@ class JudgeConfig(Section):
         "The pauses between attempts grow",
         ge=0,
         le=100,
+        only_with=_OF_ENDPOINT,
+    )
+    enable_thinking: bool | None = setting(
+        None,
+        help="Value of the variable enable_thinking in the endpoint's chat template, sent as chat_template_kwargs. "
+        "With verdict=labels, a model that could reason first should get false. null: send nothing",
         only_with=_OF_ENDPOINT,
     )
     compare: bool = setting(
@@ -137,6 +145,11 @@ class JudgeConfig(Section):
     weight: float = setting(1.0, help="Factor on the score in the reward. Negative: low scores are rewarded")
 
     @property
+    def is_set(self) -> bool:
+        """Whether there is a judge."""
+        return self.path is not None or self.base_url is not None
+
+    @property
     def names(self) -> list[str]:
         """The labels from worst to best, or of the first and second answer of a comparison."""
         if self.compare:
@@ -161,10 +174,17 @@ class JudgeConfig(Section):
 
     @check
     def one_judge(self) -> Iterator[Problem]:
-        """Report a judge that is both a model of the run and an endpoint, or neither."""
-        if (self.path is None) == (self.base_url is None):
-            found = "is null, and so is base_url" if self.path is None else f"is {self.path}, and base_url is set, too"
-            yield Problem("path", f"{found}; set path to a model folder, or base_url and model to an endpoint")
+        """Report a judge that is both a model of the run and an endpoint."""
+        if self.path is not None and self.base_url is not None:
+            text = f"is {self.path}, but base_url is {self.base_url}; the judge is one of the two, so leave one out"
+            yield Problem("path", text)
+
+    @check
+    def settings_of_no_judge(self) -> Iterator[Problem]:
+        """Report settings of a judge that is not there."""
+        if not self.is_set:
+            text = "is set, but neither path nor base_url is, so there is no judge; set one of them, or leave this out"
+            yield from (Problem(name, text) for name in _OF_ANY if not self.is_default(name))
 
     @forbid("model", "is null; name the model of the endpoint {self.base_url}")
     def endpoint_without_model(self) -> bool:

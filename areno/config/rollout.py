@@ -413,9 +413,8 @@ class RewardConfig(Section):
         help="Keep the reward model in host memory while it is not in use (CUDA)",
         only_with=Needs("path", so="there is no reward model"),
     )
-    judge: JudgeConfig | None = setting(
-        None,
-        help="Language model that reads completions, whose score is added to the reward. null: no judge",
+    judge: JudgeConfig = setting(
+        factory=JudgeConfig, help="Language model that reads completions, whose score is added to the reward"
     )
     timeout_s: float = setting(
         30.0,
@@ -442,7 +441,7 @@ class RewardConfig(Section):
     @property
     def has_model(self) -> bool:
         """Whether a model gives a reward: a reward model or a judge."""
-        return self.path is not None or self.judge is not None
+        return self.path is not None or self.judge.is_set
 
     def problems_of_none(self, by_agent: bool) -> Iterator[Problem]:
         """Yield a problem if no reward function, reward model or judge is set, unless an agent gives the reward.
@@ -452,7 +451,7 @@ class RewardConfig(Section):
         """
         if self.fn is None and not self.has_model and not by_agent:
             text = "missing (file.py[:function] or the built-in math); or set reward.path to a reward model, or "
-            text += "reward.judge to a model that reads"
+            text += "reward.judge.path to a model that reads"
             yield Missing("reward.fn", text)
 
     @check

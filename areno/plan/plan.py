@@ -453,7 +453,7 @@ def experiment_roles(
         roles["teacher"] = partial(role, "teacher", section, "lm", **more)
     if config.reward.path is not None:
         roles["reward"] = partial(role, "reward", config.reward, "value", needs_head=True)
-    if config.reward.judge is not None and config.reward.judge.path is not None:
+    if config.reward.judge.path is not None:
         roles["judge"] = partial(role, "reward.judge", config.reward.judge, "lm")
     if isinstance(config, CriticExperimentConfig):
         critic = config.critic

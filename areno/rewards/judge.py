@@ -97,10 +97,13 @@ class RoleReader:
     def __init__(self, config: JudgeConfig, tokenizer: Any, context_len: int):
         self._tokenizer, self._context_len = tokenizer, context_len
         self._waiting: list[tuple[str, Future[Verdict]]] = []
-        space = " " if tokenizer.chat_template is None else ""  # the question is continued as text
-        encoded = [tokenizer.encode(space + name, add_special_tokens=False) for name in config.names]
-        self._labels = [tokens[0] for tokens in encoded if tokens]
-        if len(set(self._labels)) < len(config.names):
+        # Without a chat template the question is continued as text, with a space if the vocabulary has such tokens.
+        for space in ("",) if tokenizer.chat_template is not None else (" ", ""):
+            encoded = [tokenizer.encode(space + name, add_special_tokens=False) for name in config.names]
+            self._labels = [tokens[0] for tokens in encoded if tokens]
+            if len(set(self._labels)) == len(config.names):
+                break
+        else:
             found = ", ".join(f"{name} {tokens}" for name, tokens in zip(config.names, encoded, strict=True))
             text = "has labels that do not differ in their first token of the judge's tokenizer ({}); choose others"
             raise ConfigError(Problem(f"{KEY}.labels", text, found))
@@ -238,6 +241,8 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
             "temperature": 0.0,
             "max_tokens": self._config.max_tokens if is_json else _LABEL_TOKENS,
         }
+        if self._config.enable_thinking is not None:
+            fixed["extra_body"] = {"chat_template_kwargs": {"enable_thinking": self._config.enable_thinking}}
         create: Any = self._client.chat.completions.create
         if not self._is_plain:
             try:

@@ -321,7 +321,7 @@ class Setup(Generic[Config]):
         if not isinstance(config := self.config, PolicyExperimentConfig):
             return ""
         judge = config.reward.judge
-        judged = judge and f"the judge {judge.path or judge.model}"
+        judged = f"the judge {judge.path or judge.model}" if judge.is_set else None
         names = [name for name in (self.rewards and self.rewards.name, config.reward.path, judged) if name]
         return " plus ".join(names) or f"that of {config.agent.fn}"
 
@@ -416,15 +416,14 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
 
 def _open_endpoint(config: ExperimentConfig, stack: ExitStack) -> EndpointReader | None:
     """Open the endpoint that judges samples. Returns None if there is none."""
-    judge = config.reward.judge if isinstance(config, PolicyExperimentConfig) else None
-    if judge is None or judge.base_url is None:
+    if not isinstance(config, PolicyExperimentConfig) or config.reward.judge.base_url is None:
         return None
-    return stack.enter_context(EndpointReader(judge))
+    return stack.enter_context(EndpointReader(config.reward.judge))
 
 
 def _judge_of_run(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> Reader | None:
     """Return what asks the judge among the models of a run. None if there is none."""
-    if not isinstance(config, PolicyExperimentConfig) or config.reward.judge is None or "judge" not in roles:
+    if not isinstance(config, PolicyExperimentConfig) or "judge" not in roles:
         return None
     return RoleReader(config.reward.judge, load_tokenizer(roles["judge"].path), plan.spec.context_len)
 

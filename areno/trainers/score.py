@@ -44,7 +44,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # item -> prompt, tokens
         self._scoring = None if setup.rewards is None else setup.rewards.scoring()
         judge = setup.config.reward.judge
-        self._judging = judge and setup.judge and Judging(judge, setup.judge, gconfig.n_samples)
+        self._judging = None if setup.judge is None else Judging(judge, setup.judge, gconfig.n_samples)
 
     def extend(self, items: Sequence[PromptItem]) -> None:
         """Add prompts to the rollout, whose indices follow those of the prompts so far.
@@ -193,8 +193,7 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     @property
     def _asks_elsewhere(self) -> bool:
-        judge = self._setup.config.reward.judge
-        return judge is not None and judge.base_url is not None
+        return self._setup.config.reward.judge.base_url is not None
 
     def _judged(
         self,
@@ -205,9 +204,8 @@ class Scorer(AbstractContextManager["Scorer"]):
     ) -> list[RewardOutcome]:
         """Add the scores of the judge to the outcomes so far of the samples at `places`."""
         setup, judge = self._setup, self._setup.config.reward.judge
-        assert judge is not None
         score = None if self._asks_elsewhere else partial(setup.trainer.score_logprobs, "judge", temperature=1.0)
-        with setup.run.clock.phase("judge"), setup.run.stop.interruptible():
+        with setup.run.stop.interruptible():
             verdicts = judging.outcomes(score)
         return add_judged(records, outcomes, [verdicts[place] for place in places], judge.weight)
 

@@ -89,8 +89,8 @@ REMOTE = {"base_url": "http://h/v1", "model": "m"}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, r"path: is null, and so is base_url; set path to a model folder, or base_url and model"),
-        ({"path": "m", **REMOTE}, r"path: is m, and base_url is set, too"),
+        ({"weight": 2.0}, r"weight: is set, but neither path nor base_url is, so there is no judge"),
+        ({"path": "m", **REMOTE}, r"path: is m, but base_url is http://h/v1; the judge is one of the two"),
         ({"base_url": "http://h/v1"}, r"model: is null; name the model of the endpoint http://h/v1"),
         ({"base_url": "h:1", "model": "m"}, r"base_url: is 'h:1'; an address such as"),
         ({"path": "m", "concurrency": 2}, r"concurrency: is 2, but (reward.judge.)?base_url is null"),

@@ -95,7 +95,6 @@ _PHASES = {
     "reward": "scoring",
     "ref": "reference",
     "teacher": "teacher",
-    "judge": "judging",
     "values": "values",
     "advantage": "advantages",
     "recompute": "recomputing log-probabilities",
