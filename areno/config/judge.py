@@ -60,7 +60,7 @@ class JudgeConfig(Section):
     path: str | None = setting(
         None,
         help="Model folder or hub id of a judge that runs beside the actor. It reads texts by its own tokenizer and "
-        "chat template, but needs a vocabulary of the same size as the actor's. null: no such judge",
+        "chat template, so it may be of another family than the actor. null: no such judge",
     )
     offload: bool = setting(
         False, help="Keep the judge in host memory while it is not in use (CUDA)", only_with=_OF_ROLE

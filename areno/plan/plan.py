@@ -454,7 +454,7 @@ def experiment_roles(
     if config.reward.path is not None:
         roles["reward"] = partial(role, "reward", config.reward, "value", needs_head=True)
     if config.reward.judge.path is not None:
-        roles["judge"] = partial(role, "reward.judge", config.reward.judge, "lm")
+        roles["judge"] = partial(role, "reward.judge", config.reward.judge, "lm", own_tokenizer=True)
     if isinstance(config, CriticExperimentConfig):
         critic = config.critic
         names = ("optimizer", "gradient_checkpointing")
@@ -590,6 +590,7 @@ def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
         offload=actor.offload,
         needs_head=role.name == "reward",
         in_training=role.name == "teacher",
+        own_tokenizer=role.name == "judge",
     )
 
 

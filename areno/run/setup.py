@@ -205,7 +205,7 @@ class Setup(Generic[Config]):
                 plan = replace(plan, spec=plan.spec.frozen())
                 roles = {name: role for name, role in roles.items() if name in ("reward", "judge")}
             self.tokenizer = plan.tokenizer
-            self.judge = endpoint or _judge_of_run(config, plan, roles)
+            self.judge = endpoint or _judge_of_run(config, roles)
             self.roles = {name: replace(role, path=role.path or plan.spec.actor.path) for name, role in roles.items()}
 
             self.valid_loaders = {
@@ -421,11 +421,14 @@ def _open_endpoint(config: ExperimentConfig, stack: ExitStack) -> EndpointReader
     return stack.enter_context(EndpointReader(config.reward.judge))
 
 
-def _judge_of_run(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> Reader | None:
+def _judge_of_run(config: ExperimentConfig, roles: Mapping[str, RoleSpec]) -> Reader | None:
     """Return what asks the judge among the models of a run. None if there is none."""
     if not isinstance(config, PolicyExperimentConfig) or "judge" not in roles:
         return None
-    return RoleReader(config.reward.judge, load_tokenizer(roles["judge"].path), plan.spec.context_len)
+    from areno.models.registry import load_config
+
+    path = roles["judge"].path
+    return RoleReader(config.reward.judge, load_tokenizer(path), load_config(path).max_position_embeddings)
 
 
 def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None:

@@ -15,10 +15,11 @@ from areno.config.judge import JudgeConfig
 from areno.errors import ConfigError
 from areno.rewards.judge import EndpointReader
 from tests.helpers.policy_runs import MODEL, other_actor, play
-from tests.helpers.recipe_runs import command
+from tests.helpers.recipe_runs import ROOT, command
 from tests.helpers.served import Served
 
 LABELS = "[1,2,3]"
+STORIES = ROOT.parent / "shared/data/models/stories260K-hf"
 
 
 def role(folder: Path, *words: str) -> list[str]:
@@ -129,3 +130,19 @@ def test_the_projects_own_server_writes_json_of_the_schema(caplog):
             verdict = reader.ask("Is it?").result()
     assert "refuses" not in caplog.text
     assert verdict.probabilities or "'{" in verdict.message
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="the model is not there")
+def test_a_judge_of_another_family_reads_by_its_own_tokenizer(tmp_path):
+    template = "The answer to {prompt} is {completion}. This is"
+    words = ["reward.judge.labels=[bad,good]", f"reward.judge.template='{template}'", "total_train_steps=1"]
+    samples = play("grpo", tmp_path / "run", *role(STORIES, *words)).samples(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(STORIES)
+    labels = [tokenizer.encode(label, add_special_tokens=False)[0] for label in ("bad", "good")]
+    for sample in samples:
+        text = template.format(**sample)  # which the chat template leaves as it is
+        tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logits = model(tokens).logits[0, -1].double()[labels]
+        assert sample["parts"]["judge"] == pytest.approx(float(logits.softmax(-1)[1]), abs=1e-5)
