@@ -195,8 +195,7 @@ class Setup(Generic[Config]):
                 partial(plan_of_experiment, config),
                 partial(experiment_roles, config),
                 partial(_open_endpoint, config, stack),
-                partial(self._check_train_source, train_dataset),
-                partial(self._check_valid_sources, valid_dataset),
+                partial(self._check_sources, train_dataset, valid_dataset),
                 partial(check_services, config.stats_logger),
             )
             if loop.trains:
@@ -207,7 +206,6 @@ class Setup(Generic[Config]):
             self.tokenizer = plan.tokenizer
             self.judge = endpoint or _judge_of_run(config, roles)
             self.roles = {name: replace(role, path=role.path or plan.spec.actor.path) for name, role in roles.items()}
-
             self.valid_loaders = {
                 valid.name: self._open_loader(plan, valid.config, valid.rows, valid.key)
                 for valid in valid_sets(config, valid_dataset)
@@ -217,9 +215,8 @@ class Setup(Generic[Config]):
                 stack.callback(self.loader.close)
             else:
                 self.loader = next(iter(self.valid_loaders.values()))
-            for pool in (self.rewards, self.agents):
-                if pool is not None:
-                    pool.wait_ready()
+            for pool in filter(None, (self.rewards, self.agents)):
+                pool.wait_ready()
 
             models = SavedModels(config, loop.also_saved)
             self.run = self._open_run(plan, run_dir, models)
@@ -232,23 +229,17 @@ class Setup(Generic[Config]):
             self.trainer = models.trainer = self._load(stack, plan, at_once)
             self._resources = stack.pop_all()
 
-    def _check_train_source(self, given: Any) -> None:
-        """Raise an error if the training rows that the settings name do not exist. Does nothing for an evaluation.
+    def _check_sources(self, train: Any, valid: Any) -> None:
+        """Raise an error if rows that the settings name do not exist. An evaluation needs no training rows.
 
         Args:
-            given: Rows that a script passes instead. If not None, nothing is checked.
+            train: Training rows that a script passes instead. If not None, the training rows are not checked.
+            valid: Validation rows that a script passes instead. If not None, the validation sets are not checked.
         """
-        if given is None and self._loop.trains:
-            check_source(self.config.train_dataset, "train_dataset")
-
-    def _check_valid_sources(self, given: Any) -> None:
-        """Raise an error if the validation sets that the settings name do not exist.
-
-        Args:
-            given: Rows that a script passes instead. If not None, nothing is checked.
-        """
-        if given is None:
-            check_valid_sources(self.config.valid_dataset)
+        train_source = partial(check_source, self.config.train_dataset, "train_dataset")
+        valid_sources = partial(check_valid_sources, self.config.valid_dataset)
+        checks = [train_source] if train is None and self._loop.trains else []
+        all_of(*checks, *([valid_sources] if valid is None else []))
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
         """Open dataset rows as batches.

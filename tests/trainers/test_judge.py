@@ -132,6 +132,15 @@ def test_the_projects_own_server_writes_json_of_the_schema(caplog):
     assert verdict.probabilities or "'{" in verdict.message
 
 
+@pytest.mark.slow
+def test_a_policy_learns_what_its_judge_likes(tmp_path):
+    """The judge continues a sum of three numbers, and likes answers after which it would write a large digit."""
+    words = [f"reward.judge.labels={LABELS}", "reward.judge.template='{prompt}{completion}='", "total_train_steps=30"]
+    words += ["train_dataset.batch_size=16", "gconfig.n_samples=8", "gconfig.temperature=1.0"]
+    means = play("grpo", tmp_path / "run", *role(MODEL, *words)).series("rollout/rewards_mean")
+    assert sum(means[-5:]) / 5 > sum(means[:5]) / 5 + 0.1
+
+
 @pytest.mark.skipif(not STORIES.exists(), reason="the model is not there")
 def test_a_judge_of_another_family_reads_by_its_own_tokenizer(tmp_path):
     template = "The answer to {prompt} is {completion}. This is"
