@@ -10,9 +10,14 @@ import pytest
 import torch
 import transformers
 
+from areno.api import get_algorithm
 from areno.cli.__main__ import main
 from areno.config.judge import JudgeConfig
 from areno.errors import ConfigError
+from areno.launch.compose import load
+from areno.plan.forecast import forecast
+from areno.plan.hardware import this_cpu
+from areno.plan.plan import experiment_roles
 from areno.rewards.judge import EndpointReader
 from tests.helpers.policy_runs import MODEL, other_actor, play
 from tests.helpers.recipe_runs import ROOT, command
@@ -57,6 +62,24 @@ def test_scores_of_a_role_are_the_expected_labels_under_transformers(tmp_path):
     assert played.series("rollout/reward/judge")[0] == pytest.approx(
         sum(sample["parts"]["judge"] for sample in samples) / 16
     )
+
+
+@pytest.mark.parametrize("words", [["reward.judge.offload=true"], ["enable_offload=true"], []])
+def test_the_judge_is_one_more_frozen_role_of_the_plan(words):
+    config = load(get_algorithm("grpo").config, "quickstart", role(MODEL, *words))
+    spec = experiment_roles(config)["judge"]
+    assert (spec.key, spec.head, spec.optimizer) == ("reward.judge.path", "lm", None)
+    assert spec.offload == bool(words)
+    found = forecast(config, this_cpu(), 1)
+    assert [model.key for model in found.footprint.models] == ["actor", "reward.judge"]
+    assert "score judge" in [phase.name for phase in found.phases]
+
+
+@pytest.mark.parametrize(("words", "part"), [(["gconfig.n_samples=1"], "rollout"), ([], "evaluation")])
+def test_a_single_sample_is_compared_with_nothing(words, part):
+    words = [*role(MODEL, *words), "reward.judge.compare=true", "reward.judge.template='{first}{second}'"]
+    with pytest.raises(ConfigError, match=rf"reward.judge.compare: is true, but the {part} \(.*\) has one sample"):
+        load(get_algorithm("grpo").config, "quickstart", words)
 
 
 def test_labels_of_the_same_token_are_refused(tmp_path):
