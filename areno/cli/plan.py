@@ -186,7 +186,7 @@ def _config(algorithm: Algorithm, given: tuple[str, Path | None, list[str], dict
         if not (data.get("path") or data.get("loader")):
             data["loader"] = "rows.py:given"
         fields = algorithm.config.__dataclass_fields__
-        rewards = composition.data.setdefault("reward", {}) if "reward" in fields else {"fn": "math"}
+        rewards: Any = composition.data.setdefault("reward", {}) if "reward" in fields else {"fn": "math"}
         agent, judge = composition.data.get("agent") or {}, rewards.get("judge") or {}
         sources = (rewards.get("fn"), rewards.get("path"), judge.get("path"), judge.get("base_url"), agent.get("fn"))
         if not any(sources):
