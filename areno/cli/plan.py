@@ -186,9 +186,10 @@ def _config(algorithm: Algorithm, given: tuple[str, Path | None, list[str], dict
         if not (data.get("path") or data.get("loader")):
             data["loader"] = "rows.py:given"
         fields = algorithm.config.__dataclass_fields__
-        rewards = composition.data.setdefault("reward", {}) if "reward" in fields else {"fn": "math"}
-        agent = composition.data.get("agent") or {}
-        if not (rewards.get("fn") or rewards.get("path") or agent.get("fn")):
+        rewards: Any = composition.data.setdefault("reward", {}) if "reward" in fields else {"fn": "math"}
+        agent, judge = composition.data.get("agent") or {}, rewards.get("judge") or {}
+        sources = (rewards.get("fn"), rewards.get("path"), judge.get("path"), judge.get("base_url"), agent.get("fn"))
+        if not any(sources):
             rewards["fn"] = "math"
         return composition.build(algorithm.config)
 

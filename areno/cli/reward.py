@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areno.errors import ArenoError, ConfigError, DataError, Problem, keys_renamed
+from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, keys_renamed
 from areno.report.tables import show
 
 if TYPE_CHECKING:
+    from areno.config.judge import JudgeConfig
     from areno.tracking.reader import RunReader
+    from areno.types import RewardOutcome, RewardRecord
 
 _FLAGS = {
     "reward.fn": "FUNCTION",
@@ -29,6 +31,7 @@ Scores recorded samples as a run would, in reward processes with their time limi
   areno reward reward.py --data samples.jsonl
   areno reward math format --weights 1 0.2 --data outputs/prompts/TRIAL --step 50
   areno reward length reward.length.max_tokens=64 --data samples.jsonl
+  areno reward reward.judge.base_url=http://localhost:8000/v1 reward.judge.model=NAME --data samples.jsonl
 
 The samples are those that a run has kept, or rows with the fields prompt and completion, and what the function
 reads beside them, such as solutions. Exit code 1 says that some samples could not be scored."""
@@ -106,19 +109,62 @@ def _run(arguments: argparse.Namespace) -> int:
     records = [_record(row, f"{arguments.data}, sample {number}") for number, row in enumerate(rows)]
     if arguments.tokenizer is not None:
         _count_tokens(records, arguments.tokenizer)
-    with RunLog(own_process=True), RewardPool(config, tracebacks=True) as pool:
-        pool.wait_ready()
-        started = time.monotonic()
-        outcomes = pool.outcomes(records)
-        seconds = time.monotonic() - started
+    outcomes, seconds, how = None, 0.0, ""
+    with RunLog(own_process=True):
+        if config.fn is not None:
+            with RewardPool(config, tracebacks=True) as pool:
+                pool.wait_ready()
+                started = time.monotonic()
+                outcomes = pool.outcomes(records)
+                seconds, how = time.monotonic() - started, f", with {pool.n_workers} processes"
+        if config.judge.is_set:
+            outcomes, judging_s = _judged(config.judge, records, outcomes)
+            seconds += judging_s
+    assert outcomes is not None
     show(samples_table(rows, records, outcomes, arguments.show))
     if len(rows) > arguments.show:
         print(f"and {len(rows) - arguments.show} samples more (--show)")
     show(summary_table(outcomes))
     print(*count_lines(rows, outcomes), sep="\n")
     each = 1000 * seconds / len(records)
-    print(f"{len(records)} samples in {seconds:.2f} s: {each:.1f} ms for each, with {pool.n_workers} processes")
+    print(f"{len(records)} samples in {seconds:.2f} s: {each:.1f} ms for each{how}")
     return _print_errors(outcomes)
+
+
+def _judged(
+    judge: JudgeConfig, records: Sequence[RewardRecord], outcomes: list[RewardOutcome] | None
+) -> tuple[list[RewardOutcome], float]:
+    """Add the scores of a judge at an endpoint to the rewards of samples. Samples of equal prompts are a group.
+
+    Args:
+        judge: Settings of the judge.
+        records: The samples.
+        outcomes: Outcomes of the reward functions. None if there are none.
+
+    Returns:
+        (outcomes, seconds).
+
+    Raises:
+        ConfigError: The judge is a model of a run, or its endpoint does not answer.
+    """
+    from areno.rewards.judge import EndpointReader, Judging, add_judged
+
+    if judge.path is not None:
+        text = "is {}, which only a run loads; serve it (areno serve) and set {}"
+        raise ConfigError(Problem("reward.judge.path", text, judge.path, Key("reward.judge.base_url")))
+    groups: dict[str, int] = {}  # prompt -> its number
+    sizes: Counter[str] = Counter()
+    places = []
+    for record in records:
+        asked = str(record.messages[:-1])
+        places.append(groups.setdefault(asked, len(groups)) * len(records) + sizes[asked])
+        sizes[asked] += 1
+    with EndpointReader(judge) as reader, Judging(judge, reader, len(records)) as judging:
+        started = time.monotonic()
+        judging.add(dict(zip(places, records, strict=True)))
+        found = judging.outcomes()
+        seconds = time.monotonic() - started
+    return add_judged(records, outcomes, [found[place] for place in places], judge.weight), seconds
 
 
 def _config(arguments: argparse.Namespace) -> Any:
@@ -130,8 +176,10 @@ def _config(arguments: argparse.Namespace) -> Any:
     functions = [word for word in arguments.functions if not word.startswith("reward.") or "=" not in word]
     given = {"weights": arguments.weights, "workers": arguments.workers, "timeout_s": arguments.timeout_s}
     settings = _settings(word for word in arguments.functions if word not in functions)
-    if not functions:
+    if not functions and "judge" not in settings:
         raise ConfigError([Problem("FUNCTION", "is missing; name a file or a built-in reward")])
+    if not functions:
+        return build(OnlyReward, {"reward": {"weights": arguments.weights, **settings}}, [], hint).reward
     # One function is the reward itself, as in reward.fn=reward.py. Several functions are its parts.
     fn = functions[0] if len(functions) == 1 else functions
     return build(OnlyReward, {"reward": {"fn": fn, **given, **settings}}, [], hint).reward

@@ -176,6 +176,24 @@ class PolicyExperimentConfig(ExperimentConfig):
         return self.engine.deterministic and (self.agent.fn is not None or self.agent.is_environment)
 
     @forbid(
+        "reward.judge.compare",
+        "is true, but the {self.single_samples} has one sample of a prompt, which is compared with nothing; sample "
+        "several",
+    )
+    def comparisons_of_one(self) -> bool:
+        """Return whether a judge would compare a sample with nothing."""
+        return self.reward.judge.compare and self.single_samples != ""
+
+    @property
+    def single_samples(self) -> str:
+        """Which part of the run samples a single completion of a prompt, in words. "" if there is none."""
+        evaluates = self.valid_dataset is not None
+        if self.gconfig.n_samples == 1:
+            return "rollout (gconfig.n_samples)"
+        alone = evaluates and self.eval_gconfig is not None and self.eval_gconfig.n_samples == 1
+        return "evaluation (eval_gconfig.n_samples)" if alone else ""
+
+    @forbid(
         "rollout.dynamic_sampling",
         "drops groups whose rewards are all equal; with gconfig.n_samples=1 it drops every group",
     )

@@ -10,6 +10,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
+from areno.config.judge import JudgeConfig
 from areno.config.run import DecoderConfig
 from areno.errors import ConfigError, Problem
 from areno.reward_fns.built_in import BUILT_IN_REWARDS
@@ -383,7 +384,7 @@ _FUNCTION = Needs("fn", so="no function is called", in_build=True)
 @dataclass(kw_only=True)
 @with_sections(_SECTIONS)
 class RewardConfig(Section):
-    """The reward of a completion, from functions, from a reward model, or the sum of both.
+    """The reward of a completion: the sum of what functions, a reward model and a judge give.
 
     Each built-in reward that has settings has its own section, whose dataclass is in areno/reward_fns/built_in.py.
     """
@@ -412,6 +413,9 @@ class RewardConfig(Section):
         help="Keep the reward model in host memory while it is not in use (CUDA)",
         only_with=Needs("path", so="there is no reward model"),
     )
+    judge: JudgeConfig = setting(
+        factory=JudgeConfig, help="Language model that reads completions, whose score is added to the reward"
+    )
     timeout_s: float = setting(
         30.0,
         help="Time limit in seconds for fn to score one sample. If fn takes longer, the sample counts as a timeout "
@@ -434,14 +438,20 @@ class RewardConfig(Section):
         """The reward functions that `fn` names, as a list. Empty if `fn` is null."""
         return [self.fn] if isinstance(self.fn, str) else self.fn or []
 
+    @property
+    def has_model(self) -> bool:
+        """Whether a model gives a reward: a reward model or a judge."""
+        return self.path is not None or self.judge.is_set
+
     def problems_of_none(self, by_agent: bool) -> Iterator[Problem]:
-        """Yield a problem if neither a reward function nor a reward model is set, unless an agent gives the reward.
+        """Yield a problem if no reward function, reward model or judge is set, unless an agent gives the reward.
 
         Args:
             by_agent: Whether the run has an agent, which may give the reward.
         """
-        if self.fn is None and self.path is None and not by_agent:
-            text = "missing (file.py[:function] or the built-in math); or set reward.path to a reward model"
+        if self.fn is None and not self.has_model and not by_agent:
+            text = "missing (file.py[:function] or the built-in math); or set reward.path to a reward model, or "
+            text += "reward.judge.path to a model that reads"
             yield Missing("reward.fn", text)
 
     @check

@@ -20,11 +20,12 @@ from areno.engine.memory import resident_bytes
 from areno.engine.processes.workers import start_workers
 from areno.engine.requests import Dispatcher, RequestLimits
 from areno.engine.sampling import SamplingEngine
-from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec, Sharing, UpdateSpec
+from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, Sharing, UpdateSpec
 from areno.engine.token_budget import SCORE, TRAIN, ChosenBudgets
 from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps, sharing_beside_teacher
 from areno.engine.train.rows import TOP, read_training_rows, routes_of_rows
 from areno.errors import CheckpointError, EngineError
+from areno.models.registry import load_config
 from areno.types import TrainSequence
 
 logger = logging.getLogger("areno")
@@ -55,6 +56,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         self._roles: dict[str, RoleSpec] = {"actor": spec.actor}  # as loaded
         self._wanted, self._mode = spec, workers
         super().__init__(start_workers(spec, workers))
+        self._infos: dict[str, EngineInfo] = {}  # of roles whose vocabulary may differ from the actor's
         self._train_sharing: dict[str, Sharing] = {"actor": self.info.sharing}  # when training shares prefixes, by role
         self._budgets = ChosenBudgets(lambda: self._call("token_budgets"))
         self._rollouts: list[RolloutSpec] = []  # that the budgets take into account
@@ -85,6 +87,10 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
                         "call ensure_roles before it"
                     )
                 self._train_sharing[name] = self._call("load_role", name, spec)[0]
+                if spec.own_tokenizer:
+                    config = load_config(spec.path, spec.head)
+                    vocabulary = {"vocab_size": config.vocab_size, "context_len": config.max_position_embeddings}
+                    self._infos[name] = replace(self.info, **vocabulary)
                 self._roles[name] = copy.deepcopy(spec)  # a copy, because the caller may change the spec later
                 self._budgets.are_due = True
 
@@ -272,7 +278,8 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             float for "rewards".
         """
         self._role(role, "lm" if what == "logprobs" else "value")
-        shares, given = share_rows(rows, routes, self.spec.layout.data_size, self.info, self._train_sharing[role])
+        info, sharing = self._infos.get(role, self.info), self._train_sharing[role]
+        shares, given = share_rows(rows, routes, self.spec.layout.data_size, info, sharing)
         n_together = self.spec.layout.cp_size
         spec, may_halve = mb_spec or self.spec.mb_spec, False
         if spec.is_automatic:

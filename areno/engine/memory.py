@@ -194,7 +194,7 @@ Option = tuple[Any, ...]
 
 MORE_DEVICES: Option = ("divide the model over more devices ({})", Key("engine.tp_size"))
 
-RESTING = ("ref", "teacher", "reward", "critic")
+RESTING = ("ref", "teacher", "reward", "reward.judge", "critic")
 """Configuration sections whose models may rest in host memory while they are not used."""
 
 

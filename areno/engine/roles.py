@@ -318,7 +318,7 @@ class Roles:
             config = load_config(spec.path, spec.head, needs_head=spec.needs_head)
             if spec.pad_token_id is not None and config.hf.get("pad_token_id") is None:
                 config = replace(config, hf={**config.hf, "pad_token_id": spec.pad_token_id})
-            if not is_actor and config.vocab_size != self.actor.config.vocab_size:
+            if not (is_actor or spec.own_tokenizer) and config.vocab_size != self.actor.config.vocab_size:
                 raise EngineError(
                     "{} has a vocabulary of {} tokens, the actor one of {}; both must use the same tokenizer",
                     key,

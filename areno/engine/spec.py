@@ -161,6 +161,8 @@ class RoleSpec:
         pad_token_id: For a value head, the padding token if config.json of the folder names none. transformers needs it
             to find the last token of a row. None leaves config.json as it is.
         in_training: Whether training passes of the actor use the model, as those with a divergence from a teacher do.
+        own_tokenizer: Whether rows for the model are encoded by its own tokenizer, as those of a judge. Its vocabulary
+            and context length may then differ from the actor's.
     """
 
     path: str
@@ -175,6 +177,7 @@ class RoleSpec:
     lora: LoraSpec | None = None
     pad_token_id: int | None = None
     in_training: bool = False
+    own_tokenizer: bool = False
 
     @property
     def section(self) -> str:

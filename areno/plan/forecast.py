@@ -33,7 +33,11 @@ _PROCESS_BYTES = int(0.35 * 2**30)  # of a Python process with torch, which coun
 _GRAPH_BYTES = int(0.15 * 2**30)  # of CUDA graphs and the buffers of sampling
 _COPY_BYTES_S = 45e9  # bytes per second between device and pinned host memory, in each direction
 _DROPPED_S = 2.0  # seconds to make a decoder with its CUDA graphs again
-_SCORED_BY = {"actor": "recompute", "critic": "values"}  # model -> name of its scoring phase in time/*, if another
+_SCORED_BY = {
+    "actor": "recompute",
+    "critic": "values",
+    "judge": "reward",
+}  # model -> name of its scoring phase in time/*, if another
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -441,8 +441,8 @@ def experiment_roles(
     if not isinstance(config, PolicyExperimentConfig):
         return {}
 
-    def role(name: str, section: Any, head: Literal["lm", "value"], **more: Any) -> RoleSpec:
-        key = f"{name}.path"
+    def role(section_key: str, section: Any, head: Literal["lm", "value"], **more: Any) -> RoleSpec:
+        key = f"{section_key}.path"
         path = folder_of(section.path, key) if section.path else ""
         return RoleSpec(path=path, head=head, key=key, offload=config.offloads(section), **more)
 
@@ -457,6 +457,8 @@ def experiment_roles(
         roles["teacher"] = partial(role, "teacher", section, "lm", **more)
     if config.reward.path is not None:
         roles["reward"] = partial(role, "reward", config.reward, "value", needs_head=True)
+    if config.reward.judge.path is not None:
+        roles["judge"] = partial(role, "reward.judge", config.reward.judge, "lm", own_tokenizer=True)
     if isinstance(config, CriticExperimentConfig):
         critic = config.critic
         names = ("optimizer", "gradient_checkpointing")
@@ -534,7 +536,7 @@ def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
     return {name: role if isinstance(role, RoleSpec) else _spec(role, actor) for name, role in roles.items()}
 
 
-_SCORED: dict[str, Literal["lm", "value"]] = {"ref": "lm", "teacher": "lm", "reward": "value"}
+_SCORED: dict[str, Literal["lm", "value"]] = {"ref": "lm", "teacher": "lm", "judge": "lm", "reward": "value"}
 """Roles that are never trained -> the head of their model."""
 
 
@@ -571,7 +573,7 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
 def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
     """Make the specification of a role from a script's ModelRole.
 
-    The model gets a value head if the role is "critic" or "reward". Any other role except "ref" and "teacher" gets a
+    The model gets a value head if the role is "critic" or "reward". Any other role except those of `_SCORED` gets a
     value head if it is trainable or its folder has a value head.
     """
     key = f"roles[{role.name!r}].path"
@@ -592,6 +594,7 @@ def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
         offload=actor.offload,
         needs_head=role.name == "reward",
         in_training=role.name == "teacher",
+        own_tokenizer=role.name == "judge",
     )
 
 

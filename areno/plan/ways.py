@@ -130,9 +130,11 @@ def _options(found: Forecast) -> Iterator[_Option]:
             yield _Option({"gconfig.max_new_tokens": less}, "longer answers are cut off", learns_otherwise=True)
     if cuda:
         for name in RESTING:
-            loaded = next((model for model in found.footprint.models if model.name == name), None)
+            loaded = next((model for model in found.footprint.models if model.key == name), None)
             if loaded is not None and not loaded.offload:
-                yield _Option({f"{name}.offload": True}, f"the {name} model is copied to the device in each step")
+                yield _Option(
+                    {f"{name}.offload": True}, f"the {loaded.name} model is copied to the device in each step"
+                )
     if any(model.may_stream for model in found.footprint.models):
         yield _Option({"actor.offload": True}, "masters and moments are copied in each update")
         if len(found.footprint.models) > 1:

@@ -118,8 +118,11 @@ class DistillConfig(DistillExperimentConfig):
     @build_check
     def evaluation_without_rewards(self) -> Iterator[Problem]:
         """Report an evaluation without rewards."""
-        if self.valid_dataset is not None and not (self.reward.fn or self.reward.path) and self.agent.fn is None:
-            yield Problem("valid_dataset", "is set, but there is no reward to evaluate; set reward.fn or reward.path")
+        if self.valid_dataset is not None and not (self.reward.fn or self.reward.has_model) and self.agent.fn is None:
+            yield Problem(
+                "valid_dataset",
+                "is set, but there is no reward to evaluate; set reward.fn, reward.path or reward.judge.path",
+            )
 
 
 def _no_policy_loss(*_: Any) -> Any:

@@ -48,13 +48,15 @@ _LISTED: dict[tuple[Kind, str], str] = {
     ("harmless", _END): "total_train_steps total_train_epochs total_train_n_seqs evaluator.patience",
     ("harmless", _FROM_HERE): (
         "saver evaluator recover stats_logger valid_dataset eval_gconfig rollout.dump_to_file rollout.dump_n_samples "
-        "actor.max_skipped_steps reward.timeout_s perf_tracer memory_profiler"
+        "actor.max_skipped_steps reward.timeout_s reward.judge.base_url reward.judge.api_key_env "
+        "reward.judge.timeout_s reward.judge.retries perf_tracer memory_profiler"
     ),
     ("harmless", "nothing: the run keeps its folder"): "experiment_name trial_name cluster",
     ("harmless", _SPEED): (
         "engine scheduler cluster.n_nodes cluster.n_gpus_per_node rollout.max_prefill_tokens rollout.mem_fraction "
         "rollout.max_kv_tokens rollout.eager_decode rollout.max_concurrent_rollouts rollout.drop_rollout_state "
-        "reward.workers enable_offload actor.offload reward.offload ref.offload teacher.offload critic.offload "
+        "reward.workers reward.judge.concurrency enable_offload actor.offload reward.offload reward.judge.offload "
+        "ref.offload teacher.offload critic.offload "
         "actor.mb_spec critic.mb_spec actor.share_prefixes "
         "actor.gradient_checkpointing critic.gradient_checkpointing"
     ),

@@ -28,8 +28,9 @@ from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import gpu_called, this_cpu
-from areno.plan.plan import TrainerPlan, check_plan, experiment_roles, plan_of_experiment
+from areno.plan.plan import TrainerPlan, check_plan, experiment_roles, load_tokenizer, plan_of_experiment
 from areno.plan.schedule import schedule_warnings, staleness_warnings, with_schedules
+from areno.rewards.judge import EndpointReader, Reader, RoleReader
 from areno.rewards.pool import RewardPool
 from areno.run import tuning
 from areno.run.evaluator import Evaluator
@@ -163,6 +164,7 @@ class Setup(Generic[Config]):
         loader: Training batches. In an evaluation, the batches of the first validation set.
         valid_loaders: Batches of each validation set by its name.
         rewards: The reward processes. None if no function gives a reward.
+        judge: Answers the questions of a judge. None without a judge.
         agents: The agent processes. None if samples are single completions.
         run: The run, with progress, outputs, checkpoints and states.
     """
@@ -187,23 +189,23 @@ class Setup(Generic[Config]):
             stack.enter_context(RunLog())
             tuned = tuning.tune_for_script(config, run_dir) if loop.trains else None
             # Processes start first, so that they import the user's code while plan and data are read.
-            self.rewards, self.agents, plan, roles, *_ = all_of(
+            self.rewards, self.agents, plan, roles, endpoint, *_ = all_of(
                 partial(_open_rewards, config, reward_fn, stack),
                 partial(_open_agents, config, stack),
                 partial(plan_of_experiment, config),
                 partial(experiment_roles, config),
-                partial(self._check_train_source, train_dataset),
-                partial(self._check_valid_sources, valid_dataset),
+                partial(_open_endpoint, config, stack),
+                partial(self._check_sources, train_dataset, valid_dataset),
                 partial(check_services, config.stats_logger),
             )
             if loop.trains:
                 check_plan(config, plan, roles)
             else:
                 plan = replace(plan, spec=plan.spec.frozen())
-                roles = {name: role for name, role in roles.items() if name == "reward"}
+                roles = {name: role for name, role in roles.items() if name in ("reward", "judge")}
             self.tokenizer = plan.tokenizer
+            self.judge = endpoint or _judge_of_run(config, roles)
             self.roles = {name: replace(role, path=role.path or plan.spec.actor.path) for name, role in roles.items()}
-
             self.valid_loaders = {
                 valid.name: self._open_loader(plan, valid.config, valid.rows, valid.key)
                 for valid in valid_sets(config, valid_dataset)
@@ -213,9 +215,8 @@ class Setup(Generic[Config]):
                 stack.callback(self.loader.close)
             else:
                 self.loader = next(iter(self.valid_loaders.values()))
-            for pool in (self.rewards, self.agents):
-                if pool is not None:
-                    pool.wait_ready()
+            for pool in filter(None, (self.rewards, self.agents)):
+                pool.wait_ready()
 
             models = SavedModels(config, loop.also_saved)
             self.run = self._open_run(plan, run_dir, models)
@@ -228,23 +229,17 @@ class Setup(Generic[Config]):
             self.trainer = models.trainer = self._load(stack, plan, at_once)
             self._resources = stack.pop_all()
 
-    def _check_train_source(self, given: Any) -> None:
-        """Raise an error if the training rows that the settings name do not exist. Does nothing for an evaluation.
+    def _check_sources(self, train: Any, valid: Any) -> None:
+        """Raise an error if rows that the settings name do not exist. An evaluation needs no training rows.
 
         Args:
-            given: Rows that a script passes instead. If not None, nothing is checked.
+            train: Training rows that a script passes instead. If not None, the training rows are not checked.
+            valid: Validation rows that a script passes instead. If not None, the validation sets are not checked.
         """
-        if given is None and self._loop.trains:
-            check_source(self.config.train_dataset, "train_dataset")
-
-    def _check_valid_sources(self, given: Any) -> None:
-        """Raise an error if the validation sets that the settings name do not exist.
-
-        Args:
-            given: Rows that a script passes instead. If not None, nothing is checked.
-        """
-        if given is None:
-            check_valid_sources(self.config.valid_dataset)
+        train_source = partial(check_source, self.config.train_dataset, "train_dataset")
+        valid_sources = partial(check_valid_sources, self.config.valid_dataset)
+        checks = [train_source] if train is None and self._loop.trains else []
+        all_of(*checks, *([valid_sources] if valid is None else []))
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
         """Open dataset rows as batches.
@@ -313,10 +308,12 @@ class Setup(Generic[Config]):
         return run
 
     def _reward_name(self) -> str:
-        """Return a text that names the reward functions and the reward model. "" without rewards."""
+        """Return a text that names the sources of rewards. "" without rewards."""
         if not isinstance(config := self.config, PolicyExperimentConfig):
             return ""
-        names = [name for name in (self.rewards and self.rewards.name, config.reward.path) if name]
+        judge = config.reward.judge
+        judged = f"the judge {judge.path or judge.model}" if judge.is_set else None
+        names = [name for name in (self.rewards and self.rewards.name, config.reward.path, judged) if name]
         return " plus ".join(names) or f"that of {config.agent.fn}"
 
     def _fingerprints(self, plan: TrainerPlan) -> dict[str, str]:
@@ -394,18 +391,35 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
         stack: Receives the processes, to end them.
 
     Returns:
-        The processes. None if the run has no rewards, or if only a reward model or the agents give rewards.
+        The processes. None if the run has no rewards, or if only models or the agents give rewards.
     """
     if not isinstance(config, PolicyExperimentConfig):
         return None
     given = reward_fn is not None or config.reward.fn is not None
-    if not given and ((config.reward.path or config.agent.fn) is not None or not config.needs_rewards):
+    if not given and (config.reward.has_model or config.agent.fn is not None or not config.needs_rewards):
         return None
     n_devices = 1
     if config.reward.workers is None:
         with contextlib.suppress(ConfigError):  # the plan raises it
             n_devices = n_workers_here(config.engine, config.cluster, config.scheduler)
     return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=n_devices))
+
+
+def _open_endpoint(config: ExperimentConfig, stack: ExitStack) -> EndpointReader | None:
+    """Open the endpoint that judges samples. Returns None if there is none."""
+    if not isinstance(config, PolicyExperimentConfig) or config.reward.judge.base_url is None:
+        return None
+    return stack.enter_context(EndpointReader(config.reward.judge))
+
+
+def _judge_of_run(config: ExperimentConfig, roles: Mapping[str, RoleSpec]) -> Reader | None:
+    """Return what asks the judge among the models of a run. None if there is none."""
+    if not isinstance(config, PolicyExperimentConfig) or "judge" not in roles:
+        return None
+    from areno.models.registry import load_config
+
+    path = roles["judge"].path
+    return RoleReader(config.reward.judge, load_tokenizer(path), load_config(path).max_position_embeddings)
 
 
 def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None:

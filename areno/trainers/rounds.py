@@ -24,12 +24,13 @@ _STEPS = 16  # decoding steps between decisions
 def can_overlap(setup: PolicySetup) -> bool:
     """Return whether rewards are known during the rollout, so that rounds can overlap.
 
-    A reward model scores samples after the rollout, and agents decide themselves when they ask for samples.
+    Rewards of a model, such as a judge, are complete only after the rollout, and agents decide themselves when they ask
+    for samples.
 
     Args:
         setup: Models, data, settings and outputs of the run.
     """
-    return setup.agents is None and setup.config.reward.path is None and setup.rewards is not None
+    return setup.agents is None and not setup.config.reward.has_model and setup.rewards is not None
 
 
 def sample_rounds(

@@ -1,9 +1,10 @@
-"""Scoring of the samples of a rollout, by reward functions, by the agents themselves and by a reward model."""
+"""Scoring of the samples of a rollout, by reward functions, the agents themselves, a reward model and a judge."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from areno.api.session import sequence_of
 from areno.config.rollout import GenerationConfig
 from areno.data.encode import decode_all
 from areno.engine.requests import spans_of
+from areno.rewards.judge import Judging, add_judged
 from areno.rewards.pool import report_failures
 from areno.rewards.records import CompletionRecord, Record, RecordedPrompt, reward_problem
 from areno.run.setup import PolicySetup
@@ -41,6 +43,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._found: dict[int, tuple[ScoredSample, Record | None]] = {}  # by index in the rollout
         self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # item -> prompt, tokens
         self._scoring = None if setup.rewards is None else setup.rewards.scoring()
+        judge = setup.config.reward.judge
+        self._judging = None if setup.judge is None else Judging(judge, setup.judge, gconfig.n_samples)
 
     def extend(self, items: Sequence[PromptItem]) -> None:
         """Add prompts to the rollout, whose indices follow those of the prompts so far.
@@ -133,10 +137,14 @@ class Scorer(AbstractContextManager["Scorer"]):
             record.step, record.epoch = self._setup.run.step, self._setup.run.progress.epoch
         if self._scoring is not None:
             self._scoring.add(records)
+        if self._judging is not None:
+            self._judging.add(records)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a reward function has yet to score some of the samples."""
+        """Whether a reward function or a judge elsewhere has yet to score some of the samples."""
+        if self._judging is not None and self._asks_elsewhere and self._judging.n_open:
+            return True
         return self._scoring is not None and self._scoring.n_known < len(self._found)
 
     @property
@@ -147,8 +155,9 @@ class Scorer(AbstractContextManager["Scorer"]):
     def finish(self) -> list[ScoredSample]:
         """Wait for the rewards, and return the samples in the order of the rollout.
 
-        The reward of a sample is the sum of the rewards of the reward function, of the agent itself and of the reward
-        model, where these are configured. A failed sample keeps the outcome, without a reward, that it had in `add`.
+        The reward of a sample is the sum of the rewards of the reward function, of the agent itself, of the reward
+        model and of the judge, where these are configured. A failed sample keeps the outcome, without a reward, that
+        it had in `add`.
 
         Returns:
             All samples, with `outcome` set.
@@ -165,9 +174,9 @@ class Scorer(AbstractContextManager["Scorer"]):
                     sample.spans.append(("scored", *span))
             report_failures(records, outcomes)
         own = [sample.trajectory.reward if sample.trajectory else None for sample, _ in asked.values()]
-        if outcomes is None and not setup.config.needs_rewards and setup.config.reward.path is None:
+        if outcomes is None and not setup.config.needs_rewards and not setup.config.reward.has_model:
             outcomes = [_NOT_SCORED] * len(records)  # a run without rewards, such as distillation
-        if any(own) or (outcomes is None and setup.config.reward.path is None):
+        if any(own) or (outcomes is None and not setup.config.reward.has_model):
             outcomes = add_own(records, outcomes, own)
         if setup.config.reward.path is not None:
             # Equal rows are scored once: rounding depends on the position in a batch, and would give them other scores.
@@ -175,14 +184,36 @@ class Scorer(AbstractContextManager["Scorer"]):
             distinct = list(dict.fromkeys(rows))
             scores = dict(zip(distinct, setup.trainer.score_rewards("reward", distinct), strict=True))
             outcomes = add_scores(records, outcomes, [scores[row] for row in rows])
+        if self._judging is not None:
+            outcomes = self._judged(self._judging, list(asked), records, outcomes)
         assert outcomes is not None
         for (sample, _), outcome in zip(asked.values(), outcomes, strict=True):
             sample.outcome = outcome
         return [sample for sample, _ in found.values()]
 
+    @property
+    def _asks_elsewhere(self) -> bool:
+        return self._setup.config.reward.judge.base_url is not None
+
+    def _judged(
+        self,
+        judging: Judging,
+        places: Sequence[int],
+        records: Sequence[Record],
+        outcomes: Sequence[RewardOutcome] | None,
+    ) -> list[RewardOutcome]:
+        """Add the scores of the judge to the outcomes so far of the samples at `places`."""
+        setup, judge = self._setup, self._setup.config.reward.judge
+        score = None if self._asks_elsewhere else partial(setup.trainer.score_logprobs, "judge", temperature=1.0)
+        with setup.run.stop.interruptible():
+            verdicts = judging.outcomes(score)
+        return add_judged(records, outcomes, [verdicts[place] for place in places], judge.weight)
+
     def __exit__(self, *exc: Any) -> None:
         if self._scoring is not None:
             self._scoring.__exit__(*exc)
+        if self._judging is not None:
+            self._judging.__exit__(*exc)
 
 
 def _whole(sample: ScoredSample) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 
 from areno.cli.__main__ import main
 from areno.files.paths import find_file
+from tests.helpers.endpoints import endpoint
 
 NEAR = """
 def near(record):
@@ -146,3 +147,32 @@ def test_rows_without_a_completion(folder, capsys):
     assert "sample 1: needs prompt and completion; it has prompt" in capsys.readouterr().err
     assert main(["reward", "math", *data({"prompt": 5, "completion": ["a"]})]) == 1
     assert "sample 0: prompt is 5; text or a list of messages is expected" in capsys.readouterr().err
+
+
+def test_an_endpoint_judges_samples_alone_and_beside_functions(folder, capsys):
+    def say(request):
+        return "yes" if "[Answer]\n2" in request["messages"][0]["content"] else "no"
+
+    with endpoint(say) as (url, _):
+        words = [f"reward.judge.base_url={url}", "reward.judge.model=m", "reward.judge.weight=0.5"]
+        assert main(["reward", *words, *data(*ROWS)[:2]]) == 0
+        found = lines(capsys.readouterr().out)
+        assert found[0][:4] == ["sample", "reward", "judge", "judge/blank"]
+        assert [row[1:3] for row in found[2:4]] == [["0.5", "1"], ["0", "0"]]
+        assert main(["reward", "mine.py:near", *words, *data(*ROWS)]) == 0
+        found = lines(capsys.readouterr().out)
+        assert [row[1] for row in found[2:4]] == ["1.5", "0"]
+
+
+def test_an_endpoint_compares_samples_of_equal_prompts(folder, capsys):
+    with endpoint(lambda _: "A") as (url, requests):
+        words = [f"reward.judge.base_url={url}", "reward.judge.model=m", "reward.judge.compare=true"]
+        rows = [{**ROWS[0], "completion": text} for text in ("1", "2", "3")]
+        assert main(["reward", *words, *data(*rows, ROWS[1])[:2]]) == 0
+    assert len(requests) == 1 + 6
+    assert [row[1] for row in lines(capsys.readouterr().out)[2:6]] == ["0.5"] * 4
+
+
+def test_a_judge_of_a_run_is_not_loaded_here(folder, capsys):
+    assert main(["reward", "reward.judge.path=m", *data(*ROWS)[:2]]) == 2
+    assert "reward.judge.path: is m, which only a run loads" in capsys.readouterr().err

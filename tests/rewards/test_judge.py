@@ -1,0 +1,362 @@
+"""A judge: its settings, the questions, verdicts of an endpoint, comparisons, and answers that judges fall for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from areno.config.judge import JudgeConfig
+from areno.config.rollout import OnlyReward
+from areno.errors import ArenoError, ConfigError, DataError
+from areno.rewards.judge import EndpointReader, Judging, Verdict, add_judged, without_thoughts
+from areno.schema.build import build
+from areno.types import RewardOutcome, RewardRecord
+from tests.helpers.endpoints import Say, endpoint
+
+
+def record(completion: str, prompt: str = "1+1?", **row: Any) -> RewardRecord:
+    row = {"solutions": ["2"], **row}
+    return RewardRecord(
+        prompt=prompt, completion=completion, final_answer=completion, solutions=row.get("solutions"), record=row
+    )
+
+
+def judged(say: Say, *completions: str, n_samples: int = 1, **settings: Any) -> list[RewardOutcome]:
+    """The outcomes of completions, judged by an endpoint."""
+    with endpoint(say) as (url, _):
+        config = JudgeConfig(base_url=url, model="m", **{"retries": 0, **settings})
+        with EndpointReader(config) as reader, Judging(config, reader, n_samples) as judging:
+            judging.add({place: record(text) for place, text in enumerate(completions)})
+            found = judging.outcomes()
+    return [found[place] for place in range(len(completions))]
+
+
+def question(request: Mapping[str, Any]) -> str:
+    return request["messages"][0]["content"]
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+REMOTE = {"base_url": "http://h/v1", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight": 2.0}, r"weight: is set, but neither path nor base_url is, so there is no judge"),
+        ({"path": "m", **REMOTE}, r"path: is m, but base_url is http://h/v1; the judge is one of the two"),
+        ({"base_url": "http://h/v1"}, r"model: is null; name the model of the endpoint http://h/v1"),
+        ({"base_url": "h:1", "model": "m"}, r"base_url: is 'h:1'; an address such as"),
+        ({"path": "m", "concurrency": 2}, r"concurrency: is 2, but (reward.judge.)?base_url is null"),
+        ({**REMOTE, "offload": True}, r"offload: is true, but (reward.judge.)?path is null, so no model is loaded"),
+        ({"path": "m", "verdict": "json"}, r"verdict: is json, but a model of the run"),
+        ({**REMOTE, "labels": ["1"]}, r"labels: is \['1'\]; at least two different labels"),
+        ({**REMOTE, "labels": ["No", "no"]}, r"labels: .* at least two different labels"),
+        ({**REMOTE, "labels": ["1", "10"]}, r"labels: .* where a label begins another one"),
+        ({**REMOTE, "compare": True, "labels": ["1", "2"]}, r"labels: .* the labels are A and B"),
+        ({**REMOTE, "opponents": 2}, r"opponents: is 2, but (reward.judge.)?compare is false"),
+        ({**REMOTE, "template": "Is {prompt} good?"}, r"template: has no \{completion\}, which stands for an answer"),
+        ({**REMOTE, "template": "{completion} {first}"}, r"template: has \{first\}, which only .*compare=true"),
+        ({**REMOTE, "template": "{first}", "compare": True}, r"template: has no \{second\}"),
+        ({**REMOTE, "template": "{completion} {"}, r"template: cannot be filled in"),
+        ({**REMOTE, "template": "{completion} {0}"}, r"template: cannot be filled in: \{0\} is no name"),
+        ({**REMOTE, "template": "{completion}", "rubric": "quality"}, r"rubric: .* the template says"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_starts(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        build(OnlyReward, {"reward": {"judge": settings}}, [])
+
+
+def test_labels_may_begin_each_other_in_json():
+    config = JudgeConfig(**REMOTE, verdict="json", labels=["1", "10"])
+    assert config.names == ["1", "10"]
+
+
+@pytest.mark.parametrize("rubric", ["correct", "quality"])
+@pytest.mark.parametrize("compare", [False, True])
+def test_rubrics_ask_about_all_that_they_need(rubric, compare):
+    template = JudgeConfig(path="m", rubric=rubric, compare=compare).question
+    text = template.format(prompt="P?", solutions="S", completion="C", first="F", second="G")
+    assert ("S" in text.split("[Reference answer]\n")[-1].split()) == (rubric == "correct")
+    assert ("[Answer A]\nF" in text, "[Answer B]\nG" in text, "[Answer]\nC" in text) == (compare, compare, not compare)
+    labels = "A or B" if compare else "no or yes" if rubric == "correct" else "one of 1, 2, 3, 4 or 5"
+    assert f"Reply with {labels}" in text
+
+
+# Questions ------------------------------------------------------------------------------------------------------------
+
+
+class Written:
+    """A reader whose verdict is a function of the question: probabilities of the labels."""
+
+    def __init__(self, judge: Callable[[str], Sequence[float]]):
+        self._judge, self.questions = judge, []
+
+    def ask(self, question: str) -> Future[Verdict]:
+        self.questions.append(question)
+        future: Future[Verdict] = Future()
+        future.set_result(Verdict(tuple(self._judge(question))))
+        return future
+
+    def complete(self, score: Any) -> None:
+        pass
+
+
+def questions_of(found: RewardRecord, **settings: Any) -> list[str]:
+    config, reader = JudgeConfig(path="m", **settings), Written(lambda _: (0.0, 1.0))
+    Judging(config, reader, 1).add({0: found})
+    return reader.questions
+
+
+def test_a_template_reads_the_row_and_skips_reasoning():
+    found = record("<think>hm, 3?</think>\n2", answer_kind={"unit": "apples"}, solutions=["2", "two"])
+    template = "{prompt}|{completion}|{solutions}|{answer_kind}|{{}}"
+    assert questions_of(found, template=template) == ['1+1?|2|2 or two|{"unit": "apples"}|{}']
+
+
+def test_braces_in_answers_are_not_fields():
+    assert questions_of(record("{prompt} {}"), template="{completion}") == ["{prompt} {}"]
+
+
+def test_unclosed_reasoning_is_no_answer():
+    assert without_thoughts("<think>so it is 2") == ""
+    assert without_thoughts("a</think> b <think> c") == "b"
+
+
+def test_a_conversation_is_told_by_roles():
+    found = record("2")
+    found.messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    found.messages += [{"role": "assistant", "content": "2"}]
+    assert questions_of(found, template="{prompt}>{completion}") == ["system: Be brief.\nuser: 1+1?>2"]
+
+
+def test_a_field_that_a_row_lacks_is_named():
+    with pytest.raises(DataError, match=r"no field solutions, .* or set reward.judge.rubric"):
+        questions_of(record("2", solutions=None))
+    with pytest.raises(DataError, match=r"no field hint, .* or set reward.judge.template"):
+        questions_of(record("2"), template="{completion} {hint}")
+
+
+# Verdicts of an endpoint ----------------------------------------------------------------------------------------------
+
+
+def test_the_score_is_the_expected_label_under_its_probabilities():
+    top = {"4": 0.5, " 5": 0.2, "1": 0.1, "Hm": 0.2}
+    [found] = judged(lambda _: ("4", top), "2", labels=[*"12345"])
+    expected = (0.5 * 0.75 + 0.2 * 1.0 + 0.1 * 0.0) / 0.8
+    assert found.value == pytest.approx(expected, abs=1e-12)
+    assert found.parts["judge"] == found.value
+    assert found.parts["judge/unreadable"] == 0.0
+    assert found.parts["judge/seconds"] > 0
+
+
+def test_tokens_that_begin_a_label_count_for_it():
+    [found] = judged(lambda _: ("Yes", {"Yes": 0.3, "y": 0.2, "NO": 0.4, "n": 0.1}), "2")
+    assert found.value == pytest.approx(0.5, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("yes", 1.0), ("**Yes**, it is", 1.0), ("No.", 0.0), ("<think>yes?</think> no", 0.0), ("nothing", None)],
+)
+def test_replies_without_probabilities_are_read_as_text(text, value):
+    [found, _] = judged(lambda request: "yes" if "fine" in question(request) else text, "2", "fine")
+    assert found.value == value
+    assert found.parts["judge/unreadable"] == float(value is None)
+    if value is None:
+        assert found.status == "error"
+        assert "names none of no, yes: 'nothing'" in found.message
+
+
+def test_an_unreadable_reply_is_asked_for_once_more():
+    def say(request):
+        return "yes" if len(request["messages"]) == 3 else "Well, let me see"
+
+    assert judged(say, "2")[0].value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        ('{"reason": "r", "verdict": "yes"}', 1.0),
+        ('Here: {"verdict": "No"} done', 0.0),
+        ('{"verdict": "maybe"}', None),
+        ("[]", None),
+    ],
+)
+def test_json_verdicts(reply, value):
+    with endpoint(lambda _: reply) as (url, requests):
+        config = JudgeConfig(base_url=url, model="m", verdict="json", max_tokens=7, retries=0)
+        with EndpointReader(config) as reader, Judging(config, reader, 1) as judging:
+            judging.add({0: record("2")})
+            assert judging.outcomes()[0].value == value
+    schema = requests[-1]["response_format"]["json_schema"]["schema"]
+    assert schema["properties"]["verdict"]["enum"] == ["no", "yes"]
+    assert requests[-1]["max_tokens"] == 7
+
+
+@pytest.mark.parametrize(("verdict", "field"), [("json", "response_format"), ("labels", "logprobs")])
+def test_an_endpoint_that_refuses_a_field_is_asked_without_it(verdict, field, caplog):
+    def say(request):
+        return 400 if field in request else '{"verdict": "yes"}' if verdict == "json" else "yes"
+
+    assert [each.value for each in judged(say, "2", "3", verdict=verdict)] == [1.0, 1.0]
+    assert caplog.text.count("the endpoint refuses") == 1
+
+
+def test_the_key_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with endpoint(lambda _: "yes") as (url, requests):
+        EndpointReader(JudgeConfig(base_url=url, model="m", api_key_env="JUDGE_KEY")).close()
+        monkeypatch.delenv("JUDGE_KEY")
+        with pytest.raises(ConfigError, match=r"reward.judge.api_key_env: is JUDGE_KEY, but the environment"):
+            EndpointReader(JudgeConfig(base_url=url, model="m", api_key_env="JUDGE_KEY"))
+    assert requests[0]["key"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("status", [401, 404, 400, 0])
+def test_an_endpoint_that_does_not_answer_is_an_error_before_the_run(status):
+    with endpoint(lambda _: status) as (url, _):
+        url = url if status else "http://127.0.0.1:9/v1"
+        with pytest.raises(ConfigError, match=rf"reward.judge.base_url: is {url}, which does not answer"):
+            EndpointReader(JudgeConfig(base_url=url, model="m", retries=0))
+
+
+def test_errors_and_timeouts_of_single_questions_are_reward_errors():
+    slow = threading.Event()
+
+    def say(request):
+        if "late" in question(request):
+            slow.wait(20)
+        return 500 if "bad" in question(request) else "yes"
+
+    found = judged(say, "bad", "late", "2", timeout_s=1.0)
+    slow.set()
+    assert [each.status for each in found] == ["error", "timeout", "ok"]
+    assert "reward.judge.timeout_s" in found[1].message
+
+
+def test_requests_run_at_once_up_to_the_limit():
+    together, most, lock = [0], [0], threading.Lock()
+    both = threading.Barrier(2, timeout=20)
+
+    def say(request):
+        if "[Answer]" not in question(request):
+            return "yes"
+        with lock:
+            together[0] += 1
+            most[0] = max(most[0], together[0])
+        both.wait()
+        with lock:
+            together[0] -= 1
+        return "yes"
+
+    assert len(judged(say, *map(str, range(6)), concurrency=2)) == 6
+    assert most[0] == 2
+
+
+# Comparisons ----------------------------------------------------------------------------------------------------------
+
+
+def compared(prefers: Callable[[str, str], float], *answers: str, **settings: Any) -> list[RewardOutcome]:
+    """The outcomes of a group. prefers: from (first, second) to the probability that the first is better."""
+
+    def judge(question: str) -> tuple[float, float]:
+        first, second = question.split("|")
+        return (p := prefers(first, second)), 1 - p
+
+    config = JudgeConfig(path="m", compare=True, template="{first}|{second}", **settings)
+    judging = Judging(config, Written(judge), len(answers))
+    judging.add({place: record(text) for place, text in enumerate(answers)})
+    found = judging.outcomes()
+    return [found[place] for place in range(len(answers))]
+
+
+def test_the_reward_is_the_share_of_comparisons_won():
+    found = compared(lambda first, second: float(first > second), "a", "c", "b")
+    assert [each.value for each in found] == [0.0, 1.0, 0.5]
+    assert all(each.parts["judge/disagreement"] == 0.0 and each.parts["judge/first"] == 0.5 for each in found)
+
+
+def test_a_preference_for_a_position_cancels_out_and_is_measured():
+    found = compared(lambda first, second: 1.0, "a", "b", "c")
+    assert [each.value for each in found] == [0.5, 0.5, 0.5]
+    assert all(each.parts["judge/disagreement"] == 1.0 and each.parts["judge/first"] == 1.0 for each in found)
+    mild = compared(lambda first, second: 0.3 * (first > second) + 0.6, "a", "b")
+    assert [each.value for each in mild] == pytest.approx([0.35, 0.65])
+    assert mild[0].parts["judge/first"] == pytest.approx(0.75)
+
+
+def test_each_answer_meets_the_chosen_number_of_opponents():
+    reader = Written(lambda _: (1.0, 0.0))
+    config = JudgeConfig(path="m", compare=True, opponents=1, template="{first}|{second}")
+    judging = Judging(config, reader, 4)
+    judging.add({place: record(text) for place, text in enumerate("abcd")})
+    assert sorted(reader.questions) == sorted(
+        ["a|b", "b|a", "b|c", "c|b", "c|d", "d|c", "d|a", "a|d"],
+    )
+
+
+def test_groups_are_compared_apart_and_equal_answers_are_even():
+    reader = Written(lambda question: (1.0, 0.0) if question == "a|b" else (0.0, 1.0))
+    config = JudgeConfig(path="m", compare=True, template="{first}|{second}")
+    judging = Judging(config, reader, 2)
+    judging.add({0: record("a"), 3: record("x"), 2: record("x"), 1: record("b")})
+    assert sorted(reader.questions) == ["a|b", "b|a"]
+    assert [judging.outcomes()[place].value for place in range(4)] == [1.0, 0.0, 0.5, 0.5]
+
+
+# Answers that judges fall for (arXiv 2507.08794) ----------------------------------------------------------------------
+
+MASTER_KEYS = ["", " ", ".", ",", ":", "Thought process:", "Let's solve this problem step by step.", "Solution"]
+
+
+def gullible(_: str) -> tuple[float, float]:
+    """A judge that says yes to everything."""
+    return 0.0, 1.0
+
+
+def test_blank_answers_get_nothing_and_openers_of_reasoning_depend_on_the_judge():
+    config, reader = JudgeConfig(path="m"), Written(gullible)
+    judging = Judging(config, reader, 1)
+    judging.add({place: record(text) for place, text in enumerate(MASTER_KEYS)})
+    found = judging.outcomes()
+    assert [found[place].value for place in range(8)] == [0.0] * 5 + [1.0] * 3
+    assert [found[place].parts["judge/blank"] for place in range(8)] == [1.0] * 5 + [0.0] * 3
+    assert len(reader.questions) == 3
+
+
+def test_without_the_guard_the_judge_reads_blank_answers():
+    config, reader = JudgeConfig(path="m", refuse_blank=False), Written(gullible)
+    judging = Judging(config, reader, 1)
+    judging.add({place: record(text) for place, text in enumerate(MASTER_KEYS)})
+    assert {each.value for each in judging.outcomes().values()} == {1.0}
+    assert len(reader.questions) == len(MASTER_KEYS) - 1  # "" and " " are one question
+
+
+def test_a_blank_answer_loses_each_comparison():
+    found = compared(lambda first, second: 0.5, "", "a", ":", "b")
+    assert [each.value for each in found] == pytest.approx([(0.5 + 0 + 0) / 3, (1 + 1 + 0.5) / 3] * 2)
+
+
+# The sum with other rewards -------------------------------------------------------------------------------------------
+
+
+def test_the_weighted_score_is_added_and_failures_stay():
+    records = [record("2")] * 3
+    own = [RewardOutcome(1.0), RewardOutcome(None, "timeout", "late"), RewardOutcome(0.5, parts={"f": 2.0})]
+    scores = [RewardOutcome(0.25, parts={"judge": 0.25}), RewardOutcome(1.0), RewardOutcome(None, "error", "no label")]
+    found = add_judged(records, own, scores, weight=2.0)
+    assert [each.value for each in found] == [1.5, None, None]
+    assert [each.status for each in found] == ["ok", "timeout", "error"]
+    assert found[0].parts == {"fn": 1.0, "judge": 0.25}
+
+
+def test_a_judge_without_any_verdict_ends_the_run():
+    with pytest.raises(ArenoError, match=r"reward.judge: no reward could be computed for any .* no label"):
+        add_judged([record("2")], None, [RewardOutcome(None, "error", "no label")], weight=1.0)

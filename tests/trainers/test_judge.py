@@ -1,0 +1,180 @@
+"""A judge in runs: a model of the run, whose scores are those of transformers, and an endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from areno.api import get_algorithm
+from areno.cli.__main__ import main
+from areno.config.judge import JudgeConfig
+from areno.errors import ConfigError
+from areno.launch.compose import load
+from areno.plan.forecast import forecast
+from areno.plan.hardware import this_cpu
+from areno.plan.plan import experiment_roles
+from areno.rewards.judge import EndpointReader
+from tests.helpers.policy_runs import MODEL, other_actor, play
+from tests.helpers.recipe_runs import ROOT, command
+from tests.helpers.served import Served
+
+LABELS = "[1,2,3]"
+STORIES = ROOT.parent / "shared/data/models/stories260K-hf"
+
+
+def role(folder: Path, *words: str) -> list[str]:
+    """Settings with a judge that is the quickstart's model with other weights."""
+    return ["reward.fn=null", f"reward.judge.path={folder}", *words]
+
+
+def test_scores_of_a_role_are_the_expected_labels_under_transformers(tmp_path):
+    judge = other_actor(tmp_path / "judge", 0.3)
+    template = "{prompt}{completion}="
+    words = [f"reward.judge.template='{template}'", f"reward.judge.labels={LABELS}", "reward.judge.weight=2.0"]
+    played = play("grpo", tmp_path / "run", *role(judge, *words))
+    model = transformers.AutoModelForCausalLM.from_pretrained(judge, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(judge)
+    labels = [tokenizer.encode(label, add_special_tokens=False)[0] for label in "123"]
+    samples = played.samples(1)
+    assert len(samples) == 16
+    seen = set()
+    for sample in samples:
+        text = template.format(prompt=sample["prompt"], completion=sample["completion"])
+        tokens = tokenizer(text, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            probabilities = model(tokens).logits[0, -1].double().softmax(-1)[labels]
+        if any(map(str.isalnum, sample["completion"])):
+            score = float(probabilities @ torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64) / probabilities.sum())
+            assert sample["parts"]["judge/label_mass"] == pytest.approx(float(probabilities.sum()), abs=1e-5)
+        else:
+            score = 0.0
+        assert sample["parts"]["judge"] == pytest.approx(score, abs=1e-5)
+        assert sample["reward"] == pytest.approx(2 * score, abs=1e-5)
+        seen.add(round(score, 4))
+    assert len(seen) > 3
+    names = played.names()
+    assert {"rollout/reward/judge", "rollout/reward/judge/label_mass"} <= names
+    assert played.series("rollout/reward/judge")[0] == pytest.approx(
+        sum(sample["parts"]["judge"] for sample in samples) / 16
+    )
+
+
+@pytest.mark.parametrize("words", [["reward.judge.offload=true"], ["enable_offload=true"], []])
+def test_the_judge_is_one_more_frozen_role_of_the_plan(words):
+    config = load(get_algorithm("grpo").config, "quickstart", role(MODEL, *words))
+    spec = experiment_roles(config)["judge"]
+    assert (spec.key, spec.head, spec.optimizer) == ("reward.judge.path", "lm", None)
+    assert spec.offload == bool(words)
+    found = forecast(config, this_cpu(), 1)
+    assert [model.key for model in found.footprint.models] == ["actor", "reward.judge"]
+    assert "score judge" in [phase.name for phase in found.phases]
+
+
+@pytest.mark.parametrize(("words", "part"), [(["gconfig.n_samples=1"], "rollout"), ([], "evaluation")])
+def test_a_single_sample_is_compared_with_nothing(words, part):
+    words = [*role(MODEL, *words), "reward.judge.compare=true", "reward.judge.template='{first}{second}'"]
+    with pytest.raises(ConfigError, match=rf"reward.judge.compare: is true, but the {part} \(.*\) has one sample"):
+        load(get_algorithm("grpo").config, "quickstart", words)
+
+
+def test_labels_of_the_same_token_are_refused(tmp_path):
+    words = ["reward.judge.compare=true", "reward.judge.template='{prompt}{first}+{second}='"]
+    judge = other_actor(tmp_path / "judge", 0.3)
+    with pytest.raises(ConfigError, match=r"reward.judge.labels: has labels that do not differ in their first token"):
+        play("grpo", tmp_path / "refused", *role(judge, *words))
+
+
+@pytest.mark.parametrize(
+    "words", [["reward.judge.concurrency=2"], ["reward.judge.base_url=http://h", "reward.judge.model=m"]]
+)
+def test_a_role_takes_no_settings_of_endpoints(words, tmp_path):
+    with pytest.raises(ConfigError, match=r"reward.judge.(concurrency|path): is "):
+        play("grpo", tmp_path / "run", *role(MODEL, *words))
+
+
+def test_a_judge_that_is_the_actor_compares_its_samples_with_shared_prefixes_and_resumes(tmp_path):
+    """Training moves the actor, and not the judge; the second process of the run judges as the first did."""
+    conversations = ["reward.judge.compare=true", "reward.judge.template='{prompt}{first}+{second}='"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("areno.config.judge.CHOICES", ("1", "2"))  # the vocabulary has no letters
+        whole = play("grpo", tmp_path / "whole", *role(MODEL, *conversations, "total_train_steps=3"))
+        for steps in (2, 3):
+            words = [f"total_train_steps={steps}", "recover.freq_steps=1"]
+            parts = play("grpo", tmp_path / "parts", *role(MODEL, *conversations, *words))
+    for step in (1, 2, 3):
+        scores = [[sample["parts"]["judge"] for sample in run.samples(step)] for run in (whole, parts)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+        assert sum(scores[0]) == pytest.approx(8.0)  # each comparison gives a point to both answers together
+    assert 0 <= whole.series("rollout/reward/judge/disagreement")[0] <= 1
+    assert 0 < whole.series("rollout/reward/judge/first")[0] < 1
+
+
+def test_an_evaluation_keeps_the_judge(tmp_path, capsys):
+    words = [f"reward.judge.labels={LABELS}", "reward.judge.template='{prompt}{completion}='"]
+    words = [*role(MODEL, *words), "total_train_steps=1", "valid_dataset=null", "trial_name=t"]
+    command("grpo", tmp_path, *words)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "12+34="}\n{"prompt": "1+1="}\n', encoding="utf-8")
+    assert main(["evaluate", str(tmp_path / "outputs/quickstart/t"), "--data", str(rows), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["reward/judge"] < 1
+    assert found["rewards_mean"] == pytest.approx(found["reward/judge"])
+
+
+@pytest.mark.slow
+def test_the_same_model_judges_alike_as_a_role_and_at_the_projects_own_server(tmp_path, monkeypatch):
+    judge = other_actor(tmp_path / "judge", 0.3)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(judge)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(judge)
+    monkeypatch.setattr("areno.rewards.judge._TOP", 16)  # all tokens of the vocabulary
+    words = [f"reward.judge.labels={LABELS}", "reward.judge.template='{prompt}{completion}='", "total_train_steps=1"]
+    inside = play("grpo", tmp_path / "inside", *role(judge, *words)).samples(1)
+    with contextlib.closing(Served(folder=str(judge))) as server:
+        words += ["reward.fn=null", f"reward.judge.base_url={server.url}", "reward.judge.model=judge"]
+        outside = play("grpo", tmp_path / "outside", *words).samples(1)
+    assert [sample["completion"] for sample in inside] == [sample["completion"] for sample in outside]
+    scores = [[sample["parts"]["judge"] for sample in samples] for samples in (inside, outside)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+    assert all(sample["parts"].get("judge/unreadable", 0.0) == 0.0 for sample in outside)
+
+
+@pytest.mark.slow
+def test_the_projects_own_server_writes_json_of_the_schema(caplog):
+    """A model of random weights reasons for as long as it may."""
+    with contextlib.closing(Served()) as server:
+        config = JudgeConfig(base_url=server.url, model="tiny", verdict="json", max_tokens=60, enable_thinking=False)
+        with EndpointReader(config) as reader:
+            verdict = reader.ask("Is it?").result()
+    assert "refuses" not in caplog.text
+    assert verdict.probabilities or "'{" in verdict.message
+
+
+@pytest.mark.slow
+def test_a_policy_learns_what_its_judge_likes(tmp_path):
+    """The judge continues a sum of three numbers, and likes answers after which it would write a large digit."""
+    words = [f"reward.judge.labels={LABELS}", "reward.judge.template='{prompt}{completion}='", "total_train_steps=30"]
+    words += ["train_dataset.batch_size=16", "gconfig.n_samples=8", "gconfig.temperature=1.0"]
+    means = play("grpo", tmp_path / "run", *role(MODEL, *words)).series("rollout/rewards_mean")
+    assert sum(means[-5:]) / 5 > sum(means[:5]) / 5 + 0.1
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="the model is not there")
+def test_a_judge_of_another_family_reads_by_its_own_tokenizer(tmp_path):
+    template = "The answer to {prompt} is {completion}. This is"
+    words = ["reward.judge.labels=[bad,good]", f"reward.judge.template='{template}'", "total_train_steps=1"]
+    samples = play("grpo", tmp_path / "run", *role(STORIES, *words)).samples(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(STORIES)
+    labels = [tokenizer.encode(label, add_special_tokens=False)[0] for label in ("bad", "good")]
+    for sample in samples:
+        text = template.format(**sample)  # which the chat template leaves as it is
+        tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logits = model(tokens).logits[0, -1].double()[labels]
+        assert sample["parts"]["judge"] == pytest.approx(float(logits.softmax(-1)[1]), abs=1e-5)
