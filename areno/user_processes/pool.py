@@ -12,7 +12,7 @@ import math
 import os
 import select
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
