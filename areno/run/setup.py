@@ -33,6 +33,7 @@ from areno.plan.schedule import schedule_warnings, staleness_warnings, with_sche
 from areno.rewards.pool import RewardPool
 from areno.run import tuning
 from areno.run.evaluator import Evaluator
+from areno.run.live_agents import LiveAgents
 from areno.run.outputs import RunTexts
 from areno.run.run import Run
 from areno.run.states import folder_fingerprint, rows_fingerprint
@@ -164,6 +165,7 @@ class Setup(Generic[Config]):
         valid_loaders: Batches of each validation set by its name.
         rewards: The reward processes. None if no function gives a reward.
         agents: The agent processes. None if samples are single completions.
+        live_agents: The agents that live across steps. None without agents, and in an evaluation.
         run: The run, with progress, outputs, checkpoints and states.
     """
 
@@ -226,6 +228,10 @@ class Setup(Generic[Config]):
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}
             plan = replace(plan, spec=replace(plan.spec, planned=at_once, profiling=self.run.tracer.spec))
             self.trainer = models.trainer = self._load(stack, plan, at_once)
+            self.live_agents: LiveAgents | None = None
+            if self.agents is not None and loop.trains and isinstance(config, PolicyExperimentConfig):
+                self.live_agents = LiveAgents(config, self.trainer, self.agents, self.run.during_steps)
+            stack.callback(self.run.during_steps.close)
             self._resources = stack.pop_all()
 
     def _check_train_source(self, given: Any) -> None:
