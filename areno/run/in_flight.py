@@ -57,7 +57,7 @@ class Group:
         return self.n_samples - len(self.finished)
 
     @property
-    def outputs(self) -> list[GenerationOutput]:
+    def outputs(self) -> list[Any]:
         """The outputs of the finished samples, in the order of their numbers."""
         return [self.finished[sample] for sample in sorted(self.finished)]
 
@@ -143,7 +143,7 @@ class Choice:
         self._n_open = size - len(due)
         self.known = [sample for group in groups for sample in self._certain(group, group.outputs)]
 
-    def _certain(self, group: Group, finished: Sequence[GenerationOutput]) -> list[tuple[Group, GenerationOutput]]:
+    def _certain(self, group: Group, finished: Sequence[Any]) -> list[tuple[Group, Any]]:
         """Take a group that is whole and belongs to the step.
 
         Args:
@@ -165,11 +165,12 @@ class Choice:
             self.taken.append(group)
         return [(group, output) for output in found]
 
-    def add(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> list[tuple[Group, GenerationOutput]]:
+    def add(self, outputs: Iterable[tuple[Group, Any]]) -> list[tuple[Group, Any]]:
         """Record finished samples.
 
         Args:
-            outputs: Each finished sample with its group, in the order in which the samples finished.
+            outputs: Each finished sample (GenerationOutput or AgentSample) with its group, in the order in which the
+                samples finished.
 
         Returns:
             The samples of which it is certain now that the step trains on them, each with its group. Each sample of the

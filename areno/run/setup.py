@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -165,7 +165,6 @@ class Setup(Generic[Config]):
         valid_loaders: Batches of each validation set by its name.
         rewards: The reward processes. None if no function gives a reward.
         agents: The agent processes. None if samples are single completions.
-        live_agents: The agents that live across steps. None without agents, and in an evaluation.
         run: The run, with progress, outputs, checkpoints and states.
     """
 
@@ -228,11 +227,15 @@ class Setup(Generic[Config]):
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}
             plan = replace(plan, spec=replace(plan.spec, planned=at_once, profiling=self.run.tracer.spec))
             self.trainer = models.trainer = self._load(stack, plan, at_once)
-            self.live_agents: LiveAgents | None = None
-            if self.agents is not None and loop.trains and isinstance(config, PolicyExperimentConfig):
-                self.live_agents = LiveAgents(config, self.trainer, self.agents, self.run.during_steps)
-            stack.callback(self.run.during_steps.close)
             self._resources = stack.pop_all()
+
+    @cached_property
+    def live_agents(self) -> LiveAgents | None:
+        """The agents that live across steps. None without agents, and in an evaluation."""
+        config = self.config
+        if self.agents is None or not self._loop.trains or not isinstance(config, PolicyExperimentConfig):
+            return None
+        return LiveAgents(config, self.trainer, self.agents, self.run.during_steps)
 
     def _check_train_source(self, given: Any) -> None:
         """Raise an error if the training rows that the settings name do not exist. Does nothing for an evaluation.
@@ -369,6 +372,7 @@ class Setup(Generic[Config]):
 
     def close(self) -> None:
         """End the reward, agent and worker processes, and close the run."""
+        self.run.during_steps.close()
         self._resources.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from areno.errors import ArenoError, ConfigError
 from areno.run.setup import PolicySetup
 from areno.trainers import collect
 from areno.types import ScoredSample
+from tests.helpers import policy_runs
 from tests.helpers.agent_runs import AGENTS, run
 from tests.helpers.policy_runs import Played
 from tests.helpers.processes import children
@@ -38,10 +40,6 @@ def epoch(folder: Path, *more: str, **given: Any) -> Played:
 
 def drawn(rows: Any) -> Counter[tuple[Any, ...]]:
     return Counter((tuple(np.asarray(row.tokens).tolist()), tuple(np.asarray(row.logprobs).tolist())) for row in rows)
-
-
-def prompts(played: Played, n_steps: int) -> Counter[str]:
-    return Counter(sample["row"] for step in range(1, n_steps + 1) for sample in played.samples(step))
 
 
 def no_server_runs() -> bool:
@@ -97,19 +95,25 @@ def test_agents_go_on_under_new_weights_and_their_tokens_say_so(
     assert no_server_runs()
 
 
-def test_evaluations_have_their_own_settings_and_disturb_nothing(tmp_path: Path) -> None:
+def test_evaluations_have_their_own_settings_and_disturb_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Early stopping ends the second run, while agents are under way."""
     data = [{"prompt": f"way {number}", "solutions": number} for number in range(1, 4)]
-    greedy = ["evaluator.freq_steps=1", "eval_gconfig.n_samples=1", "eval_gconfig.greedy=true"]
+    data_file = tmp_path / "valid.jsonl"
+    data_file.write_text("".join(json.dumps(row) + "\n" for row in data), encoding="utf-8")
+    greedy = [f"valid_dataset.path={data_file}", "valid_dataset.loader=null", "valid_dataset.max_length=50"]
+    greedy += ["evaluator.freq_steps=1", "eval_gconfig.n_samples=1", "eval_gconfig.greedy=true"]
     greedy += ["eval_gconfig.max_tokens=1000", "gconfig.max_tokens=600"]
     plain = epoch(tmp_path / "plain", *AHEAD, *FROZEN, "gconfig.max_tokens=600")
-    given = {"valid_dataset": data}
-    evaluated = epoch(tmp_path / "evaluated", *AHEAD, *FROZEN, *greedy, **given)
+    small = [setting for setting in policy_runs.SMALL if setting != "valid_dataset=null"]
+    monkeypatch.setattr(policy_runs, "SMALL", small)
+    evaluated = epoch(tmp_path / "evaluated", *AHEAD, *FROZEN, *greedy)
     assert drawn(chain(*evaluated.rows)) == drawn(chain(*plain.rows))
-    assert evaluated.series("eval/num_sequences") == [3.0] * 6
+    assert evaluated.series("eval/num_sequences") == [3.0] * 7  # one before the first step
     assert len(set(evaluated.series("eval/response_len_mean"))) == 1  # greedy, with frozen weights
-    stopped = epoch(tmp_path / "stopped", *AHEAD, *FROZEN, *greedy, "evaluator.patience=2", **given)
-    assert len(stopped.rows) == 3
+    stopped = epoch(tmp_path / "stopped", *AHEAD, *FROZEN, *greedy, "evaluator.patience=2")
+    assert len(stopped.rows) == 2
     assert stopped.series("rollout/parked_samples")[-1] >= 1
     assert no_server_runs()
 
@@ -145,13 +149,13 @@ def test_a_resumed_run_samples_the_prompts_under_way_anew(tmp_path: Path, monkey
 
 @pytest.fixture
 def pool() -> Iterator[AgentPool]:
-    with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py", timeout_s=1.0, workers=1)) as pool:
+    with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py", timeout_s=2.0, workers=1)) as pool:
         pool.wait_ready()
         yield pool
 
 
 def test_time_limits_of_agents_stand_while_they_are_suspended(pool: AgentPool, tmp_path: Path) -> None:
-    context, found = AgentContext("http://127.0.0.1:1/v1", "", "", 1.0), dict[str, AgentOutcome]()
+    context, found = AgentContext("http://127.0.0.1:1/v1", "", "", 2.0), dict[str, AgentOutcome]()
 
     def begin(*words: str) -> None:
         batch = AgentBatch([{} for _ in words], list(words), [[1] for _ in words], 1)
@@ -162,10 +166,10 @@ def test_time_limits_of_agents_stand_while_they_are_suspended(pool: AgentPool, t
         pool.run_until(lambda: time.monotonic() > ends_at, lambda: None)
 
     begin("for ever", f"until {tmp_path}/over")
-    running_for(0.6)
+    running_for(0.3)
     pool.suspend()
     (tmp_path / "over").touch()
-    time.sleep(1.5)
+    time.sleep(2.5)
     assert not found
     pool.resume()
     begin("at once")  # while the others run
