@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -20,12 +22,13 @@ from areno.agents.trajectories import AgentBatch, AgentContext
 from areno.config.rollout import AgentConfig
 from areno.errors import ArenoError, ConfigError
 from areno.run.setup import PolicySetup
-from areno.trainers import collect
+from areno.trainers import agents, ahead, collect
 from areno.types import ScoredSample
 from tests.helpers import policy_runs
 from tests.helpers.agent_runs import AGENTS, run
 from tests.helpers.policy_runs import Played
 from tests.helpers.processes import children
+from tests.helpers.resumed import lost_in
 
 ROWS = [{"prompt": f"hello {number}", "solutions": number} for number in range(22)]
 WHOLE = ["total_train_steps=null", "total_train_epochs=1", "train_dataset.drop_last=false", "gconfig.n_samples=2"]
@@ -42,8 +45,12 @@ def drawn(rows: Any) -> Counter[tuple[Any, ...]]:
     return Counter((tuple(np.asarray(row.tokens).tolist()), tuple(np.asarray(row.logprobs).tolist())) for row in rows)
 
 
+def threads_of_servers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name in ("areno-server", "areno-streams")]
+
+
 def no_server_runs() -> bool:
-    return not any(thread.name in ("areno-server", "areno-streams") for thread in threading.enumerate())
+    return not threads_of_servers()
 
 
 def test_with_frozen_weights_an_epoch_trains_the_rows_of_a_run_that_waits(tmp_path: Path) -> None:
@@ -145,6 +152,38 @@ def test_a_resumed_run_samples_the_prompts_under_way_anew(tmp_path: Path, monkey
     expected = [sample for step in range(1, 7) for sample in whole.samples(step)]
     assert Counter(sample["completion"] for sample in trained) == Counter(sample["completion"] for sample in expected)
     assert len(trained) == 44
+
+
+@pytest.mark.parametrize("name", ["train", "rollout_stats"])
+def test_after_the_loss_of_a_worker_agents_start_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost_in(monkeypatch, name, 3)
+    settings = ["engine.workers=spawn", "recover.mode=auto", "recover.freq_steps=1", "recover.retries=1"]
+    played = epoch(tmp_path / "run", *AHEAD, *settings)
+    trained = [sample for step in range(1, 7) for sample in played.samples(step)]
+    assert Counter(sample["prompt"] for sample in trained).most_common()[-1][1] == 2
+    assert len(trained) == 44
+    assert no_server_runs()
+
+
+def test_ctrl_c_ends_agents_and_their_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample, n_calls = agents.sample_live_agents, itertools.count(1)
+
+    def stopped(setup: PolicySetup, *args: Any) -> Any:
+        if next(n_calls) == 3:
+            assert len(threads_of_servers()) >= 1
+            os.kill(os.getpid(), signal.SIGINT)
+        return sample(setup, *args)
+
+    monkeypatch.setattr(ahead, "sample_live_agents", stopped)
+    before = len(children())
+    with pytest.raises(KeyboardInterrupt):
+        epoch(tmp_path / "run", *AHEAD, "recover.mode=auto")
+    assert len(children()) <= before
+    assert no_server_runs()
+    rest = epoch(tmp_path / "run", *AHEAD, "recover.mode=auto")
+    assert sum(len(rest.samples(step)) for step in range(1, 7)) == 44
 
 
 @pytest.fixture
