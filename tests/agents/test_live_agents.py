@@ -154,6 +154,16 @@ def test_a_resumed_run_samples_the_prompts_under_way_anew(tmp_path: Path, monkey
     assert len(trained) == 44
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [["engine.world_size=2"], ["engine.world_size=2", "engine.tp_size=2"]])
+def test_on_several_devices_too(layout: list[str], tmp_path: Path) -> None:
+    waits = epoch(tmp_path / "waits", *FROZEN, *layout)
+    ahead = epoch(tmp_path / "ahead", *AHEAD, *FROZEN, *layout)
+    assert drawn(chain(*ahead.rows)) == drawn(chain(*waits.rows))
+    assert max(ahead.series("rollout/oldest_gap")) >= 1
+    assert max(ahead.series("rollout/parked_samples")) >= 1
+
+
 @pytest.mark.parametrize("name", ["train", "rollout_stats"])
 def test_after_the_loss_of_a_worker_agents_start_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
