@@ -251,7 +251,8 @@ def agent_of(
             turns = [AgentTrajectoryTurn(item, turn.messages, turn.response, turn.tools) for turn in episode.turns]
             return AgentTrajectory(turns=turns)
 
-        async with AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0) as client:
+        url = ctx.get_base_url()  # whose requests have a time limit already
+        async with AsyncOpenAI(base_url=url, api_key=ctx.api_key, max_retries=0, timeout=None) as client:
             found = await asyncio.gather(*map(run_one, batch.iter_samples()), return_exceptions=True)
         errors = [each for each in found if isinstance(each, BaseException)]
         for error in errors:

@@ -1,25 +1,29 @@
 """The pool of agent processes, which the driver (the main process of the training run) uses to run agents.
 
 `AgentPool` starts the processes, sends items to them and collects the trajectories. An item is the task for one
-sample of a prompt. Each process runs many items at once (areno/agents/process.py). The user's code can print, hang,
-crash or leak memory in its process without harm to the training run. An item has no trajectory if its agent fails or
-exceeds the time limit. The other items continue.
+sample of a prompt. Each process runs many items at once (areno/agents/process.py). Items can be added while others
+run, and can go on while the driver trains. The user's code can print, hang, crash or leak memory in its process without
+harm to the training run. An item has no trajectory if its agent fails or exceeds the time limit. The other items
+continue.
 """
 
 from __future__ import annotations
 
 import math
 import pickle
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areno.agents.process import DEFAULT_FUNCTION
+from areno import heartbeat
+from areno.agents.process import DEFAULT_FUNCTION, RESUME, SUSPEND
 from areno.agents.trajectories import AgentContext, AgentItem, PlainTurn
 from areno.config.rollout import VERIFIERS, AgentConfig
+from areno.errors import EngineError
 from areno.files.user_code import resolve_spec
-from areno.user_processes.pool import Failure, WorkerPool
+from areno.user_processes.pool import Failure, Work, WorkerPool
 from areno.user_processes.worker import Worker
 
 _KEY = "agent.fn"
@@ -45,6 +49,29 @@ class AgentOutcome:
     span: tuple[int, int] | None = None
 
 
+OnDone = Callable[[int, AgentOutcome], object]
+"""A function that is called with the index of an item and its outcome."""
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    """An item without an outcome.
+
+    Attributes:
+        item: The item.
+        context: The endpoint of its requests.
+        place: Its index among the items that were queued together.
+        on_done: Is called with `place` and the outcome.
+        n_losses: Number of processes that died or hung while they ran the item.
+    """
+
+    item: AgentItem
+    context: AgentContext
+    place: int
+    on_done: OnDone
+    n_losses: int = 0
+
+
 class AgentPool(WorkerPool[AgentConfig]):
     """A pool of processes that run the user's agent. Use it in a `with` block.
 
@@ -59,6 +86,8 @@ class AgentPool(WorkerPool[AgentConfig]):
     def __init__(self, config: AgentConfig):
         assert config.fn is not None
         super().__init__(config, config.fn)
+        self._running = _Running(self.n_workers)
+        self._suspended_at: float | None = None
 
     def _build_first_message(self) -> tuple[Any, ...]:
         """Return the first message to each process: (agent function, setting, time limit in seconds).
@@ -75,9 +104,11 @@ class AgentPool(WorkerPool[AgentConfig]):
         items: Sequence[AgentItem],
         context: AgentContext,
         on_wait: Callable[[int], object] = lambda n: None,
-        on_done: Callable[[int, AgentOutcome], object] = lambda place, outcome: None,
+        on_done: OnDone = lambda place, outcome: None,
     ) -> list[AgentOutcome]:
         """Run the agent for all items, and wait until each item has an outcome.
+
+        Items of earlier calls of `begin` go on meanwhile.
 
         Args:
             items: The items to run.
@@ -94,63 +125,158 @@ class AgentPool(WorkerPool[AgentConfig]):
             EngineError: The processes are not running.
             ConfigError: A process cannot import the agent.
         """
-        running = _Running(items, context, self.n_workers, on_done)
-        self._run_calls(running, lambda: on_wait(len(items) - running.n_open))
-        return running.outcomes
+        found: dict[int, AgentOutcome] = {}
+
+        def done(place: int, outcome: AgentOutcome) -> None:
+            found[place] = outcome
+            on_done(place, outcome)
+
+        self.begin(items, context, done)
+        self.run_until(lambda: len(found) == len(items), lambda: on_wait(len(found)))
+        return [found[place] for place in range(len(items))]
+
+    def begin(self, items: Sequence[AgentItem], context: AgentContext, on_done: OnDone) -> None:
+        """Queue items. Their agents start and end in calls of `run_until` and `run`.
+
+        Args:
+            items: The items.
+            context: The address and the key of the session's endpoint, to which the agent sends its requests.
+            on_done: Function that is called with the index of an item in `items` and its outcome, when the item is
+                finished.
+        """
+        self._running.add(items, context, on_done)
+
+    def run_until(self, is_enough: Callable[[], bool], on_wait: Callable[[], object]) -> None:
+        """Run agents until `is_enough` returns True. The agents that are not finished go on.
+
+        If an exception ends this method, all unfinished items are stopped.
+
+        Args:
+            is_enough: Function that returns whether enough items are finished.
+            on_wait: Function that is called at least every half second, and after outcomes.
+
+        Raises:
+            EngineError: The processes are not running.
+            ConfigError: A process cannot import the agent.
+        """
+        if not self.workers:
+            raise EngineError("the {} processes are not running; call start() first", self.section)
+        try:
+            while not is_enough():
+                self.send_calls(self._running)
+                self.wait(self._running)
+                heartbeat.beat()  # this loop enforces the time limit of the agents, so waiting is no hang
+                on_wait()
+        except BaseException:
+            self.drop_calls()  # a late answer would be taken for the answer to a later item
+            raise
+
+    def send_calls(self, work: Work) -> None:
+        """Send the queued items to the processes, also to processes that run other items.
+
+        Args:
+            work: The items.
+        """
+        assert work is self._running
+        while self._running.groups and (worker := self._running.worker_for_next(self.workers)) is not None:
+            worker.send(self._running.next_chunk(), self.config.timeout_s)
+
+    def suspend(self) -> None:
+        """Let the time limits of the agents stand, and keep their outcomes in the processes, until `resume`."""
+        self._suspended_at = time.monotonic()
+        for worker in self.workers:
+            worker.tell(SUSPEND)
+
+    def resume(self) -> None:
+        """Let the time limits of the agents go on after `suspend`. Does nothing if they do."""
+        if self._suspended_at is None:
+            return
+        stood_s, self._suspended_at = time.monotonic() - self._suspended_at, None
+        for worker in self.workers:
+            worker.postpone(stood_s)
+            worker.tell(RESUME)
+
+    def drop_calls(self) -> None:
+        """Stop all items: kill the busy processes, and start new processes in their place."""
+        super().drop_calls()
+        self._running = _Running(self.n_workers)
+        self.resume()
 
 
 class _Running:
-    """The state of one call of `AgentPool.run`.
+    """The items that are queued or run.
 
     Attributes:
-        outcomes: The outcome of each item, or None while the item is not finished.
-        n_open: The number of items without an outcome.
-        groups: Lists of item indices that must be sent to a process, for the first time or again. All items of a
+        groups: Lists of items (by number) that must be sent to a process, for the first time or again. All items of a
             list are sent to the same process.
     """
 
-    def __init__(
-        self,
-        items: Sequence[AgentItem],
-        context: AgentContext,
-        n_workers: int,
-        on_done: Callable[[int, AgentOutcome], object],
-    ):
-        self._on_done = on_done
-        self.outcomes: list[Any] = [None] * len(items)
-        self.n_open = len(items)
-        self._n_losses = [0] * len(items)  # number of processes that died while they ran the item
-        self._items, self._context = items, context
-        shares = [list(range(first, len(items), n_workers)) for first in range(n_workers)]
-        self.groups = deque(share for share in shares if share)
+    def __init__(self, n_workers: int):
+        self._n_workers, self._next = n_workers, 0
+        self._items: dict[int, _Item] = {}  # the items without an outcome
+        self.groups: deque[list[int]] = deque()
 
-    def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Take the next group of items to send to a process. Both arguments are ignored.
+    def add(self, items: Sequence[AgentItem], context: AgentContext, on_done: OnDone) -> None:
+        """Queue items, see `AgentPool.begin`."""
+        if not self._items:
+            self._next = 0
+        first, self._next = self._next, self._next + len(items)
+        for place, item in enumerate(items):
+            self._items[first + place] = _Item(item, context, place, on_done)
+        shares = [list(range(first + start, self._next, self._n_workers)) for start in range(self._n_workers)]
+        self.groups += [share for share in shares if share]
 
-        Returns a tuple (index of the item, pickled (context, item)) for each item of the group that can be pickled.
-        Returns an empty list if no group is left.
+    def worker_for_next(self, workers: Sequence[Worker]) -> Worker | None:
+        """Return the process that gets the first group. None if it has to wait. May move another group to the front.
+
+        Items of a lost process only run in a process without other items, so that the item that ends its process is
+        found. Other items are sent to the process that has the fewest, which may be busy.
         """
-        chunk: list[tuple[int, bytes]] = []
-        while self.groups and not chunk:
-            # Pickled only now, so that the first process begins while the items of the others are pickled.
-            payloads = [(position, self._payload(position)) for position in self.groups.popleft()]
-            chunk = [(position, payload) for position, payload in payloads if payload is not None]
-        return chunk
+        idle = [worker for worker in workers if worker.is_idle]
+        suspects = next((group for group in self.groups if self._is_suspect(group)), None)
+        if suspects is not None and idle:
+            self.groups.remove(suspects)
+            self.groups.appendleft(suspects)
+            return idle[0]
+        fresh = next((group for group in self.groups if not self._is_suspect(group)), None)
+        free = [worker for worker in workers if not self._is_suspect(worker.chunk)]
+        if fresh is None or not free:
+            return None
+        worker = min(free, key=lambda worker: len(worker.chunk))
+        if worker.is_starting:
+            return None
+        self.groups.remove(fresh)
+        self.groups.appendleft(fresh)
+        return worker
 
-    def _payload(self, position: int) -> bytes | None:
-        """Return the pickled tuple (context, item) for the item with index `position`.
+    def _is_suspect(self, numbers: Iterable[int]) -> bool:
+        """Return whether one of the items was in a process that was lost."""
+        return any(self._items[number].n_losses for number in numbers)
+
+    def next_chunk(self, n_workers: int = 0, is_async: bool = True) -> list[tuple[int, bytes]]:
+        """Take the first group of items to send to a process. Both arguments are ignored.
+
+        Returns a tuple (number of the item, pickled (context, item)) for each item of the group that can be pickled.
+        """
+        # Pickled only now, so that the first process begins while the items of the others are pickled.
+        payloads = [(number, self._payload(number)) for number in self.groups.popleft()]
+        return [(number, payload) for number, payload in payloads if payload is not None]
+
+    def _payload(self, number: int) -> bytes | None:
+        """Return the pickled tuple (context, item) of an item.
 
         If the item cannot be pickled, record an error as its outcome and return None.
         """
         try:
-            return pickle.dumps((self._context, self._items[position]), protocol=pickle.HIGHEST_PROTOCOL)
+            item = self._items[number]
+            return pickle.dumps((item.context, item.item), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # an object of the dataset may raise anything when it is pickled
             text = f"its item cannot be sent to the agent process: {type(error).__name__}: {error}"
-            self._settle(position, AgentOutcome("error", None, text))
+            self._settle(number, AgentOutcome("error", None, text))
             return None
 
     def answered(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
-        """Record the outcome that a process sent for the item with index `position`.
+        """Record the outcome that a process sent for the item with the number `position`.
 
         `answer` is the tuple (status, turns, message), and `span` is (start, end) of the call, see `AgentOutcome`.
         """
@@ -160,32 +286,31 @@ class _Running:
         """Handle a process that died or hung, by sending its unfinished items again or recording that they failed.
 
         Args:
-            worker: The process. `worker.chunk` has the indices of its unfinished items.
+            worker: The process. `worker.chunk` has the numbers of its unfinished items.
             status: The status of items that are not sent again.
             text: The message of items that are not sent again.
         """
         if worker.chunk:
             self._run_again(list(worker.chunk), AgentOutcome(status, None, text))
 
-    def _settle(self, position: int, outcome: AgentOutcome) -> None:
-        """Record the outcome of the item with index `position`, and report it to `self._on_done`."""
-        self.outcomes[position] = outcome
-        self.n_open -= 1
-        self._on_done(position, outcome)
+    def _settle(self, number: int, outcome: AgentOutcome) -> None:
+        """Report the outcome of an item."""
+        item = self._items.pop(number)
+        item.on_done(item.place, outcome)
 
-    def _run_again(self, positions: list[int], outcome: AgentOutcome) -> None:
+    def _run_again(self, numbers: list[int], outcome: AgentOutcome) -> None:
         """Requeue the unfinished items of a process that died or hung, in smaller groups.
 
-        `positions` are the indices of these items. An item gets `outcome` instead if it was the only unfinished item
-        of the process, or if this is the third process that died or hung while it ran the item.
+        An item gets `outcome` instead if it was the only unfinished item of the process, or if this is the third
+        process that died or hung while it ran the item.
         """
         again: list[int] = []
-        for position in positions:
-            self._n_losses[position] += 1
-            if self._n_losses[position] == len(_GROUPS) or len(positions) == 1:
-                self._settle(position, outcome)
+        for number in numbers:
+            self._items[number].n_losses += 1
+            if self._items[number].n_losses == len(_GROUPS) or len(numbers) == 1:
+                self._settle(number, outcome)
             else:
-                again.append(position)
+                again.append(number)
         if again:
-            size = int(min(len(again), *(_GROUPS[self._n_losses[position]] for position in again)))
+            size = int(min(len(again), *(_GROUPS[self._items[number].n_losses] for number in again)))
             self.groups.extend(again[at : at + size] for at in range(0, len(again), size))

@@ -3,10 +3,11 @@
 An item is the task for one sample of a prompt. The pool in the driver (areno/agents/pool.py) exchanges pickled
 messages with this process over one socket. The process first receives (agent function as "file:function", name of
 its setting, time limit in seconds). Then it receives chunks, which are lists of tuples (position, pickled (context,
-item)). `position` is the index of the item in the driver's list of items. The process sends ("ready", True) or
-("failed", problems) once, and then (position, answer) for each item as soon as the item is finished. The parent
-process, called supervisor (areno.user_processes.supervisor), ends this process together with all processes that the
-agent started. Nothing large is imported here, so that the process starts quickly.
+item)). `position` is the number of the item in the driver. The process sends ("ready", True) or ("failed", problems)
+once, and then (position, answer) for each item as soon as the item is finished. From the message SUSPEND to the message
+RESUME, the driver trains: agents run on, but their time limits stand, and answers are kept. The parent process, called
+supervisor (areno.user_processes.supervisor), ends this process together with all processes that the agent started.
+Nothing large is imported here, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -33,17 +34,21 @@ from typing import Any
 
 from areno.agents.trajectories import AgentBatch, BadTrajectory, PlainTurn, plain_results
 from areno.agents.verifiers_agent import load_agent
+from areno.engine.streams import RunningClock
 from areno.errors import ConfigError, Problem
 from areno.files.user_code import describe_error, split_spec
 from areno.server.errors import CONTEXT_FULL
 from areno.user_processes.process import MAX_TEXT, ForkedCopies, event_loop, is_async
 
 DEFAULT_FUNCTION = "run_agent"
+SUSPEND, RESUME = "suspend", "resume"
+"""Messages from the driver, see the docstring of this module."""
 _THREADS = 64  # largest number of concurrent agents if run_agent is a plain function
 # Iterations of the event loop between the starts of two agents. Building a request takes milliseconds, and a client
 # sends it in two writes. If all agents started at once, no second write would happen before the last request is built.
 _START_ITERATIONS = 3
 _TICK_S = 0.25
+_LOOK_S = 0.05  # least time between looks at a clock that stands
 _BLOCKED_S = 5.0  # an agent that blocks the event loop for longer is reported
 _BLOCKS = (
     "the agent blocks its event loop{}, so that the other agents of this process wait; await its requests, or make "
@@ -101,7 +106,7 @@ def serve(connection: Connection) -> None:
 class _Runner:
     """Runs the agent for chunks of items, and sends one answer for each item.
 
-    A chunk is a list of items that the driver sends together.
+    A chunk is a list of items that the driver sends together. Several chunks may run at the same time.
     """
 
     def __init__(
@@ -117,48 +122,101 @@ class _Runner:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="agent")
         self._thread_of: dict[int, int] = {}  # position -> the thread that runs a plain function
         self._open: set[int] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._clock = RunningClock()  # which the time limits count
+        self._held: list[tuple[int, Answer]] = []  # answers that are kept while the clock stands
         self._sending = threading.Lock()
         self._stuck_threads = False
-        self._ticked: float | None = None  # time of the loop's last iteration; None between chunks
+        self._ticked: float | None = None  # time of the loop's last iteration; None while no agent runs
         threading.Thread(target=self._watch, daemon=True, name="agent-watch").start()
 
-    def run(self, chunk: list[tuple[int, bytes]]) -> None:
-        """Run all items of a chunk at the same time, and return when the answer for each item has been sent.
+    def run(self, message: Any) -> None:
+        """Do what a message of the driver asks for, and return when no agent runs.
 
-        `chunk` has a tuple (position, pickled (context, item)) for each item. If an agent still runs in a thread
-        after its time limit, the process ends, because this thread would be missing for the next chunk.
+        `message` is SUSPEND, RESUME or a chunk, with a tuple (position, pickled (context, item)) for each item. Further
+        messages are read while agents run. If an agent still runs in a thread after its time limit, the process ends,
+        because this thread would be missing for later items.
         """
-        self._open = {position for position, _ in chunk}
-        self._loop.run_until_complete(self._all_of(chunk))
+        self._loop.run_until_complete(self._until_idle(message))
         self._ticked = None
-        if self._stuck_threads:  # the next chunk would have fewer threads
+        if self._stuck_threads and not self._held:
             os._exit(0)
 
-    async def _all_of(self, chunk: list[tuple[int, bytes]]) -> None:
-        """Run all items of a chunk at the same time.
+    async def _until_idle(self, message: Any) -> None:
+        """Do what a message asks for, and read further messages until no agent runs.
+
+        Raises EOFError or OSError if the driver has closed the connection.
+        """
+        self._idle: asyncio.Future[None] = self._loop.create_future()
+        ticking = asyncio.ensure_future(self._tick())
+        self._loop.add_reader(self._connection.fileno(), self._read)
+        try:
+            self._take(message)
+            await self._idle
+        finally:
+            self._loop.remove_reader(self._connection.fileno())
+            ticking.cancel()
+
+    def _read(self) -> None:
+        """Read a message, and do what it asks for."""
+        if self._idle.done():
+            return  # it is read by `serve`
+        try:
+            self._take(self._connection.recv())
+        except (EOFError, OSError) as error:
+            self._idle.set_exception(error)
+
+    def _take(self, message: Any) -> None:
+        """Do what a message asks for, see `run`."""
+        if message == SUSPEND:
+            self._clock.stop()
+        elif message == RESUME:
+            with self._sending:
+                self._clock.start()
+                held, self._held = self._held, []
+                for answer in held:
+                    self._connection.send(answer)
+        else:
+            self._open.update(position for position, _ in message)
+            self._spawn(self._start(message))
+        self._look_if_idle()
+
+    def _spawn(self, coroutine: Any) -> None:
+        """Run a coroutine as a task."""
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._tasks.discard)
+
+    def _look_if_idle(self) -> None:
+        """End `_until_idle` if no agent runs."""
+        if not self._open and not self._idle.done():
+            self._idle.set_result(None)
+
+    async def _start(self, chunk: list[tuple[int, bytes]]) -> None:
+        """Start all items of a chunk.
 
         Between the starts of two agents, the event loop runs _START_ITERATIONS iterations.
         """
-        ticking = asyncio.ensure_future(self._tick())
-        ends_at, running = self._loop.time() + self._timeout_s, []
+        ends_at = self._clock.now() + self._timeout_s
         for position, payload in chunk:
-            running.append(asyncio.ensure_future(self._one(position, payload, ends_at)))
+            self._spawn(self._one(position, payload, ends_at))
             for _ in range(_START_ITERATIONS):
                 await asyncio.sleep(0)
-        await asyncio.gather(*running)
-        ticking.cancel()
 
     async def _one(self, position: int, payload: bytes, ends_at: float) -> None:
-        """Run the item with index `position`, and send its answer.
+        """Run the item with the number `position`, and send its answer.
 
-        `payload` is the pickled (context, item). `ends_at` is a time of the event loop. If the agent is not finished
-        at this time, it is cancelled, and the status of the answer is "timeout".
+        `payload` is the pickled (context, item). `ends_at` is a time of the clock. If the agent is not finished at this
+        time, it is cancelled, and the status of the answer is "timeout".
         """
         _position.set(position)
         try:
             task = asyncio.ensure_future(self._call(payload))
-            done, _ = await asyncio.wait({task}, timeout=max(0.0, ends_at - self._loop.time()))
-            if done:
+            left_s = ends_at - self._clock.now()
+            while not task.done() and left_s > 0:
+                await asyncio.wait({task}, timeout=max(left_s, _LOOK_S) if self._clock.stands else left_s)
+                left_s = ends_at - self._clock.now()
+            if task.done():
                 answer = task.result()
             else:
                 task.cancel()
@@ -168,6 +226,7 @@ class _Runner:
         except BaseException as error:
             answer = self._failure(error)
         self._answer(position, answer)
+        self._look_if_idle()
 
     async def _call(self, payload: bytes) -> Answer:
         """Call the agent for a pickled (context, item), and return the answer (status, turns, message) to send."""
@@ -233,10 +292,14 @@ class _Runner:
         return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MAX_TEXT]
 
     def _answer(self, position: int, answer: Answer) -> None:
-        """Send the answer for the item with index `position`, unless an answer for this item has been sent."""
+        """Send the answer for the item with the number `position`, unless an answer for this item has been sent."""
         with self._sending:
-            if position in self._open:
-                self._open.discard(position)
+            if position not in self._open:
+                return
+            self._open.discard(position)
+            if self._clock.stands:
+                self._held.append((position, answer))
+            else:
                 self._connection.send((position, answer))
 
     # -- detection of an agent that blocks the event loop -----------------------------------------------------------
@@ -269,8 +332,8 @@ class _Runner:
             time.sleep(_TICK_S)
             ticked = self._ticked
             blocked_s = 0.0 if ticked is None else time.monotonic() - ticked
-            if blocked_s < _BLOCKED_S and blocked_s < self._timeout_s:
-                continue
+            if (blocked_s < _BLOCKED_S and blocked_s < self._timeout_s) or self._sending.locked():
+                continue  # if a long answer is being sent, the loop waits for the driver and not for an agent
             frame = sys._current_frames().get(main_thread or 0)
             where = traceback.extract_stack(frame)[-1] if frame is not None else None
             place = "" if where is None else f" at {Path(where.filename).name}:{where.lineno}"

@@ -47,7 +47,8 @@ def environment_agent(environment: Any) -> Callable[[Any, Any], Any]:
         from openai import AsyncOpenAI
 
         found = []
-        async with AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0) as client:
+        url = ctx.get_base_url()  # whose requests have a time limit already
+        async with AsyncOpenAI(base_url=url, api_key=ctx.api_key, max_retries=0, timeout=None) as client:
             for item in batch.iter_samples():
                 state = await environment.rollout(_input(environment, item), client, "policy", {})
                 found.append(await _trajectory(environment, item, state))

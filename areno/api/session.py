@@ -163,6 +163,7 @@ class RolloutSession:
         self.is_suspended = False
         self._room: RequestLimits | None = None  # the limits of requests with these settings
         self._proxy: SessionProxy | None = None
+        self._servers: list[SessionProxy] = []  # with the one above
 
     def get_base_url(self) -> str:
         """Return the base URL at which OpenAI clients reach the policy, http://127.0.0.1:PORT/v1."""
@@ -196,15 +197,35 @@ class RolloutSession:
         Raises:
             EngineError: The session is not open.
         """
-        if self._sessions.open is not self:
-            raise EngineError("suspended was called outside the `with` block of its rollout session")
-        self._sessions.engine.suspend_rollout()
-        self.is_suspended = True
+        self.suspend()
         try:
             yield
         finally:
-            self.is_suspended = False
-            self._sessions.engine.resume_rollout()
+            self.resume()
+
+    def suspend(self) -> list[int]:
+        """Interrupt all samples until `resume`. `suspended` does both around a `with` block.
+
+        Returns:
+            The number of tokens of each sample that was interrupted after its first token.
+
+        Raises:
+            EngineError: The session is not open.
+        """
+        self._check_open("suspended")
+        n_tokens = self._sessions.engine.suspend_rollout()
+        self.is_suspended = True
+        return n_tokens
+
+    def resume(self) -> None:
+        """Continue the samples that `suspend` has interrupted, with the weights that the actor has now."""
+        self.is_suspended = False
+        self._sessions.engine.resume_rollout()
+
+    def _check_open(self, name: str) -> None:
+        """Raise EngineError if the session is not open. `name` is the method that was called."""
+        if self._sessions.open is not self:
+            raise EngineError(f"{name} was called outside the `with` block of its rollout session")
 
     def prepare(self, n_tokens: int) -> None:
         """Make the KV cache large enough for sequences of `n_tokens` tokens, prompt and completion together.
@@ -218,8 +239,7 @@ class RolloutSession:
                 and growing would end these requests.
         """
         check_count("n_tokens", n_tokens)
-        if self._sessions.open is not self:
-            raise EngineError("prepare was called outside the `with` block of its rollout session")
+        self._check_open("prepare")
         self._make_room(n_tokens)
 
     def _make_room(self, n_tokens: int, n_samples: int = 1) -> None:
@@ -372,7 +392,7 @@ class RolloutSession:
         sessions.open = self
         try:
             if self._settings is not None:
-                self._serve(self._settings)
+                self._proxy = self.serve(self._settings)
             elif sessions.plan.max_len is not None:
                 self._make_room(0)
         except BaseException:
@@ -380,16 +400,28 @@ class RolloutSession:
             raise
         return self
 
-    def _serve(self, settings: ProxySettings) -> None:
-        """Start the server for agents."""
+    def serve(self, settings: ProxySettings, longest: int = 0) -> SessionProxy:
+        """Start a server for agents. A session may have several servers, each with its own settings.
+
+        Args:
+            settings: Sampling settings and seed of the server.
+            longest: Longest conversation of any server of this session, in tokens, if longer than those of this server.
+
+        Returns:
+            The server. It runs until `end_server` or the end of the session.
+
+        Raises:
+            EngineError: The session is not open.
+        """
         from areno.agents.proxy import SessionProxy
 
+        self._check_open("serve")
         engine, plan = self._sessions.engine, self._sessions.plan
         # Conversations grow, and enlarging the cache would end conversations in progress.
         context = engine.info.context_len
-        self._make_room(min(settings.params.max_context_len or context, context), _SERVED)
+        self._make_room(min(max(settings.params.max_context_len or context, longest), context), _SERVED)
         assert self._room is not None
-        self._proxy = SessionProxy(
+        proxy = SessionProxy(
             engine,
             self._room,
             plan.tokenizer,
@@ -398,13 +430,24 @@ class RolloutSession:
             seed=settings.seed,
             thinking=plan.rollout.enable_thinking,
         )
+        self._servers.append(proxy)
+        return proxy
+
+    def end_server(self, server: SessionProxy) -> None:
+        """Stop a server of this session, and abort its requests.
+
+        Args:
+            server: The server, as `serve` returned it.
+        """
+        server.stop()
+        self._servers.remove(server)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         sessions = self._sessions
         sessions.open = None
-        if self._proxy is not None:
-            self._proxy.stop()
-            self._proxy = None
+        for server in self._servers:
+            server.stop()
+        self._servers, self._proxy, self.is_suspended = [], None, False
         if self._running_spec is None:
             return
         self._running_spec = None

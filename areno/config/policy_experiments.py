@@ -260,12 +260,21 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @forbid(
         "rollout.prompts_ahead",
-        "is {self.prompts_ahead} (or max_head_offpolicyness is above 0), but samples of agents (agent.fn) cannot be "
-        "interrupted; leave both out",
+        "is {self.prompts_ahead} with max_head_offpolicyness=0, which throws samples away and repeats them later. What "
+        "agents (agent.fn) have done cannot be taken back; leave it out, or set max_head_offpolicyness above 0",
     )
-    def agents_in_flight(self) -> bool:
-        """Return whether samples of agents would be interrupted."""
-        return self.prompts_ahead > 0 and self.agent.fn is not None
+    def agents_postponed(self) -> bool:
+        """Return whether agents would be stopped, to start again in a later step."""
+        return self.prompts_ahead > 0 and not self.rollout.max_head_offpolicyness and self.agent.fn is not None
+
+    @forbid(
+        "rollout.drop_rollout_state",
+        "is true, but with max_head_offpolicyness above 0 the rollout of agents (agent.fn) does not end before the "
+        "run, so the KV cache stays; set it to false",
+    )
+    def kept_for_agents(self) -> bool:
+        """Return whether the KV cache would be freed while requests of agents are under way."""
+        return self.rollout.drop_rollout_state and self.rollout.max_head_offpolicyness > 0 and self.agent.fn is not None
 
     @property
     def rows_per_step(self) -> int:

@@ -235,8 +235,8 @@ class RolloutConfig(DecoderConfig):
         help="Largest number of steps by which a sample may be older than the step that trains on it, counted from its "
         "first token. 0: a step waits for all its samples. Above 0: a step samples more prompts than its batch "
         "(rollout.prompts_ahead) and trains as soon as the samples of enough prompts are finished. Unfinished samples "
-        "continue in the next step with the new weights. The loss needs a correction for tokens of older weights, such "
-        "as actor.use_decoupled_loss",
+        "continue in the next step with the new weights, and agents live on. The loss needs a correction for tokens of "
+        "older weights, such as actor.use_decoupled_loss",
         ge=0,
     )
     prompts_ahead: int | None = setting(
@@ -245,13 +245,13 @@ class RolloutConfig(DecoderConfig):
         "samples. What happens to unfinished prompts depends on max_head_offpolicyness. Above 0: their samples "
         "continue in the next step, under new weights. 0: their tokens are thrown away, and a later step samples "
         "postponed prompts alone and waits for them. null: 0, or with max_head_offpolicyness above 0 a quarter "
-        "of the prompts that are decoded at the same time",
+        "of the prompts that are decoded at the same time. Agents (agent.fn) need max_head_offpolicyness above 0",
         gt=0,
     )
     drop_rollout_state: bool = setting(
         False,
         help="Free the KV cache and the CUDA graphs after the rollout of each step, which leaves more memory for "
-        "training",
+        "training. Not possible with agents that live across steps (max_head_offpolicyness above 0)",
         flag="--drop-rollout-state",
     )
     enable_thinking: bool | None = setting(
@@ -348,7 +348,8 @@ class AgentConfig(Section):
     )
     timeout_s: float = setting(
         300.0,
-        help="Time limit in seconds, both for the whole agent of one sample and for each of its requests",
+        help="Time limit in seconds, both for the whole agent of one sample and for each of its requests. With "
+        "rollout.max_head_offpolicyness above 0, the time in which models are trained does not count",
         gt=0,
         le=86400,
         only_with=_AGENT,

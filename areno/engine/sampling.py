@@ -81,14 +81,19 @@ class SamplingEngine:
             self.workers.poll(0.0)  # what finished before the workers stopped
             self._clear_requests()
 
-    def suspend_rollout(self) -> None:
+    def suspend_rollout(self) -> list[int]:
         """Interrupt all samples of the rollout phase, so that models can be trained. Requests stay under way.
 
         Requests that are submitted meanwhile wait. Does nothing outside of a rollout phase.
+
+        Returns:
+            The number of tokens of each sample that was interrupted after its first token.
         """
-        if self.limits is not None:
-            self._call("suspend")
-            self.clock.stop()
+        if self.limits is None:
+            return []
+        by_rank = self._call("suspend")
+        self.clock.stop()
+        return list(itertools.chain.from_iterable(by_rank))
 
     def resume_rollout(self) -> None:
         """Continue all samples that `suspend_rollout` has interrupted, with the current weights."""

@@ -269,11 +269,17 @@ class Worker:
         """Run no step of the decoder by itself until the rollout phase ends. Only `advance` then runs steps."""
         self._is_held = True
 
-    def suspend(self) -> None:
-        """Interrupt all samples of the decoder, which stay in the decoder, until `resume`."""
+    def suspend(self) -> list[int]:
+        """Interrupt all samples of the decoder, which stay in the decoder, until `resume`.
+
+        Returns:
+            The number of tokens of each sample that was interrupted after its first token.
+        """
         self.hold()
-        if self.decoder is not None:
-            self.decoder.reset_cache()
+        if self.decoder is None:
+            return []
+        self.decoder.reset_cache()
+        return self.decoder.n_tokens_of_waiting
 
     def resume(self) -> None:
         """Continue the samples that `suspend` has interrupted, with the weights of now."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.types import GenerationOutput, PromptItem
+from areno.types import GenerationOutput, PromptItem, RewardRecord, ScoredSample
 
 logger = logging.getLogger("areno")
 
@@ -36,7 +36,7 @@ class Group:
         item: The prompt.
         n_samples: Number of samples.
         begun_at: Step in which the first token of the group was sampled. None until that step has ended.
-        finished: Sample number -> output of a finished sample.
+        finished: Sample number -> output of a finished sample. With agents, an AgentSample.
         parked: Sample number -> output of a sample that was interrupted, possibly without tokens.
         is_postponed: Whether the group was postponed. A postponed group has no tokens and waits for a step of postponed
             groups.
@@ -47,7 +47,7 @@ class Group:
     item: PromptItem
     n_samples: int
     begun_at: int | None = None
-    finished: dict[int, GenerationOutput] = field(default_factory=dict)
+    finished: dict[int, Any] = field(default_factory=dict)
     parked: dict[int, GenerationOutput] = field(default_factory=dict)
     is_postponed: bool = False
 
@@ -57,7 +57,7 @@ class Group:
         return self.n_samples - len(self.finished)
 
     @property
-    def outputs(self) -> list[GenerationOutput]:
+    def outputs(self) -> list[Any]:
         """The outputs of the finished samples, in the order of their numbers."""
         return [self.finished[sample] for sample in sorted(self.finished)]
 
@@ -73,6 +73,21 @@ class Group:
             sample: Number of the sample.
         """
         return self.finished.get(sample) or self.parked.get(sample) or _nothing(sample)
+
+
+@dataclass(slots=True, eq=False)
+class AgentSample:
+    """The sample of an agent that has ended.
+
+    Attributes:
+        sample: Number of the sample.
+        scored: The sample, which has no reward yet.
+        record: What reward functions receive. None if the agent failed.
+    """
+
+    sample: int
+    scored: ScoredSample
+    record: RewardRecord | None
 
 
 def _nothing(sample: int) -> GenerationOutput:
@@ -128,7 +143,7 @@ class Choice:
         self._n_open = size - len(due)
         self.known = [sample for group in groups for sample in self._certain(group, group.outputs)]
 
-    def _certain(self, group: Group, finished: Sequence[GenerationOutput]) -> list[tuple[Group, GenerationOutput]]:
+    def _certain(self, group: Group, finished: Sequence[Any]) -> list[tuple[Group, Any]]:
         """Take a group that is whole and belongs to the step.
 
         Args:
@@ -150,11 +165,12 @@ class Choice:
             self.taken.append(group)
         return [(group, output) for output in found]
 
-    def add(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> list[tuple[Group, GenerationOutput]]:
+    def add(self, outputs: Iterable[tuple[Group, Any]]) -> list[tuple[Group, Any]]:
         """Record finished samples.
 
         Args:
-            outputs: Each finished sample with its group, in the order in which the samples finished.
+            outputs: Each finished sample (GenerationOutput or AgentSample) with its group, in the order in which the
+                samples finished.
 
         Returns:
             The samples of which it is certain now that the step trains on them, each with its group. Each sample of the
@@ -183,6 +199,8 @@ class InFlight:
         limit: Largest number of steps between the first token of a group and the training on it. 0: the step that
             begins a group trains on it, or its tokens are thrown away.
         sampled_with: The settings of sampling, as plain values. After a change of them, samples cannot continue.
+        keeps_samples: Whether the samples are a part of the state. False for those of agents, whose processes end with
+            the run. A resumed run samples their prompts anew.
 
     Attributes:
         groups: The groups under way, the oldest first.
@@ -194,7 +212,9 @@ class InFlight:
         n_samples: int,
         limit: int,
         sampled_with: Mapping[str, Any] | None = None,
+        keeps_samples: bool = True,
     ):
+        self._keeps_samples = keeps_samples
         self._items_at, self._n_samples, self._limit = items_at, n_samples, limit
         self._sampled_with = {"limit": limit, "n_samples": n_samples, **(sampled_with or {})}
         self.groups: list[Group] = []
@@ -272,18 +292,20 @@ class InFlight:
         self.groups = [group for group in self.groups if group not in gone]
         n_thrown_away = 0
         for group in self.groups:
+            if self._limit and group.begun_at is not None:
+                continue
             n_sampled = sum(map(n_tokens, (*group.finished.values(), *group.parked.values())))
             if not self._limit:
                 group.is_postponed = group.is_postponed or (n_sampled > 0 and group.missing > 0)
                 group.finished, group.parked = {}, {}
                 n_thrown_away += n_sampled
-            elif n_sampled and group.begun_at is None:
+            elif n_sampled:
                 group.begun_at = step
         return n_thrown_away
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups under way with their samples, as plain values for a JSON file."""
-        groups = [_written(group) for group in self.groups]
+        groups = [_written(group, self._keeps_samples) for group in self.groups]
         return {"newest": list(self._newest), "groups": groups, "sampled_with": self._sampled_with}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -323,15 +345,15 @@ def n_tokens(output: GenerationOutput) -> int:
 _ARRAYS = {"tokens": "<i4", "logprobs": "<f8", "versions": "<i4"}
 
 
-def _written(group: Group) -> dict[str, Any]:
-    """Return a group as plain values. The prompt is written as the index of its row."""
+def _written(group: Group, with_samples: bool) -> dict[str, Any]:
+    """Return a group as plain values, possibly without its samples. The prompt is written as the index of its row."""
     return {
         "batch": group.batch,
         "place": group.place,
         "row": group.item.index,
-        "begun_at": group.begun_at,
+        "begun_at": group.begun_at if with_samples else None,
         "is_postponed": group.is_postponed,
-        "finished": [_record(output) for output in group.finished.values()],
+        "finished": [_record(output) for output in group.finished.values()] if with_samples else [],
         "parked": [_record(output) for output in group.parked.values()],
     }
 

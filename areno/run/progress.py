@@ -93,10 +93,12 @@ class RunProgress:
         self.step = 0
         self.epoch_ended = False
         self.history: dict[str, list[float]] = {}
-        limit, sampled_with = 0, None
+        limit, sampled_with, has_agents = 0, None, False
         if isinstance(config, PolicyExperimentConfig):
             limit, sampled_with = config.rollout.max_head_offpolicyness, dataclasses.asdict(config.gconfig)
-        self.in_flight = InFlight(loader.items_at, self._rows_per_item, limit, sampled_with)
+            if has_agents := config.agent.fn is not None:
+                sampled_with["agent.fn"] = config.agent.fn
+        self.in_flight = InFlight(loader.items_at, self._rows_per_item, limit, sampled_with, not has_agents)
         self._epoch: int | None = None  # None before the first batch
         self._rows_taken = 0
         self._batches_taken = 0

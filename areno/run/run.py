@@ -117,6 +117,8 @@ class Run:
         tracer: The trace of the run.
         clock: Measures the seconds of each phase in the current step.
         stop: Delays Ctrl-C and SIGTERM until nothing is lost.
+        during_steps: What is open across steps, such as agents that live across steps. It is closed after the last
+            step, and when a worker is lost or training fails.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class Run:
             stack.enter_context(self.outputs)
             self.tracer = stack.enter_context(RunTracer(config, self.folder, models.engine))
             self._resources = stack.pop_all()
+        self.during_steps = ExitStack()
         self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})
         self.stop = Stop() if self.outputs.display is None else Stop(self.outputs.display.tell)
         self.clock = Stopwatch(self._before_phase, self._after_phase)
@@ -314,6 +317,7 @@ class Run:
         Raises:
             EngineError: The updates of all steps were skipped.
         """
+        self.during_steps.close()
         self.outputs.check_learned()
         self._todo = ["save"] if not self.saver.has(self.step) else []
         self._todo += ["evaluate"] if self.evaluator.evaluated_step != self.step else []
@@ -470,7 +474,8 @@ def fault_tolerant(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
                 try:
                     if lost is not None:
                         run.restart(lost)  # another worker may be lost meanwhile
-                    result = fit(loop)
+                    with run.during_steps:
+                        result = fit(loop)
                     break
                 except WorkerLost as error:
                     if not run.recovery.may_restart:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -34,6 +34,7 @@ from areno.rewards.judge import EndpointReader, Reader, RoleReader
 from areno.rewards.pool import RewardPool
 from areno.run import tuning
 from areno.run.evaluator import Evaluator
+from areno.run.live_agents import LiveAgents
 from areno.run.outputs import RunTexts
 from areno.run.run import Run
 from areno.run.states import folder_fingerprint, rows_fingerprint
@@ -229,8 +230,21 @@ class Setup(Generic[Config]):
             self.trainer = models.trainer = self._load(stack, plan, at_once)
             self._resources = stack.pop_all()
 
+<<<<<<< HEAD
     def _check_sources(self, train: Any, valid: Any) -> None:
         """Raise an error if rows that the settings name do not exist. An evaluation needs no training rows.
+=======
+    @cached_property
+    def live_agents(self) -> LiveAgents | None:
+        """The agents that live across steps. None without agents, and in an evaluation."""
+        config = self.config
+        if self.agents is None or not self._loop.trains or not isinstance(config, PolicyExperimentConfig):
+            return None
+        return LiveAgents(config, self.trainer, self.agents, self.run.during_steps)
+
+    def _check_train_source(self, given: Any) -> None:
+        """Raise an error if the training rows that the settings name do not exist. Does nothing for an evaluation.
+>>>>>>> agents
 
         Args:
             train: Training rows that a script passes instead. If not None, the training rows are not checked.
@@ -360,6 +374,7 @@ class Setup(Generic[Config]):
 
     def close(self) -> None:
         """End the reward, agent and worker processes, and close the run."""
+        self.run.during_steps.close()
         self._resources.close()
 
 

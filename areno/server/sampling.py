@@ -119,7 +119,7 @@ class ServerMetrics:
 
 
 MAX_SEEN = 1 << 16  # prompts whose repetitions are counted
-_FIRST_ID = 1 << 48  # of requests; ids of calls to Engine.generate begin at 0
+_ids = itertools.count(1 << 48)  # of the requests of all servers; ids of calls to Engine.generate begin at 0
 
 _NAMES = {"n_samples": "n", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 """Fields of GenerationRequest and SamplingParams -> fields of the API. All others have the same name."""
@@ -174,7 +174,6 @@ class Sampler:
         self.engine, self.request_limits, self.limits, self.stop_ids = engine, request_limits, limits, stop_ids
         self.metrics = ServerMetrics()
         self._seed = seed
-        self._ids = itertools.count(_FIRST_ID)
         self._seen: OrderedDict[int, int] = OrderedDict()  # digest of a prompt -> its requests without a seed
         self.n_samples = 0
 
@@ -197,7 +196,7 @@ class Sampler:
                 long.
         """
         request = GenerationRequest(
-            request_id=next(self._ids),
+            request_id=next(_ids),
             prompt=prompt,
             n_samples=options.n,
             params=options.params,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from areno.agents.pool import AgentOutcome, AgentPool
+from areno.agents.proxy import SessionProxy
 from areno.agents.rows import (
     RowBuilder,
     needs_scoring,
@@ -26,15 +29,21 @@ from areno.agents.rows import (
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, LossMaskPolicy
 from areno.api.trainer import Trainer
 from areno.config.rollout import GenerationConfig, SamplingConfig
+from areno.engine.engine import Engine
 from areno.engine.requests import OnProgress
+from areno.engine.spec import RolloutStats
 from areno.errors import ArenoError, DataError, Problem
 from areno.plan.plan import sampling_params
+from areno.run.in_flight import AgentSample, Choice, Group
+from areno.run.live_agents import LiveAgents
 from areno.run.setup import PolicySetup
 from areno.server.conversations import Conversations
 from areno.server.parsers import parser_for_template
+from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import IN_FULL
 from areno.types import (
     Batch,
+    GenerationOutput,
     PromptItem,
     RewardOutcome,
     RewardRecord,
@@ -150,6 +159,13 @@ _POLL_S = 0.4  # how often to look for lost workers
 _LOGGED_FAILURES = 3
 
 
+Take = Callable[[Mapping[int, tuple[ScoredSample, RewardRecord | None]]], object]
+"""A function that is called with {index of a sample in the rollout: (sample, record for reward functions)}.
+
+The record is None if the agent failed.
+"""
+
+
 def sample_with_agents(
     setup: PolicySetup,
     agents: AgentPool,
@@ -158,7 +174,7 @@ def sample_with_agents(
     seed: int,
     on_progress: OnProgress,
     first_group: int,
-    take: Callable[[Mapping[int, tuple[ScoredSample, RewardRecord | None]]], object],
+    take: Take,
     at_once: int | None = None,
 ) -> None:
     """Run the agents of all prompts, and pass each sample to `take` when its agent ends.
@@ -173,34 +189,19 @@ def sample_with_agents(
             empty.
         first_group: Number that identifies the samples of the first prompt. The following prompts get consecutive
             numbers.
-        take: Called when an agent ends, with {index of the sample in the rollout: (sample, record for reward
-            functions)}. The record is None if the agent failed.
+        take: Called when an agent ends, with its sample.
         at_once: Number of prompts whose agents run at the same time. None runs all.
 
     Raises:
         ArenoError: No agent returned a trajectory that can be trained on.
     """
-    trainer, config, polled = setup.trainer, setup.config, 0.0
     batch = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
-    most = config.rollout.max_concurrent_rollouts or config.rows_per_step
-    text = "agentic rollout batch prompts=%d n_samples=%d expected_requests=%d max_running_prompts=%d"
-    logger.info(text, len(items), gconfig.n_samples, len(batch), most, extra=IN_FULL)
-    policy = LossMaskPolicy(tool_results=config.agent.train_tool_results)
-
-    def watch(n_done: int) -> None:
-        nonlocal polled
-        if time.monotonic() - polled > _POLL_S:  # not for each outcome, since a poll waits for the workers
-            trainer.engine.poll(0.0)  # raises if a worker is lost; agents would only see failing requests
-            polled = time.monotonic()
-        on_progress([], trainer.engine.rollout_stats())
-
-    with trainer.rollout_session(
-        sampling_params=sampling_params(gconfig), loss_mask_policy=policy, timeout_s=config.agent.timeout_s, seed=seed
-    ) as session:
-        context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, config.agent.timeout_s)
-        info = trainer.engine.info
-        conversations = session.proxy.server.chat.conversations
-        rows = RowBuilder(conversations, policy, info.vocab_size, context.session, info.context_len)
+    _log_begin(setup, len(items), gconfig.n_samples)
+    watch = _Watch(setup.trainer.engine, on_progress)
+    with _serving(setup, gconfig, seed) as server:
+        timeout_s = setup.config.agent.timeout_s
+        context = AgentContext(server.base_url, server.api_key, server.session, timeout_s)
+        rows = _row_builder(setup, server)
         every, size = list(batch), (at_once or len(items)) * gconfig.n_samples
         found: dict[int, ScoredSample] = {}
         agents.output.begin_step()
@@ -214,9 +215,145 @@ def sample_with_agents(
             take({first + place: (sample, record)})
 
         for first in range(0, len(every), size):
-            session.proxy.prefetch(every[first : first + size])
-            agents.run(every[first : first + size], context, watch, partial(done, first))
+            server.prefetch(every[first : first + size])
+            agents.run(every[first : first + size], context, lambda n_done: watch(), partial(done, first))
     _report([found[place] for place in sorted(found)])
+
+
+def _log_begin(setup: PolicySetup, n_prompts: int, n_samples: int) -> None:
+    """Log how many agents a rollout starts."""
+    config = setup.config
+    most = config.rollout.max_concurrent_rollouts or config.rows_per_step
+    text = "agentic rollout batch prompts=%d n_samples=%d expected_requests=%d max_running_prompts=%d"
+    logger.info(text, n_prompts, n_samples, n_prompts * n_samples, most, extra=IN_FULL)
+
+
+class _Watch:
+    """Reports the progress of agents, and looks for lost workers, when it is called.
+
+    Args:
+        engine: The engine.
+        on_progress: Called with (empty list, rollout statistics).
+    """
+
+    def __init__(self, engine: Engine, on_progress: OnProgress):
+        self._engine, self._on_progress, self._polled = engine, on_progress, 0.0
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._polled > _POLL_S:  # not for each outcome, since a poll waits for the workers
+            self._engine.poll(0.0)  # raises if a worker is lost; agents would only see failing requests
+            self._polled = time.monotonic()
+        self._on_progress([], self._engine.rollout_stats())
+
+
+@contextmanager
+def _serving(setup: PolicySetup, gconfig: GenerationConfig, seed: int) -> Iterator[SessionProxy]:
+    """Serve the policy to agents for the time of a `with` block.
+
+    If agents live across steps, they go on meanwhile.
+    """
+    if setup.live_agents is not None and setup.live_agents.is_open:
+        with setup.live_agents.running(), setup.live_agents.serving(gconfig, seed) as server:
+            yield server
+        return
+    with setup.trainer.rollout_session(
+        sampling_params=sampling_params(gconfig),
+        loss_mask_policy=_mask_policy(setup),
+        timeout_s=setup.config.agent.timeout_s,
+        seed=seed,
+    ) as session:
+        yield session.proxy
+
+
+def _mask_policy(setup: PolicySetup) -> LossMaskPolicy:
+    """Return which tokens of trajectories are trained."""
+    return LossMaskPolicy(tool_results=setup.config.agent.train_tool_results)
+
+
+def _row_builder(setup: PolicySetup, server: SessionProxy) -> RowBuilder:
+    """Return the builder of the rows of trajectories whose requests a server has answered."""
+    info, conversations = setup.trainer.engine.info, server.server.chat.conversations
+    return RowBuilder(conversations, _mask_policy(setup), info.vocab_size, server.session, info.context_len)
+
+
+def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, take: Take) -> None:
+    """Run agents until the groups that a step trains on are whole, and score these. The other agents live on.
+
+    Args:
+        setup: Models, data, settings and outputs of the run.
+        live: The agents under way.
+        choice: The choice of the groups (the samples of one prompt). Agents start for those that have not begun.
+        take: Called with samples of the groups that the step trains on, as soon as it is certain that it does.
+
+    Raises:
+        ArenoError: No agent of these groups returned a trajectory that can be trained on.
+    """
+    run, n_samples = setup.run, setup.config.gconfig.n_samples
+    places, taken = {group: place for place, group in enumerate(choice.groups)}, list[ScoredSample]()
+    reward, copies = run.progress.last_reward, setup.trainer.engine.spec.layout.dp_size
+    with live.running(), RolloutProgress("rollout", choice.size, n_samples, copies, reward) as progress:
+
+        def report(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
+            progress(outputs, stats)
+            run.pulse()
+
+        watch = _Watch(setup.trainer.engine, report)
+
+        def pass_on(certain: Sequence[tuple[Group, AgentSample]]) -> None:
+            found = {}
+            for group, sample in certain:
+                sample.scored.group = places[group]
+                found[places[group] * n_samples + sample.sample] = (sample.scored, sample.record)
+                taken.append(sample.scored)
+            take(found)
+
+        def look() -> None:
+            arrived, live.finished = live.finished, deque()
+            pass_on(choice.add(arrived))
+            watch()
+
+        assert setup.agents is not None
+        setup.agents.output.begin_step()
+        pass_on(choice.known)
+        _begin(setup, live, [group for group in choice.groups if group.begun_at is None])
+        look()
+        live.run_until(lambda: not choice.missing, look)
+        going_on = set(run.progress.in_flight.groups) - set(choice.taken)
+        live.keep_servers({group.batch for group in going_on})
+    _report(sorted(taken, key=lambda sample: sample.group))
+
+
+def _begin(setup: PolicySetup, live: LiveAgents, groups: Sequence[Group]) -> None:
+    """Start the agents of groups."""
+    progress, n_samples = setup.run.progress, setup.config.gconfig.n_samples
+    _log_begin(setup, len(groups), n_samples)
+    by_batch: dict[int, list[Group]] = {}
+    for group in groups:
+        group.begun_at = setup.run.step
+        by_batch.setdefault(group.batch, []).append(group)
+    for batch, new in by_batch.items():
+        server = live.server(batch, progress.seed_of(batch))
+        rows = _row_builder(setup, server)
+        items = list(AgentBatch.from_prompt_batch(Batch(items=[group.item for group in new]), n_samples))
+        groups_of = [new[item.prompt_index] for item in items]
+        for item, group in zip(items, groups_of, strict=True):
+            item.prompt_index = group.place  # as in a step that waits for all samples of its batch
+        live.begin(server, items, partial(_agent_sample, setup, items, groups_of, rows))
+
+
+def _agent_sample(
+    setup: PolicySetup,
+    items: Sequence[AgentItem],
+    groups: Sequence[Group],
+    rows: RowBuilder,
+    place: int,
+    outcome: AgentOutcome,
+) -> tuple[Group, AgentSample]:
+    """Return the sample of an agent that has ended, with its group. `place` is the index of its item in `items`."""
+    item, group = items[place], groups[place]
+    sample, record = _sample(setup, group.item, item, outcome, rows, 0)
+    sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
+    return group, AgentSample(item.sample_index, sample, record)
 
 
 def _sample(

@@ -20,6 +20,7 @@ from areno.plan.plan import sampling_params
 from areno.run.in_flight import Choice, Group, n_tokens
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
+from areno.trainers.agents import sample_live_agents
 from areno.trainers.score import Scorer
 from areno.trainers.scores import StepScores
 from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, ScoredSample
@@ -46,13 +47,20 @@ def sample_ahead(
     with Scorer(setup, [group.item for group in choice.groups], config.gconfig, 0) as scorer:
         with run.clock.phase("rollout"):
             log_stage("rollout_start")
-            parked = _sample(setup, choice, scorer)
+            if setup.live_agents is not None:
+                parked = []
+                sample_live_agents(setup, setup.live_agents, choice, scorer.add)
+            else:
+                parked = _sample(setup, choice, scorer)
             n_thrown_away = in_flight.end(step, choice, parked)
             log_stage("rollout_end")
-        if scorer.is_waiting:
+        if scorer.is_waiting and setup.agents is None:
             scores.compute_early(scorer.samples)
         with run.clock.phase("reward"):  # waits for the rewards that are still being computed
             samples = scorer.finish()
+    if setup.live_agents is not None:
+        run.tracer.add_sessions(step, "rollout", samples)
+        return samples, _metrics(setup, samples, setup.live_agents.take_recomputed(), 0)
     # The samples that have gone on, whose keys and values were computed again.
     went_on = [part for group, part in before if n_tokens(group.latest(part.sample)) > n_tokens(part)]
     return samples, _metrics(setup, samples, sum(map(n_tokens, went_on)), n_thrown_away)
@@ -111,23 +119,26 @@ def _metrics(
         n_recomputed: Number of completion tokens whose keys and values were computed again.
         n_thrown_away: Number of sampled tokens that are thrown away.
     """
-    version = setup.trainer.engine.weights_version
+    version, in_flight = setup.trainer.engine.weights_version, setup.run.progress.in_flight
     versions = [np.asarray(vars(sample.sequence)["resp_versions"]) for sample in samples]
-    gaps = [version - int(each.min(initial=version)) for each in versions]
+    versions = [each for each in versions if len(each)]  # failed agents have no tokens
+    gaps = [version - int(each.min()) for each in versions]
     n_tokens = sum(map(len, versions))
     if not setup.config.rollout.max_head_offpolicyness:
-        n_postponed = sum(group.is_postponed for group in setup.run.progress.in_flight.groups)
+        n_postponed = sum(group.is_postponed for group in in_flight.groups)
         return {
             "rollout/postponed_prompts": n_postponed,
             "rollout/discarded_tokens": n_thrown_away / max(1, n_tokens),
         }
-    waiting = [part for group in setup.run.progress.in_flight.groups for part in group.parked.values() if part.tokens]
+    parked = [len(part.tokens) for group in in_flight.groups for part in group.parked.values() if part.tokens]
+    if setup.live_agents is not None:
+        parked = setup.live_agents.parked
     return {
         "rollout/oldest_gap": max(gaps),
         "rollout/newest_gap": min(gaps),
         "rollout/versions_per_sample": float(np.mean([len(np.unique(each)) for each in versions])),
         "rollout/carried_tokens": sum(int((each < version).sum()) for each in versions) / max(1, n_tokens),
         "rollout/recomputed_tokens": n_recomputed / max(1, n_tokens),
-        "rollout/parked_samples": len(waiting),
-        "rollout/parked_len_mean": float(np.mean([len(part.tokens) for part in waiting])) if waiting else 0.0,
+        "rollout/parked_samples": len(parked),
+        "rollout/parked_len_mean": float(np.mean(parked)) if parked else 0.0,
     }

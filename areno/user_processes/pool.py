@@ -12,7 +12,7 @@ import math
 import os
 import select
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
@@ -77,13 +77,7 @@ _POLL_S = 0.5
 
 
 class Work(Protocol):
-    """The calls of user code that the driver requests together. A pool distributes them over its processes.
-
-    Attributes:
-        n_open: The number of calls without an outcome.
-    """
-
-    n_open: int
+    """The calls of user code that the driver requests. A pool distributes them over its processes."""
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
         """Return the next calls for an idle process.
@@ -210,25 +204,6 @@ class WorkerPool(Generic[Config]):
         """Start one process."""
         return Worker(self._first_message, IMPORT_LIMIT_S, self.module, self.output)
 
-    def _run_calls(self, work: Work, look: Callable[[], object]) -> None:
-        """Send calls to the processes and receive answers until each call in `work` has an outcome.
-
-        `look` is called at least every half second, so that the caller can check the progress and stop the calls with
-        an exception. If an exception ends this method, all busy processes are replaced. Raises EngineError if the pool
-        was not started.
-        """
-        if not self.workers:
-            raise EngineError("the {} processes are not running; call start() first", self.section)
-        try:
-            while work.n_open:
-                self.send_calls(work)
-                self.wait(work)
-                heartbeat.beat()  # this loop enforces the time limit of the calls, so waiting is no hang
-                look()
-        except BaseException:
-            self.drop_calls()  # a late answer would be taken for the answer to a later call
-            raise
-
     def send_calls(self, work: Work) -> None:
         """Send a chunk of calls to each idle process, as long as calls are left.
 
@@ -316,7 +291,7 @@ class WorkerPool(Generic[Config]):
             why = hangs if status == "timeout" else self.import_text.format(text)
             raise ConfigError(Problem(self._key, f"{self.name}: {why}"))
         for position in worker.running():
-            self._trace_call(worker, position, worker.elapsed())
+            self._trace_call(worker, position, worker.elapsed(position))
         self._replace(worker)
         if work is not None:
             work.lost(worker, status, text)

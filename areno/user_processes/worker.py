@@ -113,7 +113,8 @@ class Worker:
         self._printed.start()
         self.chunk: deque[int] = deque()
         self.sent = 0
-        self._began_at = 0  # when the process began the call that it answers next, or all of them if it is async
+        self._began_at: dict[int, int] = {}  # by call: when the process got it, or began it if it is not async
+        self._ends_at: dict[int, float] = {}  # by call, if it is async: its deadline, the earliest first
         self.is_async = False
         self.is_starting = True
         self.deadline = time.monotonic() + import_limit_s
@@ -129,30 +130,55 @@ class Worker:
         """Send calls to the process, and set its deadline.
 
         Args:
-            chunk: A tuple (index of the call, pickled arguments) for each call. An empty list sends nothing.
+            chunk: A tuple (index of the call, pickled arguments) for each call. An empty list sends nothing. A process
+                that is busy may only get calls if the user's function is async.
             timeout_s: The time limit for the first answer, in seconds. If the user's function is async, it is the
                 time limit for all answers.
         """
         if not chunk:
             return
-        self.chunk = deque(position for position, _ in chunk)
-        self.sent, self._began_at = len(chunk), trace.now()
-        self._post(chunk)
-        self.deadline = time.monotonic() + timeout_s + (ASYNC_SPARE_S if self.is_async else 0.0)
+        self._post(chunk, is_busy=bool(self.chunk))
+        now, deadline = trace.now(), time.monotonic() + timeout_s + (ASYNC_SPARE_S if self.is_async else 0.0)
+        for position, _ in chunk:
+            self.chunk.append(position)
+            self._began_at[position] = now
+            if self.is_async:
+                self._ends_at[position] = deadline
+        self.sent, self.deadline = len(chunk), min(self.deadline, deadline)
 
-    def _post(self, message: Any) -> None:
+    def tell(self, message: str) -> None:
+        """Send a message that the process does not answer.
+
+        Args:
+            message: The message, which is short.
+        """
+        self._post(message)
+
+    def postpone(self, seconds: float) -> None:
+        """Move the deadlines of all calls.
+
+        Args:
+            seconds: How much later they are.
+        """
+        self.deadline += seconds
+        self._ends_at = {position: ends_at + seconds for position, ends_at in self._ends_at.items()}
+
+    def _post(self, message: Any, is_busy: bool = False) -> None:
         """Pickle a message and send it to the process.
 
-        A large message is sent in a thread, so that the driver is not blocked by a process that hangs and does not
-        read.
+        A message that may not fit the buffer is sent in a thread, so that the driver is not blocked by a process that
+        hangs and does not read. `is_busy` says that the buffer may hold a long message, which was not answered yet.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        before = self._sender if self._sender is not None and self._sender.is_alive() else None
 
         def send() -> None:
+            if before is not None:
+                before.join()
             with contextlib.suppress(OSError):  # the process is dead; reading from it will show that
                 self.connection.send_bytes(data)
 
-        if len(data) <= _HELD_BYTES:  # fits the buffer, which is empty, as all earlier messages were answered
+        if before is None and not is_busy and len(data) <= _HELD_BYTES:
             return send()
         self._sender = threading.Thread(target=send, daemon=True)
         self._sender.start()
@@ -160,30 +186,39 @@ class Worker:
     def answered(self, position: int, timeout_s: float) -> tuple[int, int]:
         """Remove an answered call from `self.chunk`, and set the deadline for the next answer.
 
-        The deadline of an async function is for all calls of a chunk, so it changes only when the chunk is finished.
+        Each call of an async function has its own deadline, which began when the call was sent.
 
         Args:
             position: The index of the call.
             timeout_s: The time limit for the next answer, in seconds.
 
         Returns:
-            (start, end) of the call, as times of areno.trace. The calls of an async function start together.
+            (start, end) of the call, as times of areno.trace. The calls of an async function that were sent together
+            start together.
         """
         self.chunk.remove(position)
-        span = self.elapsed()
+        span = self.elapsed(position)
+        del self._began_at[position]
+        self._ends_at.pop(position, None)
         if not self.chunk:
             self.deadline = math.inf
-        elif not self.is_async:  # the process runs the next call from now on
-            self.deadline, self._began_at = time.monotonic() + timeout_s, span[1]
+        elif self.is_async:
+            self.deadline = next(iter(self._ends_at.values()))
+        else:  # the process runs the next call from now on
+            self.deadline, self._began_at[self.chunk[0]] = time.monotonic() + timeout_s, span[1]
         return span
 
     def running(self) -> list[int]:
         """Return the indices of the calls that the process runs. A function that is not async runs one at a time."""
         return list(self.chunk) if self.is_async else list(self.chunk)[:1]
 
-    def elapsed(self) -> tuple[int, int]:
-        """Return (start, now) of the calls that the process runs, as times of areno.trace."""
-        return self._began_at, trace.now()
+    def elapsed(self, position: int) -> tuple[int, int]:
+        """Return (start, now) of a call that the process runs, as times of areno.trace.
+
+        Args:
+            position: The index of the call.
+        """
+        return self._began_at[position], trace.now()
 
     def exit_text(self) -> str:
         """Return how the process ended as text, such as "exit code 3".

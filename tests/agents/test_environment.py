@@ -151,7 +151,7 @@ def test_as_an_agent_function(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     trajectories = pytest.importorskip("areno.agents.trajectories")
 
     class Client(ScriptedClient):
-        def __init__(self, base_url: str, api_key: str, max_retries: int):
+        def __init__(self, base_url: str, api_key: str, max_retries: int, timeout: None):
             assert (base_url, api_key, max_retries) == ("http://127.0.0.1:1/v1", "secret", 0)
             super().__init__(lambda messages: [("add", {"n": 10 - int(messages[0]["content"][10:-1])})])
 

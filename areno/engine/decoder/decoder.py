@@ -279,6 +279,11 @@ class Decoder:
             self.runner.cache.kv_blocks.zero_()  # attention reads blocks of others with weight 0, and 0 * nan is nan
             self._has_bad_blocks = False
 
+    @property
+    def n_tokens_of_waiting(self) -> list[int]:
+        """The number of tokens of each sample that was interrupted after its first token and waits to continue."""
+        return [n_new for sequence in self._scheduler.waiting if (n_new := sequence.n_new)]
+
     def reset_stats(self) -> None:
         """Set the counts of tokens and events in `stats` to 0."""
         self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0

@@ -1,0 +1,264 @@
+"""Agents that live through updates of the weights: what they draw, how old it gets, and how everything ends."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areno.agents.pool import AgentOutcome, AgentPool
+from areno.agents.trajectories import AgentBatch, AgentContext
+from areno.config.rollout import AgentConfig
+from areno.errors import ArenoError, ConfigError
+from areno.run.setup import PolicySetup
+from areno.trainers import agents, ahead, collect
+from areno.types import ScoredSample
+from tests.helpers import policy_runs
+from tests.helpers.agent_runs import AGENTS, run
+from tests.helpers.policy_runs import Played
+from tests.helpers.processes import children
+from tests.helpers.resumed import lost_in
+
+ROWS = [{"prompt": f"hello {number}", "solutions": number} for number in range(22)]
+WHOLE = ["total_train_steps=null", "total_train_epochs=1", "train_dataset.drop_last=false", "gconfig.n_samples=2"]
+AHEAD = ["rollout.max_head_offpolicyness=2", "rollout.prompts_ahead=4", "actor.use_decoupled_loss=true"]
+FROZEN = ["actor.optimizer.lr=0", "engine.exact=true"]
+
+
+def epoch(folder: Path, *more: str, **given: Any) -> Played:
+    """A whole epoch of 22 prompts, in five steps of four and one of two."""
+    return run(folder, "slow_turns.py", *WHOLE, *more, **{"rows": ROWS, "recipe": "grpo", **given})
+
+
+def drawn(rows: Any) -> Counter[tuple[Any, ...]]:
+    return Counter((tuple(np.asarray(row.tokens).tolist()), tuple(np.asarray(row.logprobs).tolist())) for row in rows)
+
+
+def threads_of_servers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name in ("areno-server", "areno-streams")]
+
+
+def no_server_runs() -> bool:
+    return not threads_of_servers()
+
+
+def test_with_frozen_weights_an_epoch_trains_the_rows_of_a_run_that_waits(tmp_path: Path) -> None:
+    waits = epoch(tmp_path / "waits", *FROZEN)
+    ahead = epoch(tmp_path / "ahead", *AHEAD, *FROZEN)
+    sizes = [[len(played.samples(step)) for step in range(1, 7)] for played in (waits, ahead)]
+    assert sizes == [[8] * 5 + [4]] * 2
+    assert drawn(chain(*ahead.rows)) == drawn(chain(*waits.rows))
+    assert [drawn(rows) for rows in ahead.rows] != [drawn(rows) for rows in waits.rows]  # in another order
+    assert 1 <= max(ahead.series("rollout/oldest_gap")) <= 2
+    assert max(ahead.series("rollout/parked_samples")) >= 1
+    assert ahead.series("rollout/parked_samples")[-1] == 0
+
+
+def test_agents_go_on_under_new_weights_and_their_tokens_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample, found = collect.sample_ahead, list[tuple[int, list[ScoredSample], list[np.ndarray]]]()
+
+    def spy(setup: PolicySetup, *args: Any) -> Any:
+        samples, metrics = sample(setup, *args)
+        rows = [row for each in samples if each.trajectory for row in each.trajectory.rows]
+        scored = setup.trainer.score_logprobs("actor", [row.tokens for row in rows], sampling=setup.config.gconfig)
+        version = setup.trainer.engine.weights_version
+        differences = [
+            np.asarray(logprobs)[row.sampled & (row.versions == version)]
+            - row.logprobs[row.sampled & (row.versions == version)]
+            for row, logprobs in zip(rows, scored, strict=True)
+        ]
+        found.append((version, samples, differences))
+        return samples, metrics
+
+    monkeypatch.setattr(collect, "sample_ahead", spy)
+    played = epoch(tmp_path / "run", *AHEAD, "engine.exact=true")
+    n_mixed = 0
+    for (version, samples, differences), rows in zip(found, played.rows, strict=True):
+        assert version - 2 <= min(min(each.sequence.resp_versions) for each in samples)
+        assert max(row.staleness for row in rows) <= 2
+        for each in samples:
+            assert each.sequence.resp_versions == sorted(each.sequence.resp_versions)
+            n_mixed += len(set(each.sequence.resp_versions)) > 1
+        assert not any(each.any() for each in differences)  # the current weights drew them, from current keys
+    assert n_mixed > 0
+    assert max(played.series("rollout/versions_per_sample")) > 1
+    assert max(played.series("rollout/recomputed_tokens")) > 0
+    assert max(played.series("rollout/carried_tokens")) > 0
+    seen = Counter(each.item.index for _, samples, _ in found for each in samples)
+    assert seen == dict.fromkeys(range(22), 2)
+    assert no_server_runs()
+
+
+def test_evaluations_have_their_own_settings_and_disturb_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Early stopping ends the second run, while agents are under way."""
+    data = [{"prompt": f"way {number}", "solutions": number} for number in range(1, 4)]
+    data_file = tmp_path / "valid.jsonl"
+    data_file.write_text("".join(json.dumps(row) + "\n" for row in data), encoding="utf-8")
+    greedy = [f"valid_dataset.path={data_file}", "valid_dataset.loader=null", "valid_dataset.max_length=50"]
+    greedy += ["evaluator.freq_steps=1", "eval_gconfig.n_samples=1", "eval_gconfig.greedy=true"]
+    greedy += ["eval_gconfig.max_tokens=1000", "gconfig.max_tokens=600"]
+    plain = epoch(tmp_path / "plain", *AHEAD, *FROZEN, "gconfig.max_tokens=600")
+    small = [setting for setting in policy_runs.SMALL if setting != "valid_dataset=null"]
+    monkeypatch.setattr(policy_runs, "SMALL", small)
+    evaluated = epoch(tmp_path / "evaluated", *AHEAD, *FROZEN, *greedy)
+    assert drawn(chain(*evaluated.rows)) == drawn(chain(*plain.rows))
+    assert evaluated.series("eval/num_sequences") == [3.0] * 7  # one before the first step
+    assert len(set(evaluated.series("eval/response_len_mean"))) == 1  # greedy, with frozen weights
+    stopped = epoch(tmp_path / "stopped", *AHEAD, *FROZEN, *greedy, "evaluator.patience=2")
+    assert len(stopped.rows) == 2
+    assert stopped.series("rollout/parked_samples")[-1] >= 1
+    assert no_server_runs()
+
+
+def test_a_resumed_run_samples_the_prompts_under_way_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = [*AHEAD, *FROZEN, "recover.mode=auto", "recover.freq_steps=1"]
+    whole = epoch(tmp_path / "whole", *FROZEN)
+    sample, n_calls = collect.sample_ahead, itertools.count(1)
+
+    def interrupted(setup: PolicySetup, *args: Any) -> Any:
+        if next(n_calls) == 4:
+            assert setup.run.progress.in_flight.groups
+            raise ArenoError("the machine stops")
+        return sample(setup, *args)
+
+    before = len(children())
+    with monkeypatch.context() as patch:
+        patch.setattr(collect, "sample_ahead", interrupted)
+        with pytest.raises(ArenoError, match="stops"):
+            epoch(tmp_path / "run", *settings)
+    assert len(children()) <= before
+    assert no_server_runs()
+    first = Played(tmp_path / "run")
+    n_first = [len(first.samples(step)) for step in range(1, 4)]
+    assert n_first == [8, 8, 8]
+    rest = epoch(tmp_path / "run", *settings)
+    assert len(rest.rows) == 3
+    trained = [sample for step in range(1, 7) for sample in rest.samples(step)]
+    expected = [sample for step in range(1, 7) for sample in whole.samples(step)]
+    assert Counter(sample["completion"] for sample in trained) == Counter(sample["completion"] for sample in expected)
+    assert len(trained) == 44
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [["engine.world_size=2"], ["engine.world_size=2", "engine.tp_size=2"]])
+def test_on_several_devices_too(layout: list[str], tmp_path: Path) -> None:
+    waits = epoch(tmp_path / "waits", *FROZEN, *layout)
+    ahead = epoch(tmp_path / "ahead", *AHEAD, *FROZEN, *layout)
+    assert drawn(chain(*ahead.rows)) == drawn(chain(*waits.rows))
+    assert max(ahead.series("rollout/oldest_gap")) >= 1
+    assert max(ahead.series("rollout/parked_samples")) >= 1
+
+
+@pytest.mark.parametrize("name", ["train", "rollout_stats"])
+def test_after_the_loss_of_a_worker_agents_start_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost_in(monkeypatch, name, 3)
+    settings = ["engine.workers=spawn", "recover.mode=auto", "recover.freq_steps=1", "recover.retries=1"]
+    played = epoch(tmp_path / "run", *AHEAD, *settings)
+    trained = [sample for step in range(1, 7) for sample in played.samples(step)]
+    assert Counter(sample["prompt"] for sample in trained).most_common()[-1][1] == 2
+    assert len(trained) == 44
+    assert no_server_runs()
+
+
+def test_ctrl_c_ends_agents_and_their_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample, n_calls = agents.sample_live_agents, itertools.count(1)
+
+    def stopped(setup: PolicySetup, *args: Any) -> Any:
+        if next(n_calls) == 3:
+            assert len(threads_of_servers()) >= 1
+            os.kill(os.getpid(), signal.SIGINT)
+        return sample(setup, *args)
+
+    monkeypatch.setattr(ahead, "sample_live_agents", stopped)
+    before = len(children())
+    with pytest.raises(KeyboardInterrupt):
+        epoch(tmp_path / "run", *AHEAD, "recover.mode=auto")
+    assert len(children()) <= before
+    assert no_server_runs()
+    rest = epoch(tmp_path / "run", *AHEAD, "recover.mode=auto")
+    assert sum(len(rest.samples(step)) for step in range(1, 7)) == 44
+
+
+@pytest.fixture
+def pool() -> Iterator[AgentPool]:
+    with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py", timeout_s=2.0, workers=1)) as pool:
+        pool.wait_ready()
+        yield pool
+
+
+def test_time_limits_of_agents_stand_while_they_are_suspended(pool: AgentPool, tmp_path: Path) -> None:
+    context, found = AgentContext("http://127.0.0.1:1/v1", "", "", 2.0), dict[str, AgentOutcome]()
+
+    def begin(*words: str) -> None:
+        batch = AgentBatch([{} for _ in words], list(words), [[1] for _ in words], 1)
+        pool.begin(list(batch), context, lambda place, outcome: found.setdefault(words[place], outcome))
+
+    def running_for(seconds: float) -> None:
+        ends_at = time.monotonic() + seconds
+        pool.run_until(lambda: time.monotonic() > ends_at, lambda: None)
+
+    begin("for ever", f"until {tmp_path}/over")
+    running_for(0.3)
+    pool.suspend()
+    (tmp_path / "over").touch()
+    time.sleep(2.5)
+    assert not found
+    pool.resume()
+    begin("at once")  # while the others run
+    running_for(0.1)
+    assert {name: outcome.message for name, outcome in found.items()} == {
+        f"until {tmp_path}/over": "it returned no trajectory",
+        "at once": "it returned no trajectory",
+    }
+    pool.run_until(lambda: len(found) == 3, lambda: None)
+    assert found["for ever"].status == "timeout"
+
+
+def test_agents_of_a_lost_process_start_again_while_others_run(tmp_path: Path) -> None:
+    context, found = AgentContext("http://127.0.0.1:1/v1", "", "", 60.0), list[str]()
+
+    def begin(*words: str) -> None:
+        batch = AgentBatch([{} for _ in words], list(words), [[1] for _ in words], 1)
+        pool.begin(list(batch), context, lambda place, outcome: found.append(f"{words[place]}: {outcome.message}"))
+
+    with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py", timeout_s=60.0, workers=2)) as pool:
+        pool.wait_ready()
+        begin(f"until {tmp_path}/over")
+        begin("end", f"until {tmp_path}/over too", "at once")
+        pool.run_until(lambda: len(found) == 2, lambda: None)
+        assert sorted(found) == ["at once: it returned no trajectory", "end: its process ended (exit code 3)"]
+        for name in ("over", "over too"):
+            (tmp_path / name.replace(" too", "")).touch()
+        pool.run_until(lambda: len(found) == 4, lambda: None)
+    assert {text.partition(": ")[2] for text in found[2:]} == {"it returned no trajectory"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "words"),
+    [
+        (["rollout.prompts_ahead=2"], "rollout.prompts_ahead", "cannot be taken back"),
+        ([*AHEAD, "rollout.drop_rollout_state=true"], "rollout.drop_rollout_state", "the KV cache stays"),
+    ],
+)
+def test_settings_that_do_not_fit_agents(settings: list[str], key: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        epoch(tmp_path / "run", *settings)
+    assert key in str(caught.value)
+    assert words in str(caught.value)
