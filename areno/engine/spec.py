@@ -428,6 +428,8 @@ class RolloutStats:
         preemptions: Times that a sample left the batch because KV blocks ran out.
         cached_prompt_tokens: Prompt tokens found in the prefix cache, which need no prefill.
         graph_replays: Decode steps that ran as a CUDA graph.
+        drafted_tokens: Drafted tokens that were verified (rollout.speculation).
+        accepted_tokens: Those of the drafted tokens that were sampled.
     """
 
     running: int = 0
@@ -436,3 +438,5 @@ class RolloutStats:
     preemptions: int = 0
     cached_prompt_tokens: int = 0
     graph_replays: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -22,6 +22,7 @@ from areno.engine.decoder.graphs import DecodeGraphs
 from areno.engine.decoder.sampler import LogitEdits, SlotSampler, sample_edited, scores_of, token_scores
 from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
+from areno.engine.decoder.verification import DraftedRows
 from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
@@ -120,6 +121,8 @@ class PendingTokens:
             log-probabilities of the K most likely tokens. K is 0 if no sequence requests most likely tokens. Valid
             after `ready`.
         ready: CUDA event that marks the end of the copy. None on a CPU.
+        drafts: For each sequence, the drafted tokens that the pass verified. `sampled` then has a column for each row
+            of a DraftedRows. None if no draft was verified.
     """
 
     sequences: list[Sequence]
@@ -127,6 +130,7 @@ class PendingTokens:
     owners_B: np.ndarray
     sampled: Tensor
     ready: torch.cuda.Event | None
+    drafts: list[list[int]] | None = None
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the copy, and return the sampled tokens (int64) and their log-probabilities (float64), (B,) each."""
@@ -136,11 +140,11 @@ class PendingTokens:
         return sampled[0].astype(np.int64), sampled[1]
 
     def top(self) -> list[TokenScores]:
-        """Return, for each sequence, the most likely tokens as (token id, log-probability) pairs. Call `wait` first.
+        """Return, for each sampled token, the most likely tokens as (token id, log-probability) pairs.
 
-        The lists are empty if no sequence requests most likely tokens.
+        Call `wait` first. The lists are empty if no sequence requests most likely tokens.
         """
-        return token_scores(self.sampled.numpy()[2:], len(self.sequences))
+        return token_scores(self.sampled.numpy()[2:], self.sampled.shape[1])
 
 
 class Runner:
@@ -184,6 +188,8 @@ class Runner:
             self.routes = RouteCache(model.routing, n_blocks, blocks.block_size, self.device)
         self.sampler = SlotSampler(n_slots, model.config.vocab_size, self.device)
         self._last_groups: tuple[np.ndarray | None, PrefixGroups | None] = (None, None)
+        self._verified: dict[int, Sequence] = {}  # by slot: the device does not have their last tokens
+        self._uncounted: list[tuple[int, int]] = []  # (slot, token) that the device's counts lack
         on_cuda = self.device.type == "cuda"
         # The torch form of paged attention reads each row by itself, so groups would not help it.
         self.uses_prefix_groups = use_triton(self.cache.tables)
@@ -198,7 +204,13 @@ class Runner:
             logger.warning("decode without CUDA graphs, which need triton, and a GPU of compute capability 7.0 or more")
 
     def _sample(
-        self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, edits: LogitEdits | None
+        self,
+        logits_BV: Tensor,
+        slots_B: Tensor,
+        index_B: Tensor,
+        flags: SamplingFlags,
+        edits: LogitEdits | None,
+        sampler: SlotSampler,
     ) -> Tensor:
         """Sample a token for each of the B batch rows, from logits of the whole vocabulary.
 
@@ -208,6 +220,7 @@ class Runner:
             index_B: int64, index of the sampled token in its completion.
             flags: Sampling operations that at least one row needs.
             edits: Edits of the logits of some rows. None if no row needs edits.
+            sampler: The settings of the slots.
 
         Returns:
             (2, B) float64, tokens and log-probabilities. If `edits` is given, (2 + 2K, B): the ids and the
@@ -216,12 +229,14 @@ class Runner:
         head, first = self.model.output, self.model.output.first
         local_BV = self._kept(logits_BV[:, first : first + head.n_valid], flags)
         if edits is None:
-            out_2B = self.sampler.sample(logits_BV, slots_B, index_B, flags)
+            out_2B = sampler.sample(logits_BV, slots_B, index_B, flags)
         else:
-            out_2B = sample_edited(logits_BV, slots_B, index_B, self.sampler, flags, edits)
-        return self._scored(out_2B, local_BV, slots_B)
+            out_2B = sample_edited(logits_BV, slots_B, index_B, sampler, flags, edits)
+        return self._scored(out_2B, local_BV, slots_B, sampler)
 
-    def _sample_shares(self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
+    def _sample_shares(
+        self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, sampler: SlotSampler
+    ) -> Tensor:
         """Sample a token for each batch row when each tensor-parallel rank has only some columns of the logits.
 
         If `can_sample_columns` accepts `flags`, each rank draws from its own columns. Otherwise, as with top-k or
@@ -232,6 +247,7 @@ class Runner:
             slots_B: int64, slot of each row.
             index_B: int64, index of the sampled token in its completion.
             flags: Sampling operations that at least one row needs.
+            sampler: The settings of the slots.
 
         Returns:
             (2, B) float64, tokens and log-probabilities of all rows, the same on every rank.
@@ -239,17 +255,17 @@ class Runner:
         tp, n_rows, n_valid = self.model.tp, len(slots_B), self.model.output.n_valid
         if can_sample_columns(local_BV, flags):
             valid_BV = self._kept(local_BV[:, :n_valid], flags)
-            out_2B = self.sampler.sample_columns(tp, local_BV, slots_B, index_B, flags)
-            return self._scored(out_2B, valid_BV, slots_B)
+            out_2B = sampler.sample_columns(tp, local_BV, slots_B, index_B, flags)
+            return self._scored(out_2B, valid_BV, slots_B, sampler)
         if more := -n_rows % tp.size:  # rows of the scratch slot
             local_BV = F.pad(local_BV, (0, 0, 0, more))
-            slots_B, index_B = F.pad(slots_B, (0, more), value=self.n_slots - 1), F.pad(index_B, (0, more))
+            slots_B, index_B = F.pad(slots_B, (0, more), value=sampler.n_slots - 1), F.pad(index_B, (0, more))
         logits_RV = tp.columns_to_rows(local_BV)[:, : self.model.config.vocab_size]
         share = slice(tp.rank * len(logits_RV), (tp.rank + 1) * len(logits_RV))
-        out_2R = self.sampler.sample(logits_RV, slots_B[share], index_B[share], flags)
+        out_2R = sampler.sample(logits_RV, slots_B[share], index_B[share], flags)
         out_2B = tp.gather(out_2R, dim=1)[:, :n_rows]
-        self.sampler.record_tokens(out_2B[0].long(), slots_B[:n_rows], share, flags)
-        return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows])
+        sampler.record_tokens(out_2B[0].long(), slots_B[:n_rows], share, flags)
+        return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows], sampler)
 
     def _kept(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
         """Return the logits for `_scored`: `local_BV`, or a copy if sampling would change `local_BV`.
@@ -259,7 +275,7 @@ class Runner:
         """
         return local_BV.clone() if self.is_exact and flags.edits else local_BV
 
-    def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor) -> Tensor:
+    def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor, sampler: SlotSampler) -> Tensor:
         """Replace log-probabilities by those that the training kernel computes, if `self.is_exact` is set.
 
         Args:
@@ -267,13 +283,14 @@ class Runner:
                 may follow.
             local_BV: This rank's columns of the logits before sampling.
             slots_B: int64, slot of each batch row.
+            sampler: The settings of the slots.
 
         Returns:
             `out_2B`.
         """
         if self.is_exact:
             model = self.model
-            out_2B[1] = self.sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.output.first)
+            out_2B[1] = sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.output.first)
         return out_2B
 
     @torch.no_grad()
@@ -291,12 +308,14 @@ class Runner:
         prefilled = [sequence for chunk in scheduled.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
         table = scheduled.table
         slots_of_prefilled = np.array([sequence.slot for sequence in prefilled], dtype=np.int64)
+        self._correct_verified()
         self._upload_slots(prefilled, scheduled.grown)
+        masked = prefilled + (scheduled.decode if scheduled.drafts is None else [])  # drafts have a mask for each row
         if (
             self.sampler.has_masks
             or table.has_grammar[scheduled.slots_B].any()
             or table.has_grammar[slots_of_prefilled].any()
-        ) and (masks := self.sampler.pack_masks(prefilled + scheduled.decode)) is not None:
+        ) and (masks := self.sampler.pack_masks(masked)) is not None:
             self.sampler.assign_masks(*map(self._upload, masks))
         if scheduled.chunks:
             with phase("prefill", tokens=sum(chunk.end - chunk.start for chunk in scheduled.chunks)):
@@ -306,10 +325,35 @@ class Runner:
                 pending.append(PendingTokens(prefilled, slots_of_prefilled, owners_B, *self._download(out)))
         if scheduled.decode:
             with phase("decode", samples=len(scheduled.decode)):
-                out = self._launch_decode(scheduled)
+                out = (
+                    self._launch_decode(scheduled) if scheduled.drafts is None else self._launch_verification(scheduled)
+                )
             owners_B = table.owner[scheduled.slots_B]
-            pending.append(PendingTokens(scheduled.decode, scheduled.slots_B, owners_B, *self._download(out)))
+            sampled = self._download(out)
+            pending.append(PendingTokens(scheduled.decode, scheduled.slots_B, owners_B, *sampled, scheduled.drafts))
         return pending
+
+    def verified(self, sequence: Sequence, n_accepted: int) -> None:
+        """Note that a sequence got tokens from a verification, which the device learns before the next step.
+
+        Args:
+            sequence: The sequence, which is in the batch.
+            n_accepted: Number of new tokens.
+        """
+        self._verified[sequence.slot] = sequence
+        if sequence.is_penalized:
+            self._uncounted += [(sequence.slot, token) for token in sequence.tokens[-n_accepted:]]
+
+    def _correct_verified(self) -> None:
+        """Send the tokens of the last verification to the device: last tokens, and tokens to count for penalties."""
+        verified, self._verified = self._verified, {}
+        uncounted, self._uncounted = self._uncounted, []
+        # A sequence that has left its slot needs nothing: a new one in the slot writes its own values afterwards.
+        last = [(slot, each.tokens[-1]) for slot, each in verified.items() if each.slot == slot]
+        if last:
+            counted = self._upload(np.array(uncounted, dtype=np.int64).reshape(-1, 2).T.copy())
+            slots, tokens = self._upload_columns(last)
+            self.sampler.correct(slots, tokens, counted)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         """Start copying a numpy array to the device, and return the tensor on the device without waiting."""
@@ -415,7 +459,8 @@ class Runner:
         table, edits = scheduled.table, LogitEdits.of(prefilled, self._upload)
         drawn = np.stack([slots_B, table.n_sampled[slots_B] - 1, prompt_of_row])
         on_device_B, index_B, prompts_B = self._upload(drawn)
-        return self._sample(logits_KV[prompts_B], on_device_B, index_B, self.sampler.flags(table, slots_B), edits)
+        flags = self.sampler.flags(table, slots_B)
+        return self._sample(logits_KV[prompts_B], on_device_B, index_B, flags, edits, self.sampler)
 
     def _with_states_of(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
         """Return `attend`, or for a model with recurrent layers a CachedAttend that computes these layers too.
@@ -516,6 +561,45 @@ class Runner:
             self._upload(rows), self._upload(split.split_lens), groups, split.splits, flags, max_len, edits
         )
 
+    def _launch_verification(self, scheduled: SchedulerOutput) -> Tensor:
+        """Launch the decode pass of a step with drafts.
+
+        Returns:
+            (2, N) float64, token and log-probability of each of the N rows of a DraftedRows, in further rows the most
+            likely tokens as in `_launch_decode`.
+        """
+        assert scheduled.drafts is not None
+        drafted = DraftedRows.of(scheduled.decode, scheduled.drafts, scheduled.table)
+        slots_N, table = drafted.slots_N, scheduled.table
+        lengths_N = drafted.positions_N + 1
+        may_group = self.uses_prefix_groups and not self.blocks.has_windows  # rows are not sorted by their own length
+        split = split_attention(
+            drafted.sequences,
+            self.cache.block_size,
+            group_size=self.group_size,
+            n_multiprocessors=self.n_multiprocessors,
+            max_groups=max(1, 2 * len(slots_N) // self.group_size) if may_group else 0,
+            n_heads=self.cache.n_heads,
+            fixed_order=self.fixed_order,
+            lengths_B=lengths_N,
+        )
+        rows = np.stack([slots_N, drafted.positions_N, drafted.index_N, split.shared_lens_B, drafted.tokens_N])
+        flags = self.sampler.flags(table, slots_N, drafted.index_N)
+        needs_edits = table.needs_edits[scheduled.slots_B].any()
+        edits = LogitEdits.of(drafted.sequences, self._upload) if needs_edits else None
+        groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
+        masks_NW = drafted.masks(self.sampler.n_words) if flags.masked else None
+        rows_5N = self._upload(rows)
+        sampler = self.sampler.at_rows(
+            rows_5N[0],
+            self._upload(drafted.drafted_counts()) if flags.penalized else None,
+            None if masks_NW is None else self._upload(masks_NW),
+        )
+        max_len = int(lengths_N.max())
+        return self._decode(
+            rows_5N, self._upload(split.split_lens), groups, split.splits, flags, max_len, edits, sampler
+        )
+
     def _known_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
         """Return the shared-prefix groups of the last decode step if this step has the same sequences, else None.
 
@@ -534,12 +618,14 @@ class Runner:
         flags: SamplingFlags,
         max_len: int | None = None,
         edits: LogitEdits | None = None,
+        of_rows: SlotSampler | None = None,
     ) -> Tensor:
         """Run the model on the last token of each row, and sample the next token.
 
         Args:
             rows: (4, B) int64. For each batch row: its slot, the position of its input token, the index of the sampled
-                token in its completion, and the length of its shared prefix.
+                token in its completion, and the length of its shared prefix. With `of_rows`, (5, B): its input token
+                follows, and rows of one sequence may follow each other.
             split_lens: (2,) int64, number of positions in a split of the attention: of a row's own positions, and of a
                 group's shared positions.
             prefix_groups_GR: int64, batch rows of each shared-prefix group, padded with -1. None if there are no
@@ -548,12 +634,13 @@ class Runner:
             flags: Sampling operations that at least one row needs.
             max_len: Length of the longest row in tokens. None in a captured graph.
             edits: Edits of the logits of some rows. None if no row needs edits.
+            of_rows: Settings of each row, for the verification of drafts. None takes those of the row's slot.
 
         Returns:
             (2, B) float64, tokens and log-probabilities. If `edits` is given, (2 + 2K, B): the ids and the
             log-probabilities of the K most likely tokens follow.
         """
-        slots_B, positions_B, index_B, shared_lens_B = rows
+        slots_B, positions_B, index_B, shared_lens_B = rows[:4]
         batch = PagedBatch(
             table_TW=self.cache.tables[0],
             slots_B=slots_B,
@@ -567,16 +654,23 @@ class Runner:
             max_len=max_len,
         )
         batches = [replace(batch, table_TW=table_TW) for table_TW in self.cache.tables]
+        stored = [] if of_rows is None else [self.cache.places(t, slots_B, positions_B) for t in self.cache.tables]
 
         def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, window: int | None) -> Tensor:
             blocks, table = self.cache.blocks_of(layer), self.cache.table_of(layer)
+            if stored:  # a row attends to rows before it, whose keys the kernel would write at the same time
+                for part, new in zip(self.cache.flat_of(layer), (k_BKC, v_BKC), strict=True):
+                    part.index_copy_(0, stored[table], new)
             return decode_attention(q_BHC, k_BKC, v_BKC, blocks, batches[table], window)
 
         mix: Attend = attend
         if (states := self.states) is not None:
             mix = CachedAttend(attend, lambda layer, given, weights: states.step(layer, given, weights, slots_B))
         places_B = None if self.routes is None else self.routes.places(batch.table_TW, slots_B, positions_B)
-        hidden_BD = self._forward(self.sampler.tensors.last_token[slots_B], positions_B, mix, places_B)
+        tokens_B = self.sampler.tensors.last_token[slots_B] if of_rows is None else rows[4]
+        hidden_BD = self._forward(tokens_B, positions_B, mix, places_B)
+        sampler = self.sampler if of_rows is None else of_rows
+        drawn_B = slots_B if of_rows is None else torch.arange(len(slots_B), device=slots_B.device)
         if self.model.tp.size > 1 and edits is None:
-            return self._sample_shares(self.model.logit_columns(hidden_BD), slots_B, index_B, flags)
-        return self._sample(self.model.logits(hidden_BD), slots_B, index_B, flags, edits)
+            return self._sample_shares(self.model.logit_columns(hidden_BD), drawn_B, index_B, flags, sampler)
+        return self._sample(self.model.logits(hidden_BD), drawn_B, index_B, flags, edits, sampler)
