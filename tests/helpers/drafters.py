@@ -20,7 +20,6 @@ class KnownDrafter:
         self.completions, self.vocab_size, self.wrong, self.most = completions, vocab_size, wrong, most
         self.rng = random.Random(seed)
         self.n_rows = self.n_finished = 0
-        self.n_accepted: list[int] = []
 
     def is_due(self, n_running: int) -> bool:
         return self.wrong in (0, 1) or self.rng.random() < 0.8
@@ -40,10 +39,6 @@ class KnownDrafter:
             if self.rng.random() < self.wrong
             else token
         )
-
-    def accepted(self, sequence: Sequence, draft: list[int], n_accepted: int) -> None:
-        assert 0 <= n_accepted <= len(draft)
-        self.n_accepted.append(n_accepted)
 
     def finished(self, sequence: Sequence) -> None:
         self.n_finished += 1

@@ -419,8 +419,6 @@ class Decoder:
         self._n_generated += n_new
         self._n_drafted += len(draft)
         self._n_accepted += n_accepted
-        if draft and self.drafter is not None:
-            self.drafter.accepted(sequence, draft, n_accepted)
         self._scheduler.take_back(sequence)
         if n_new:
             self.runner.verified(sequence, n_new)

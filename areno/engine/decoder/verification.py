@@ -39,16 +39,6 @@ class Drafter(Protocol):
         """
         ...
 
-    def accepted(self, sequence: Sequence, draft: list[int], n_accepted: int) -> None:
-        """Learn how many tokens of a draft were accepted.
-
-        Args:
-            sequence: The sequence, with its new tokens.
-            draft: The draft that was verified, which may be shorter than the proposed one.
-            n_accepted: Number of accepted tokens.
-        """
-        ...
-
     def finished(self, sequence: Sequence) -> None:
         """Learn a completion that has ended.
 

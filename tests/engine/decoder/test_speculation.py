@@ -72,7 +72,6 @@ def sampled(of: Transformer, requests: list[GenerationRequest], drafter: Any = N
     if drafter is not None:
         stats = decoder.stats
         assert stats.drafted_tokens > 0
-        assert stats.accepted_tokens == sum(drafter.n_accepted)
         assert drafter.n_finished == len(outputs)
         if drafter.wrong == 1:
             assert stats.accepted_tokens == 0
@@ -114,7 +113,7 @@ def without_drafts(is_exact: bool) -> Outputs:
 
 
 @pytest.mark.parametrize(
-    "is_exact, runs_ahead",
+    ("is_exact", "runs_ahead"),
     [(True, False), (False, True), *(pytest.param(both, both, marks=pytest.mark.slow) for both in (False, True))],
 )
 @pytest.mark.parametrize("wrong", WRONG)
