@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.config.rollout import SamplingConfig
-from areno.config.run import DecoderConfig, EngineConfig, Layout
+from areno.config.rollout import DecoderConfig, SamplingConfig
+from areno.config.run import EngineConfig, Layout
 from areno.config.teacher import Divergence
 from areno.layers.config import AdapterSpec
 from areno.models.config import TransformerConfig

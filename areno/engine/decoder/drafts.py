@@ -188,6 +188,21 @@ class StepCosts:
     verification: float
 
 
+def step_costs(n_params: int, *, on_cuda: bool) -> StepCosts:
+    """Return the costs of a decoding step for a model.
+
+    They are rough. Where drafts are often right, they pay by far, and elsewhere few are made.
+
+    Args:
+        n_params: Number of parameters of the model.
+        on_cuda: Whether the model is on a GPU. A step without drafts is then a CUDA graph that the host launches ahead,
+            and a step with drafts is not.
+    """
+    if on_cuda:
+        return StepCosts(fixed=240, verification=1000)
+    return StepCosts(fixed=max(4, 100_000_000 // max(1, n_params)), verification=2)
+
+
 @dataclass(slots=True)
 class _Row:
     """A running sample: its text, how many of its tokens are indexed, and the last draft that can be checked."""
