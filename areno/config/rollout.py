@@ -240,8 +240,8 @@ class DecoderConfig(Section):
     speculation: Literal["auto", "off"] = setting(
         "auto",
         help="auto: where it is expected to be faster, a decoding step computes several tokens of a sample, namely "
-        "those that followed the same tokens before, in the sample, in other samples of its prompt or in earlier "
-        "rollouts. Only those are kept that sampling gives, so the samples do not change. Has no effect with "
+        "those that followed the same tokens before, in the sample, in other samples of its prompt or, on GPUs, in "
+        "earlier rollouts. Only those are kept that sampling gives, so the samples do not change. Has no effect with "
         "max_head_offpolicyness above 0. off: a step computes one token of a sample",
     )
 

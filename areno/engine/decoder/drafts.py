@@ -66,6 +66,13 @@ class DraftIndex:
         self._tables = np.full((len(_LENGTHS), 1 << n_bits), -1, dtype=np.int32)
         self._n_opened = 0
 
+    def clear(self) -> None:
+        """Drop all texts."""
+        self._tables.fill(-1)
+        self._length.fill(0)
+        self._serial.fill(0)
+        self._n_opened = 0
+
     def open(self, scope: int, before: list[int]) -> Text:
         """Begin a text.
 
@@ -222,12 +229,14 @@ class SuffixDrafter:
 
     Args:
         costs: Time of a step.
-        n_tokens: Number of tokens that the index stores.
+        remembers: Whether the index keeps samples of earlier rollouts. If not, the drafts of a rollout do not depend on
+            whether the run was resumed before it. Drafts change no token, but the number of rows in a matrix product,
+            and so the last bits of its results.
     """
 
-    def __init__(self, costs: StepCosts, n_tokens: int = 1 << 20):
-        self.costs, self.index = costs, DraftIndex(n_tokens)
-        self._n_tokens = n_tokens
+    def __init__(self, costs: StepCosts, *, remembers: bool = True):
+        self._n_tokens = 1 << (20 if remembers else 16)
+        self.costs, self.index, self._remembers = costs, DraftIndex(self._n_tokens), remembers
         self._rows: dict[Sequence, _Row] = {}
         self._ended: deque[Sequence] = deque()
         self._n_ended_tokens = 0
@@ -236,10 +245,16 @@ class SuffixDrafter:
         self._pause = self._waits = 0
 
     def begin(self) -> None:
-        """Begin a rollout. The samples of earlier rollouts stay in the index."""
+        """Begin a rollout. Samples of the last one that have not finished are forgotten."""
         self._rows.clear()
-        self._tried *= 0.5
-        self._right *= 0.5
+        if not self._remembers:
+            self.index.clear()
+            self._ended.clear()
+            self._prompts.clear()
+            self._n_ended_tokens = 0
+        kept = 0.5 if self._remembers else 0.0
+        self._tried *= kept
+        self._right *= kept
         self._pause = self._waits = 0
 
     def is_due(self, n_running: int) -> bool:
