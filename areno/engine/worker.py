@@ -152,6 +152,8 @@ class Worker:
             self.decoder, self._decoder_spec = self._new_decoder(spec), spec
         self.decoder.drafter = None
         if spec.decoder.speculation == "auto" and self.actor.config.delta is None:
+            n_params, on_cuda = _size(checkpoint_table(self.actor)), self.context.device.type == "cuda"
+            self._drafter.costs = step_costs(n_params, on_cuda=on_cuda, use_graphs=not spec.decoder.eager_decode)
             self._drafter.begin()
             self.decoder.drafter = self._drafter
         self._use_weights(self.decoder)
@@ -193,9 +195,8 @@ class Worker:
         It knows the samples of earlier rollouts where a resumed run need not have the bits of one that was never
         interrupted.
         """
-        on_cuda = self.context.device.type == "cuda"
-        remembers = on_cuda and not self.spec.engine.deterministic
-        return SuffixDrafter(step_costs(_size(checkpoint_table(self.actor)), on_cuda=on_cuda), remembers=remembers)
+        remembers = self.context.device.type == "cuda" and not self.spec.engine.deterministic
+        return SuffixDrafter(remembers=remembers)
 
     def _max_running(self, spec: RolloutSpec) -> int:
         """Return the largest number of samples that decode at the same time on this data-parallel rank."""

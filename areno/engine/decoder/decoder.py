@@ -158,14 +158,14 @@ class Decoder:
     @property
     def stats(self) -> RolloutStats:
         """Numbers of running and waiting samples now, and counts of tokens and events since the last `reset_stats`."""
-        graphs = self.runner.graphs
+        graphs = [each for each in (self.runner.graphs, self.runner.verification_graphs) if each is not None]
         return RolloutStats(
             running=self._scheduler.n_running,
             waiting=len(self._scheduler.waiting),
             generated_tokens=self._n_generated,
             preemptions=self._scheduler.n_preemptions,
             cached_prompt_tokens=self._scheduler.n_cached_tokens,
-            graph_replays=0 if graphs is None else graphs.n_replays,
+            graph_replays=sum(each.n_replays for each in graphs),
             drafted_tokens=self._n_drafted,
             accepted_tokens=self._n_accepted,
         )
@@ -297,8 +297,9 @@ class Decoder:
         """Set the counts of tokens and events in `stats` to 0."""
         self._n_drafted = self._n_accepted = 0
         self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0
-        if self.runner.graphs is not None:
-            self.runner.graphs.n_replays = 0
+        for graphs in (self.runner.graphs, self.runner.verification_graphs):
+            if graphs is not None:
+                graphs.n_replays = 0
 
     def _collect(self) -> None:
         """Wait for the tokens of the previous step, append them to their sequences, and queue outputs for `step`."""

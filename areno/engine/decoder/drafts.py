@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from areno.engine.decoder.sequence import Sequence
+from areno.engine.decoder.verification import MAX_ROWS
 
 SHORTEST, LONGEST = 3, 8  # tokens of a suffix
 SEGMENT = 256  # tokens of a text that are stored together
 MOST = 8  # drafted tokens of a sequence in a step
 MAX_SEQUENCES = 256  # with more, a step computes so much that more rows take as much longer
-MAX_ROWS = 1024  # of a verification
 _LENGTHS = np.arange(SHORTEST, LONGEST + 1)
 _BACK = np.arange(LONGEST)  # how many tokens before the last one of a suffix
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -195,18 +195,18 @@ class StepCosts:
     verification: float
 
 
-def step_costs(n_params: int, *, on_cuda: bool) -> StepCosts:
+def step_costs(n_params: int, *, on_cuda: bool, use_graphs: bool) -> StepCosts:
     """Return the costs of a decoding step for a model.
 
     They are rough. Where drafts are often right, they pay by far, and elsewhere few are made.
 
     Args:
         n_params: Number of parameters of the model.
-        on_cuda: Whether the model is on a GPU. A step without drafts is then a CUDA graph that the host launches ahead,
-            and a step with drafts is not.
+        on_cuda: Whether the model is on a GPU, where the host cannot launch a step with drafts ahead.
+        use_graphs: Whether steps run as CUDA graphs. Without them, launching a step takes longer than reading weights.
     """
     if on_cuda:
-        return StepCosts(fixed=240, verification=1000)
+        return StepCosts(fixed=240 if use_graphs else 1000, verification=80)
     return StepCosts(fixed=max(4, 100_000_000 // max(1, n_params)), verification=2)
 
 
@@ -228,13 +228,13 @@ class SuffixDrafter:
     drafts that were not. If drafts would not pay, the drafter pauses, at first for 2 steps and finally for 64.
 
     Args:
-        costs: Time of a step.
+        costs: Time of a step. May be replaced between rollouts.
         remembers: Whether the index keeps samples of earlier rollouts. If not, the drafts of a rollout do not depend on
             whether the run was resumed before it. Drafts change no token, but the number of rows in a matrix product,
             and so the last bits of its results.
     """
 
-    def __init__(self, costs: StepCosts, *, remembers: bool = True):
+    def __init__(self, costs: StepCosts = StepCosts(1, 1), *, remembers: bool = True):
         self._n_tokens = 1 << (20 if remembers else 16)
         self.costs, self.index, self._remembers = costs, DraftIndex(self._n_tokens), remembers
         self._rows: dict[Sequence, _Row] = {}

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from areno.engine.decoder.attention_split import PrefixGroups, split_attention
 from areno.engine.decoder.block_manager import BlockManager, KVLayout
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache, prefill_places
-from areno.engine.decoder.graphs import DecodeGraphs
+from areno.engine.decoder.graphs import DecodeGraphs, bucket_sizes, verification_sizes
 from areno.engine.decoder.sampler import LogitEdits, SlotSampler, sample_edited, scores_of, token_scores
 from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
-from areno.engine.decoder.verification import DraftedRows
+from areno.engine.decoder.verification import MAX_ROWS, DraftedRows
 from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
@@ -128,8 +128,11 @@ class Runner:
         )
         self.n_multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
+        self.verification_graphs: DecodeGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
-            self.graphs = DecodeGraphs(self._decode, max_running, self.device)
+            self.graphs = DecodeGraphs(self._decode, bucket_sizes(max_running), (max_running, 0, 0, 0), self.device)
+            padding = max_running, 0, 0, 0, 0
+            self.verification_graphs = DecodeGraphs(self._verify, verification_sizes(), padding, self.device)
         elif use_graphs and on_cuda:  # the torch form of paged attention needs the longest length on the host
             logger.warning("decode without CUDA graphs, which need triton, and a GPU of compute capability 7.0 or more")
 
@@ -501,27 +504,33 @@ class Runner:
         assert scheduled.drafts is not None
         drafted = DraftedRows.of(scheduled.decode, scheduled.drafts, scheduled.table)
         slots_N, table = drafted.slots_N, scheduled.table
-        lengths_N = drafted.positions_N + 1
+        lengths_N, graphs = drafted.positions_N + 1, self.verification_graphs
+        flags = self.sampler.flags(table, slots_N, drafted.index_N)
+        needs_edits = table.needs_edits[scheduled.slots_B].any()
+        if needs_edits or flags.masked or flags.penalized or len(slots_N) > MAX_ROWS:
+            graphs = None  # the inputs of such a step have no fixed size
+        size = len(slots_N) if graphs is None else graphs.size_for(len(slots_N))
         may_group = self.uses_prefix_groups and not self.blocks.has_windows  # rows are not sorted by their own length
         split = split_attention(
             drafted.sequences,
             self.cache.block_size,
             group_size=self.group_size,
             n_multiprocessors=self.n_multiprocessors,
-            max_groups=max(1, 2 * len(slots_N) // self.group_size) if may_group else 0,
+            max_groups=max(1, 2 * size // self.group_size) if may_group else 0,
             n_heads=self.cache.n_heads,
             fixed_order=self.fixed_order,
             lengths_B=lengths_N,
         )
         rows = np.stack([slots_N, drafted.positions_N, drafted.index_N, split.shared_lens_B, drafted.tokens_N])
-        flags = self.sampler.flags(table, slots_N, drafted.index_N)
-        needs_edits = table.needs_edits[scheduled.slots_B].any()
+        if graphs is not None:
+            return graphs.run(rows, split, flags)
         edits = LogitEdits.of(drafted.sequences, self._upload) if needs_edits else None
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
         masks_NW = drafted.masks(self.sampler.n_words) if flags.masked else None
         rows_5N = self._upload(rows)
         sampler = self.sampler.at_rows(
             rows_5N[0],
+            flags,
             self._upload(drafted.drafted_counts()) if flags.penalized else None,
             None if masks_NW is None else self._upload(masks_NW),
         )
@@ -529,6 +538,18 @@ class Runner:
         return self._decode(
             rows_5N, self._upload(split.split_lens), groups, split.splits, flags, max_len, edits, sampler
         )
+
+    def _verify(
+        self,
+        rows: Tensor,
+        split_lens: Tensor,
+        prefix_groups_GR: Tensor | None,
+        splits: tuple[int, int],
+        flags: SamplingFlags,
+    ) -> Tensor:
+        """Run a step with drafts whose rows have no penalties, masks or edits. The arguments are those of `_decode`."""
+        of_rows = self.sampler.at_rows(rows[0], flags)
+        return self._decode(rows, split_lens, prefix_groups_GR, splits, flags, of_rows=of_rows)
 
     def _known_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
         """Return the shared-prefix groups of the last decode step if this step has the same sequences, else None.

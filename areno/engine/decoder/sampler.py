@@ -63,7 +63,9 @@ class SlotSampler:
         self.masks_SW: Tensor | None = None
         self._masked_slots: set[int] = set()  # slots whose masks have cleared bits
 
-    def at_rows(self, slots_N: Tensor, counts: Tensor | None = None, masks_NW: Tensor | None = None) -> SlotSampler:
+    def at_rows(
+        self, slots_N: Tensor, flags: SamplingFlags, counts: Tensor | None = None, masks_NW: Tensor | None = None
+    ) -> SlotSampler:
         """Return a sampler in which each of N rows has its own slot, so that rows of one sequence can differ.
 
         Slot i of the result has the settings of row i, and a last slot has those of this sampler's last slot. Drawing
@@ -71,6 +73,8 @@ class SlotSampler:
 
         Args:
             slots_N: int64, slot of each row in this sampler.
+            flags: Sampling operations that at least one row needs. Tensors of other operations are left out, because a
+                CUDA graph must not read memory that may move.
             counts: (2, n) int64, pairs (row, token) of tokens to count for the penalties of a row, beyond those that
                 its slot counts. None if no row has a penalty.
             masks_NW: Grammar mask of each row, as in `masks_SW`. None if no row has a grammar.
@@ -90,7 +94,7 @@ class SlotSampler:
             top_k=of.top_k[slots],
             top_p=of.top_p[slots],
             min_new=of.min_new[slots],
-            banned=of.banned[slots],
+            banned=of.banned[slots] if flags.n_banned else of.banned.new_empty(len(slots), 0),
             penalty=of.penalty[slots],
             counts=counted,
             last_token=torch.zeros_like(slots),

@@ -260,3 +260,8 @@ def test_on_the_gpu(wrong: float, use_graphs: bool) -> None:
     how = {**EXACT, "use_graphs": use_graphs, "runs_ahead": True}
     expected = sampled(of, REQUESTS, **how)
     assert_equal(sampled(of, REQUESTS, known(expected, wrong), **how), expected, bits=True)
+    plain = REQUESTS[:7]  # whose steps run as graphs, with rows for padding and for shared prompts
+    alone = {key: output for key, output in expected.items() if key[0] < 8}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("areno.engine.decoder.attention_split.MIN_SAVING", 0)
+        assert_equal(sampled(of, plain, known(expected, wrong), **how), alone, bits=True)
