@@ -24,7 +24,7 @@ MOST = 8  # drafted tokens of a sequence in a step
 MAX_SEQUENCES = 256  # with more, a step computes so much that more rows take as much longer
 _LENGTHS = np.arange(SHORTEST, LONGEST + 1)
 _BACK = np.arange(LONGEST)  # how many tokens before the last one of a suffix
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = np.random.default_rng(0).integers(1 << 63, size=LONGEST).astype(np.uint64) * np.uint64(2) + np.uint64(1)
 _INDEXED_AT_ONCE = 4096  # tokens of finished samples, in a step
 _LEAST_GAIN = 1.03  # of the expected speed, or a step does without drafts
 _LONGEST_PAUSE = 64  # steps
@@ -123,9 +123,9 @@ class DraftIndex:
         self._tokens[places_N] = [token for new in tokens for token in new]
         self._length[segments_R] += counts_R
         slots_LN, _ = self._hashed(places_N, offset_N, self._scope[segments_R][row_N])
-        for index, length in enumerate(_LENGTHS):
-            is_long_N = offset_N >= length
-            self._tables[index, slots_LN[index, is_long_N]] = places_N[is_long_N]
+        is_long_LN = offset_N >= _LENGTHS[:, None]
+        levels, rows = is_long_LN.nonzero()
+        self._tables[levels, slots_LN[levels, rows]] = places_N[rows]
 
     def _hashed(self, places_N: np.ndarray, offset_N: np.ndarray, scope_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the table slots (L, N) of the suffixes before some places, and their tokens from last to first (N, 8).
@@ -134,14 +134,10 @@ class DraftIndex:
         """
         before_N8 = self._tokens[np.maximum(places_N[:, None] - 1 - _BACK, 0)]
         before_N8[offset_N[:, None] <= _BACK] = -1
-        hash_N = scope_N.astype(np.uint64)
-        slots_LN = np.empty((len(_LENGTHS), len(places_N)), dtype=np.int64)
-        for n in range(LONGEST):
-            hash_N = (hash_N ^ (before_N8[:, n] + 1).astype(np.uint64)) * _FACTOR
-            hash_N ^= hash_N >> np.uint64(29)
-            if n + 1 >= SHORTEST:
-                slots_LN[n + 1 - SHORTEST] = (hash_N * _FACTOR) >> self._shift
-        return slots_LN, before_N8
+        # A multilinear hash: the sum of the first n products is that of the n last tokens.
+        sums_N8 = np.cumsum((before_N8 + 1).view(np.uint64) * _FACTORS, axis=1)
+        hash_LN = (sums_N8[:, SHORTEST - 1 :] ^ scope_N.view(np.uint64)[:, None]).T * _FACTORS[0]
+        return (hash_LN >> self._shift).view(np.int64), before_N8
 
     def find(self, texts: list[Text]) -> tuple[np.ndarray, np.ndarray]:
         """Find the longest suffix of each text that occurs earlier in its scope and is followed by a token.
