@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from areno.config.run import Layout
-from areno.engine.decoder.block_manager import BlockManager, KVGroup, KVLayout
+from areno.engine.decoder.block_manager import KVLayout
 from areno.engine.decoder.cache_size import WantedCache
-from areno.engine.decoder.scheduler import Chunk
 from areno.engine.spec import EngineSpec
 from areno.errors import EngineError, Key
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
@@ -265,75 +264,6 @@ class StateCache:
 def _where(chosen_R: Tensor, x: Tensor) -> Tensor:
     """Return x with zeros in the rows where `chosen_R` is False, even if these rows contain NaN."""
     return torch.where(chosen_R.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
-
-
-@dataclass(slots=True)
-class PrefillPlaces:
-    """Where a prefill writes and reads keys and values in the KV cache, for one group of layers.
-
-    Each token is given by its index in the cache, which is block * block_size + offset. N is the number of tokens that
-    all chunks compute, M the number of tokens that the chunks attend to, and T the number of block tables of the group.
-
-    Attributes:
-        stored_TN: int64, cache index of each computed token in each block table.
-        keys_TM: int64, cache index of each attended token in each block table. None if the chunks attend only to the
-            tokens that they compute.
-        cu_k: (chunks + 1,) int32, cumulative number of attended tokens of the chunks, from 0 to M.
-        max_k: Largest number of tokens that a chunk attends to.
-    """
-
-    stored_TN: np.ndarray
-    keys_TM: np.ndarray | None
-    cu_k: np.ndarray
-    max_k: int
-
-
-def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first: bool) -> list[PrefillPlaces]:
-    """Return the indices in the KV cache that a prefill writes and reads, for each group of layers.
-
-    Args:
-        chunks: The chunks of prompts that the prefill computes.
-        blocks: The allocator of KV blocks, with the groups of layers.
-        from_the_first: If True, layers with a sliding window also read all earlier tokens of a prompt. Tokens before
-            the window no longer have a block, so their indices point to the scratch block.
-    """
-    return [_of_group(chunks, blocks, index, group, from_the_first) for index, group in enumerate(blocks.groups)]
-
-
-def _of_group(
-    chunks: list[Chunk], blocks: BlockManager, index: int, group: KVGroup, from_the_first: bool
-) -> PrefillPlaces:
-    """Return the cache indices that a prefill writes and reads, for one group of layers.
-
-    `group` is the group, and `index` its index in `blocks.groups`. The other arguments are those of
-    `prefill_places`.
-    """
-    size = blocks.block_size
-    stored, keys = [], []
-    for chunk in chunks:
-        block_tables = chunk.prefill.leader.block_tables
-        group_blocks, n_skipped = (
-            block_tables.group_blocks[index][: blocks.blocks_for(chunk.end)],
-            block_tables.n_skipped[index],
-        )
-        first = 0 if from_the_first else group.first_visible(chunk.start, size)
-        blocks_TW = np.full((group.n_tables, len(group_blocks)), blocks.scratch, dtype=np.int64)
-        own = group_blocks[n_skipped:]
-        blocks_TW[:, n_skipped:] = (
-            own if group.n_tables == 1 else np.array([blocks.physical_blocks(each) for each in own]).T
-        )
-        position = np.arange(first * size, chunk.end)
-        places_TM = blocks_TW[:, position // size] * size + position % size
-        keys.append(places_TM)
-        stored.append(places_TM[:, chunk.start - first * size :])
-    lengths = [each.shape[1] for each in keys]
-    sees_earlier = lengths != [chunk.end - chunk.start for chunk in chunks]
-    return PrefillPlaces(
-        stored_TN=np.concatenate(stored, axis=1),
-        keys_TM=np.concatenate(keys, axis=1) if sees_earlier else None,
-        cu_k=np.cumsum([0, *lengths], dtype=np.int32),
-        max_k=max(lengths),
-    )
 
 
 def _places(table_TW: Tensor, slots_B: Tensor, positions_B: Tensor, block_size: int) -> Tensor:

@@ -123,18 +123,36 @@ class DecodeGraphs:
             splits,
             flags,
         )
-        graph = torch.cuda.CUDAGraph()
-        # One stream for all captures, so that they find each other's memory and workspaces. Begin and end by hand:
-        # torch.cuda.graph would give the allocator's memory back each time, which takes longer than the capture.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._body(*args)  # outside the capture first: kernels are compiled, workspaces allocated
-            self._stream.synchronize()
-            # Other threads of the process (NCCL's watchdog, say) may call CUDA meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                out = self._body(*args)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph, out = captured(lambda: self._body(*args), self._pool, self._stream)
         return graph, inputs, out
+
+
+def captured(
+    body: Callable[[], Tensor], pool: tuple[int, int], stream: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Run a function once, then capture it as a CUDA graph.
+
+    Args:
+        body: The function.
+        pool: Memory pool of the graphs of this kind.
+        stream: Stream of all captures of this kind, on which they find each other's memory and workspaces.
+
+    Returns:
+        The graph, and the output of the function, which a replay of the graph overwrites.
+    """
+    graph = torch.cuda.CUDAGraph()
+    current = torch.cuda.current_stream(stream.device)
+    # Begin and end by hand: torch.cuda.graph would give the allocator's memory back each time, which takes longer than
+    # the capture.
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        body()  # outside the capture first: kernels are compiled, workspaces allocated
+        stream.synchronize()
+        # Other threads of the process (NCCL's watchdog, say) may call CUDA meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            out = body()
+        finally:
+            graph.capture_end()
+    current.wait_stream(stream)
+    return graph, out

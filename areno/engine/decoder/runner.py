@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from areno.engine.decoder.attention_split import PrefixGroups, split_attention
 from areno.engine.decoder.block_manager import BlockManager, KVLayout
-from areno.engine.decoder.caches import KVCache, RouteCache, StateCache, prefill_places
+from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
 from areno.engine.decoder.graphs import DecodeGraphs, bucket_sizes, verification_sizes
+from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillTensors
 from areno.engine.decoder.sampler import LogitEdits, SlotSampler, sample_edited, scores_of, token_scores
 from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
@@ -129,10 +130,15 @@ class Runner:
         self.n_multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
         self.verification_graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
             self.graphs = DecodeGraphs(self._decode, bucket_sizes(max_running), (max_running, 0, 0, 0), self.device)
             padding = max_running, 0, 0, 0, 0
             self.verification_graphs = DecodeGraphs(self._verify, verification_sizes(), padding, self.device)
+            # The experts of a pass depend on the host, and exact sums on the number of rows.
+            if not (exact or blocks.has_windows or model.config.delta or model.routing or model.tp.size > 1):
+                scratch = blocks.scratch * blocks.block_size
+                self.prefill_graphs = PrefillGraphs(self._prefill_logits, scratch, self.device)
         elif use_graphs and on_cuda:  # the torch form of paged attention needs the longest length on the host
             logger.warning("decode without CUDA graphs, which need triton, and a GPU of compute capability 7.0 or more")
 
@@ -340,40 +346,20 @@ class Runner:
         Returns:
             (2, len(prefilled)) float64, tokens and log-probabilities. If a sequence needs LogitEdits, the ids and
             the log-probabilities of the most likely tokens follow in further rows. If `prefilled` is empty, the
-            result is the hidden states, which the caller ignores.
+            result has no meaning.
         """
         chunks = scheduled.chunks
-        tokens: list[int] = []
-        for chunk in chunks:
-            tokens += chunk.prefill.leader.tokens[chunk.start : chunk.end]
-        lengths_q = [chunk.end - chunk.start for chunk in chunks]
-        cu_q = np.cumsum([0, *lengths_q], dtype=np.int32)
-        cu_q_R1, max_q = self._upload(cu_q), max(lengths_q)
         # Spans of the exact attention are counted from the first token on.
-        places = prefill_places(chunks, self.blocks, from_the_first=self.fixed_order)
-        stored: list[Tensor] = []  # one entry for each block table, as in keys and borders
-        keys: list[Tensor | None] = []
-        borders: list[tuple[Tensor, Tensor, int, int]] = []
-        for group in places:
-            cu_k_R1 = self._upload(group.cu_k)
-            stored += self._upload(group.stored_TN)
-            keys += [None] * len(group.stored_TN) if group.keys_TM is None else self._upload(group.keys_TM)
-            borders += [(cu_q_R1, cu_k_R1, max_q, group.max_k)] * len(group.stored_TN)
-
-        def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
-            cached_k, cached_v = self.cache.flat_of(layer)
-            table = self.cache.table_of(layer)
-            # All rows write before any reads: a row may use blocks that another one fills in this very pass.
-            cached_k.index_copy_(0, stored[table], k_NKC)
-            cached_v.index_copy_(0, stored[table], v_NKC)
-            if (keys_M := keys[table]) is not None:  # some chunks also attend to tokens of earlier steps
-                k_NKC, v_NKC = cached_k.index_select(0, keys_M), cached_v.index_select(0, keys_M)
-            return varlen_attention(q_NHC, k_NKC, v_NKC, *borders[table], self.attn_backend, window)
-
-        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        tokens_N, positions_N = self._upload(np.array(tokens, dtype=np.int64)), self._upload(positions)
-        hidden_ND = self._forward(tokens_N, positions_N, self._with_states_of(chunks, cu_q, attend), stored[0])
-        self._score_prompts(chunks, hidden_ND)
+        batch = PrefillBatch.of(chunks, self.blocks, from_the_first=self.fixed_order)
+        logits_KV = None
+        if self.prefill_graphs is not None and not any(chunk.prefill.leader.scores_prompt for chunk in chunks):
+            logits_KV = self.prefill_graphs.run(batch)
+        if logits_KV is None:
+            given = PrefillTensors.of(self._upload(batch.packed()), batch.shape)
+            attend = self._with_states_of(chunks, batch.cu_q, self._attend(given))
+            hidden_ND = self._forward(given.tokens_N, given.positions_N, attend, given.stored[0])
+            self._score_prompts(chunks, hidden_ND)
+            logits_KV = self.model.logits(hidden_ND[given.last_K]) if prefilled else hidden_ND
         copies = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.copies(self.blocks)]
         if copies:
             sources, targets = self._upload_columns(copies)
@@ -385,15 +371,34 @@ class Runner:
             if pairs:
                 self.states.copy(*self._upload_columns(pairs))
         if not prefilled:
-            return hidden_ND
+            return logits_KV
         last = [row for row, chunk in enumerate(chunks) if chunk.is_last]
-        logits_KV = self.model.logits(hidden_ND[self._upload(cu_q[1:].astype(np.int64)[last] - 1)])
         prompt_of_row = np.repeat(np.arange(len(last)), [len(chunks[row].prefill.sequences) for row in last])
         table, edits = scheduled.table, LogitEdits.of(prefilled, self._upload)
         drawn = np.stack([slots_B, table.n_sampled[slots_B] - 1, prompt_of_row])
         on_device_B, index_B, prompts_B = self._upload(drawn)
         flags = self.sampler.flags(table, slots_B)
         return self._sample(logits_KV[prompts_B], on_device_B, index_B, flags, edits, self.sampler)
+
+    def _attend(self, given: PrefillTensors) -> Attend:
+        """Return the function that computes the attention of a layer in a prefill, and stores its keys and values."""
+
+        def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
+            cached_k, cached_v = self.cache.flat_of(layer)
+            table = self.cache.table_of(layer)
+            # All rows write before any reads: a row may use blocks that another one fills in this very pass.
+            cached_k.index_copy_(0, given.stored[table], k_NKC)
+            cached_v.index_copy_(0, given.stored[table], v_NKC)
+            if (keys_M := given.keys[table]) is not None:  # some chunks also attend to tokens of earlier steps
+                k_NKC, v_NKC = cached_k.index_select(0, keys_M), cached_v.index_select(0, keys_M)
+            return varlen_attention(q_NHC, k_NKC, v_NKC, *given.borders[table], self.attn_backend, window)
+
+        return attend
+
+    def _prefill_logits(self, given: PrefillTensors) -> Tensor:
+        """Compute a prefill of a model without recurrent layers, and return the logits of the last tokens, (K, V)."""
+        hidden_ND = self._forward(given.tokens_N, given.positions_N, self._attend(given), None)
+        return self.model.logits(hidden_ND[given.last_K])
 
     def _with_states_of(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
         """Return `attend`, or for a model with recurrent layers a CachedAttend that computes these layers too.
