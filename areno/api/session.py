@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from areno.config.run import DecoderConfig
+from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import OnProgress, RequestLimits
 from areno.engine.spec import RolloutSpec, RolloutStats

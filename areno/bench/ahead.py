@@ -19,7 +19,7 @@ from typing import Any
 from areno.bench.areno_contender import ArenoContender
 from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
-from areno.config.run import DecoderConfig
+from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import requests_of_rest
 from areno.engine.spec import RolloutSpec
@@ -100,6 +100,7 @@ class _Rollouts:
                 mem_fraction=settings.mem_fraction,
                 max_prefill_tokens=settings.max_prefill_tokens,
                 eager_decode=settings.eager_decode,
+                speculation="off",  # repetitions have the same samples, which drafts would know
             ),
         )
 

@@ -19,7 +19,8 @@ from areno.bench.device import memory_watched
 from areno.bench.profile import busy_s, idle_share, phase_table, trace
 from areno.bench.timing import Timed, log_progress, measure, repeat_name
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.config.run import DecoderConfig, EngineConfig
+from areno.config.rollout import DecoderConfig
+from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
 from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec, RolloutSpec, UpdateSpec
@@ -125,6 +126,7 @@ class ArenoContender:
             max_prefill_tokens=settings.max_prefill_tokens,
             mem_fraction=settings.mem_fraction,
             eager_decode=settings.eager_decode,
+            speculation="off",  # repetitions have the same samples, which drafts would know
         )
         max_len = min(max_len, self.engine.info.context_len)
         return self.engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=max_len, decoder=decoder))

@@ -20,8 +20,8 @@ from areno.bench.arguments import Settings, Work, row
 from areno.bench.timing import log_progress
 from areno.config.datasets import DatasetConfig
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.config.rollout import GenerationConfig, RolloutConfig, TuneConfig
-from areno.config.run import DecoderConfig, EngineConfig
+from areno.config.rollout import DecoderConfig, GenerationConfig, RolloutConfig, TuneConfig
+from areno.config.run import EngineConfig
 from areno.engine.spec import RolloutSpec
 from areno.errors import EngineError
 from areno.files.paths import find_file

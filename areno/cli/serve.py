@@ -226,7 +226,8 @@ def _limits(arguments: argparse.Namespace) -> ServerLimits:
 def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
     """Load the model, serve it until `shutdown.asked` is set, and return the exit code."""
     from areno.config.models import ModelConfig
-    from areno.config.run import DecoderConfig, EngineConfig
+    from areno.config.rollout import DecoderConfig
+    from areno.config.run import EngineConfig
     from areno.engine.engine import Engine
     from areno.engine.spec import RolloutSpec
     from areno.plan.devices import find_devices

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from areno.config.judge import JudgeConfig
-from areno.config.run import DecoderConfig
 from areno.errors import ConfigError, Problem
 from areno.reward_fns.built_in import BUILT_IN_REWARDS
 from areno.schema.fields import Missing, Needs, Section, as_in, check, forbid, setting, settings, with_sections
@@ -217,6 +216,35 @@ class GenerationConfig(SamplingConfig):
     def no_room_for_prompts(self) -> bool:
         """Return whether max_new_tokens fills max_tokens (prompt plus completion), so that no prompt fits."""
         return self.max_tokens is not None and self.max_tokens <= self.max_new_tokens
+
+
+@dataclass(kw_only=True)
+class DecoderConfig(Section):
+    """Memory and speed of the decoder: prefill size, KV cache and CUDA graphs."""
+
+    max_prefill_tokens: int = setting(
+        8192, help="Largest number of prompt tokens per forward pass. Longer prompts are split (chunked prefill)", gt=0
+    )
+    mem_fraction: float = setting(
+        0.6,
+        help="The KV cache may use this fraction of the memory that is free after the models are loaded (CUDA)",
+        gt=0,
+        lt=1,
+    )
+    max_kv_tokens: int | None = setting(
+        None,
+        help="Number of tokens whose keys and values, in all layers, fit into the KV cache. null: as many tokens as "
+        "the run needs, within mem_fraction",
+        gt=0,
+    )
+    eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
+    speculation: Literal["auto", "off"] = setting(
+        "auto",
+        help="auto: where it is expected to be faster, a decoding step computes several tokens of a sample, namely "
+        "those that followed the same tokens before, in the sample, in other samples of its prompt or, on GPUs, in "
+        "earlier rollouts. Only those are kept that sampling gives, so the samples do not change. Has no effect with "
+        "max_head_offpolicyness above 0. off: a step computes one token of a sample",
+    )
 
 
 @dataclass(kw_only=True)

@@ -16,29 +16,6 @@ from areno.schema.values import is_no_folder, show
 from areno.services import GROUP, SERVICES, installed_service, installed_services
 from areno.services.service import Service
 
-
-@dataclass(kw_only=True)
-class DecoderConfig(Section):
-    """Memory and speed of the decoder: prefill size, KV cache and CUDA graphs."""
-
-    max_prefill_tokens: int = setting(
-        8192, help="Largest number of prompt tokens per forward pass. Longer prompts are split (chunked prefill)", gt=0
-    )
-    mem_fraction: float = setting(
-        0.6,
-        help="The KV cache may use this fraction of the memory that is free after the models are loaded (CUDA)",
-        gt=0,
-        lt=1,
-    )
-    max_kv_tokens: int | None = setting(
-        None,
-        help="Number of tokens whose keys and values, in all layers, fit into the KV cache. null: as many tokens as "
-        "the run needs, within mem_fraction",
-        gt=0,
-    )
-    eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
-
-
 _ALL = "Save (saver), evaluate (evaluator) or write a state (recover)"
 _AT_STEPS = "each time this many training steps have passed. null: the number of steps does not matter"
 _AT_EPOCHS = "each time this many epochs have passed. null: the number of epochs does not matter"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.models import MicroBatchSpec
-from areno.config.run import DecoderConfig
+from areno.config.rollout import DecoderConfig
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError, Key
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.config.rollout import SamplingConfig
-from areno.config.run import DecoderConfig, EngineConfig, Layout
+from areno.config.rollout import DecoderConfig, SamplingConfig
+from areno.config.run import EngineConfig, Layout
 from areno.config.teacher import Divergence
 from areno.layers.config import AdapterSpec
 from areno.models.config import TransformerConfig
@@ -431,6 +431,8 @@ class RolloutStats:
         preemptions: Times that a sample left the batch because KV blocks ran out.
         cached_prompt_tokens: Prompt tokens found in the prefix cache, which need no prefill.
         graph_replays: Decode steps that ran as a CUDA graph.
+        drafted_tokens: Drafted tokens that were verified (rollout.speculation).
+        accepted_tokens: Those of the drafted tokens that were sampled.
     """
 
     running: int = 0
@@ -439,3 +441,5 @@ class RolloutStats:
     preemptions: int = 0
     cached_prompt_tokens: int = 0
     graph_replays: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -23,6 +23,7 @@ from areno.engine import memory, profiling
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache
 from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
+from areno.engine.decoder.drafts import SuffixDrafter, step_costs
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.deterministic import nondeterministic_operations_named, without_deterministic_mode
 from areno.engine.memory import (
@@ -149,6 +150,12 @@ class Worker:
         else:
             self.end_rollout(drop=True)
             self.decoder, self._decoder_spec = self._new_decoder(spec), spec
+        self.decoder.drafter = None
+        if spec.decoder.speculation == "auto" and self.actor.config.delta is None:
+            n_params, on_cuda = _size(checkpoint_table(self.actor)), self.context.device.type == "cuda"
+            self._drafter.costs = step_costs(n_params, on_cuda=on_cuda, use_graphs=not spec.decoder.eager_decode)
+            self._drafter.begin()
+            self.decoder.drafter = self._drafter
         self._use_weights(self.decoder)
         profiling.set_anchor()
         return self.decoder.limits
@@ -180,6 +187,16 @@ class Worker:
                 keeps_routes=self.spec.routing_replay,
                 runs_ahead=self.context.device.type != "cpu",
             )
+
+    @cached_property
+    def _drafter(self) -> SuffixDrafter:
+        """The drafter of all rollouts.
+
+        It knows the samples of earlier rollouts where a resumed run need not have the bits of one that was never
+        interrupted.
+        """
+        remembers = self.context.device.type == "cuda" and not self.spec.engine.deterministic
+        return SuffixDrafter(remembers=remembers)
 
     def _max_running(self, spec: RolloutSpec) -> int:
         """Return the largest number of samples that decode at the same time on this data-parallel rank."""
@@ -266,8 +283,13 @@ class Worker:
             self.decoder.return_waiting(n_samples)
 
     def hold(self) -> None:
-        """Run no step of the decoder by itself until the rollout phase ends. Only `advance` then runs steps."""
+        """Run no step of the decoder by itself until the rollout phase ends. Only `advance` then runs steps.
+
+        Nothing is drafted, because the tokens that samples have after a number of steps must not depend on drafts.
+        """
         self._is_held = True
+        if self.decoder is not None:
+            self.decoder.drafter = None
 
     def suspend(self) -> list[int]:
         """Interrupt all samples of the decoder, which stay in the decoder, until `resume`.

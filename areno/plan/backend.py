@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from areno.config.experiments import ExperimentConfig
 from areno.config.models import LoraConfig, MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
-from areno.config.rollout import RolloutConfig
-from areno.config.run import DecoderConfig, EngineConfig, Layout
+from areno.config.rollout import DecoderConfig, RolloutConfig
+from areno.config.run import EngineConfig, Layout
 from areno.errors import Problem
 from areno.plan.devices import find_devices
 from areno.plan.plan import TrainerPlan, open_actor

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from areno.config.experiments import ExperimentConfig
 from areno.config.models import MicroBatchSpec
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
-from areno.config.run import DecoderConfig
+from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.footprint import GIB, gib
 from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec

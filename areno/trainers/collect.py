@@ -49,10 +49,21 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     metrics = rollout_metrics(
         samples, advantages_B, skipped_long=rollout.skipped_long, total_skipped_long=rollout.total_skipped_long
     )
+    metrics |= draft_metrics(setup.trainer.engine.rollout_stats())
     n_tokens = sum(sample.sequence.n_tokens for sample in samples)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
     run.log({**metrics, **group_metrics(samples), **rollout.scalars})
     run.progress.keep(reward_mean=metrics["rollout/rewards_mean"])
+
+
+def draft_metrics(stats: Sequence[RolloutStats]) -> dict[str, float]:
+    """Return the metrics of the tokens that the rollout drafted (rollout.speculation).
+
+    Args:
+        stats: The statistics of each data-parallel rank.
+    """
+    drafted, accepted = sum(rank.drafted_tokens for rank in stats), sum(rank.accepted_tokens for rank in stats)
+    return {"rollout/drafted_tokens": drafted, "rollout/draft_acceptance": accepted / max(1, drafted)}
 
 
 def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:

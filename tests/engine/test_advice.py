@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.config.run import DecoderConfig
+from areno.config.rollout import DecoderConfig
 from areno.engine import memory
 from areno.engine.memory import out_of_memory_hint
 from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec

@@ -19,7 +19,7 @@ import torch
 from areno.bench import __main__ as bench
 from areno.bench.shapes import model_folder as shape_folder
 from areno.config.models import MicroBatchSpec
-from areno.config.run import DecoderConfig
+from areno.config.rollout import DecoderConfig
 from areno.engine.deterministic import begin_deterministic, end_deterministic
 from areno.engine.engine import Engine
 from areno.engine.processes.spawned import SpawnedGroup

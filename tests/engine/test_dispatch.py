@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areno.config.run import DecoderConfig
+from areno.config.rollout import DecoderConfig
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence as Sample

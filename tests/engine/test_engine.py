@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from areno.config.models import MicroBatchSpec
-from areno.config.run import DecoderConfig
+from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.worker import Worker

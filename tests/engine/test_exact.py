@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from areno.bench.shapes import model_folder as shape_folder
 from areno.config.models import MicroBatchSpec
-from areno.config.rollout import SamplingConfig
-from areno.config.run import DecoderConfig
+from areno.config.rollout import DecoderConfig, SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.exact import make_exact
 from areno.engine.spec import RolloutSpec, UpdateSpec

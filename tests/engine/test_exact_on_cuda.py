@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from areno.bench.shapes import model_folder
-from areno.config.rollout import SamplingConfig
-from areno.config.run import DecoderConfig
+from areno.config.rollout import DecoderConfig, SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import RolloutSpec
 from areno.kernels.fixed_order import SPAN

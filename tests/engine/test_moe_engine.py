@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from areno.config.models import MicroBatchSpec, ModelConfig, PolicyConfig
-from areno.config.run import DecoderConfig, EngineConfig
+from areno.config.rollout import DecoderConfig
+from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import RolloutSpec, UpdateSpec
 from areno.errors import DataError, EngineError

@@ -144,6 +144,16 @@ class KVCache:
         width = -(-min(context_len, layout.max_sequence_tokens(n_blocks, context_len)) // size)
         self.tables = torch.full((layout.n_tables, n_slots, width), n_blocks, dtype=torch.int32, device=weight.device)
 
+    def places(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
+        """Return the index of each of B tokens in a block table, (B,) int64: block * block_size + offset in the block.
+
+        Args:
+            table_TW: A table of `tables`.
+            slots_B: int64, slot of each token's sequence.
+            positions_B: int64, position of each token in its sequence.
+        """
+        return _places(table_TW, slots_B, positions_B, self.block_size)
+
     def table_of(self, layer: int) -> int:
         """Return the index of the block table that a layer uses."""
         return self._places[layer][0]
@@ -256,6 +266,12 @@ def _where(chosen_R: Tensor, x: Tensor) -> Tensor:
     return torch.where(chosen_R.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
+def _places(table_TW: Tensor, slots_B: Tensor, positions_B: Tensor, block_size: int) -> Tensor:
+    """Return the index of each token in a cache, block * block_size + offset in the block."""
+    blocks_B = table_TW[slots_B, positions_B // block_size].long()
+    return blocks_B * block_size + positions_B % block_size
+
+
 @dataclass(slots=True)
 class PendingRoutes:
     """The experts that a sample's tokens were routed to, while they are copied to the host.
@@ -313,8 +329,7 @@ class RouteCache:
             slots_B: int64, slot of each token's sequence.
             positions_B: int64, position of each token in its sequence.
         """
-        blocks_B = table_TW[slots_B, positions_B // self._block_size].long()
-        return blocks_B * self._block_size + positions_B % self._block_size
+        return _places(table_TW, slots_B, positions_B, self._block_size)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the routed experts of all tokens in some blocks to other blocks.

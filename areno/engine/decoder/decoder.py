@@ -17,6 +17,7 @@ from areno.engine.decoder.runner import PendingTokens, Runner
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Detokenize, Sequence, StopStrings
 from areno.engine.decoder.slots import STAGED
+from areno.engine.decoder.verification import Drafter
 from areno.engine.requests import RequestLimits
 from areno.engine.spec import RolloutStats
 from areno.errors import EngineError, non_finite_logits
@@ -75,11 +76,15 @@ class Decoder:
         keeps_routes: Whether the output of a finished sample contains the experts that its tokens were routed to.
         runs_ahead: Whether a step is launched before the tokens of the previous step are read. On a CPU, which computes
             a step at its launch, this would only cost time.
+        drafter: Proposes tokens, of which a step then computes several for a sequence. It changes no token. None
+            computes one token of each sequence in a step. Unused for models with recurrent states, which cannot be
+            rolled back.
 
     Attributes:
         limits: Limits of the requests that the decoder accepts.
         blocks: The allocator of KV blocks.
         runner: Runs the model, and holds the tensors of the KV cache and of sampling.
+        drafter: Proposes tokens. None for no drafts. May be replaced between steps.
         unfinished: Request id -> number of the request's samples that have not finished.
         weights_version: Version of the weights, set by the caller between steps. Each token is returned with the
             version at the launch of the step that sampled it.
@@ -103,6 +108,7 @@ class Decoder:
         stream_every_s: float = 0.0,
         keeps_routes: bool = False,
         runs_ahead: bool = True,
+        drafter: Drafter | None = None,
     ):
         self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # kept: results for tokens serve later requests
@@ -132,6 +138,8 @@ class Decoder:
         )
         self.weights_version = 0
         self._runs_ahead = runs_ahead
+        self.drafter = drafter if config.delta is None else None
+        self._n_drafted = self._n_accepted = 0
         self._in_flight: list[PendingTokens] = []
         self._in_flight_version = 0
         self._outputs: list[GenerationOutput] = []
@@ -150,14 +158,16 @@ class Decoder:
     @property
     def stats(self) -> RolloutStats:
         """Numbers of running and waiting samples now, and counts of tokens and events since the last `reset_stats`."""
-        graphs = self.runner.graphs
+        graphs = [each for each in (self.runner.graphs, self.runner.verification_graphs) if each is not None]
         return RolloutStats(
             running=self._scheduler.n_running,
             waiting=len(self._scheduler.waiting),
             generated_tokens=self._n_generated,
             preemptions=self._scheduler.n_preemptions,
             cached_prompt_tokens=self._scheduler.n_cached_tokens,
-            graph_replays=0 if graphs is None else graphs.n_replays,
+            graph_replays=sum(each.n_replays for each in graphs),
+            drafted_tokens=self._n_drafted,
+            accepted_tokens=self._n_accepted,
         )
 
     def submit(self, request: GenerationRequest) -> None:
@@ -257,9 +267,13 @@ class Decoder:
         awaiting, self._awaiting = self._awaiting, []
         if self._scheduler.is_short_of_blocks():
             self._collect()
+        drafts = self.drafter is not None and self.drafter.is_due(self._scheduler.n_running)
+        # The length of a sequence after a verification is known only when its tokens have been read.
+        if drafts or any(pending.drafts is not None for pending in self._in_flight):
+            self._collect()
         if self._has_bad_blocks:
             self.reset_cache()
-        launched = self.runner.launch(self._scheduler.schedule())
+        launched = self.runner.launch(self._scheduler.schedule(self._propose if drafts else None))
         self._collect()
         self._in_flight, self._in_flight_version = launched, self.weights_version
         if not self._runs_ahead:
@@ -286,9 +300,11 @@ class Decoder:
 
     def reset_stats(self) -> None:
         """Set the counts of tokens and events in `stats` to 0."""
+        self._n_drafted = self._n_accepted = 0
         self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0
-        if self.runner.graphs is not None:
-            self.runner.graphs.n_replays = 0
+        for graphs in (self.runner.graphs, self.runner.verification_graphs):
+            if graphs is not None:
+                graphs.n_replays = 0
 
     def _collect(self) -> None:
         """Wait for the tokens of the previous step, append them to their sequences, and queue outputs for `step`."""
@@ -300,11 +316,14 @@ class Decoder:
         self._n_collected += bool(in_flight)
         streams = _Streams(tells, self._n_collected % PIECE_STEPS == 0)
         for pending in in_flight:
-            finished += self._accept(pending, streams)
+            accept = self._accept if pending.drafts is None else self._accept_drafted
+            finished += accept(pending, streams)
         if finished:
             cache = self.runner.routes
             for each in finished:
                 each.settle()
+                if self.drafter is not None:
+                    self.drafter.finished(each)
             # While the blocks are theirs: what comes to the device later may write over them.
             routes = [cache.read(each.blocks, len(each.tokens) - 1) for each in finished] if cache is not None else None
             self._scheduler.remove_finished()
@@ -356,6 +375,61 @@ class Decoder:
             if self._scheduler.caches_early:
                 self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
         return finished
+
+    def _propose(self, sequences: list[Sequence]) -> list[list[int]]:
+        """Return a draft of the drafter for each sequence."""
+        assert self.drafter is not None
+        for sequence in sequences:
+            sequence.settle()
+        return self.drafter.propose(sequences)
+
+    def _accept_drafted(self, pending: PendingTokens, streams: _Streams) -> list[Sequence]:
+        """Give the arrived tokens of a verification to their sequences, and queue partial outputs.
+
+        A sequence gets the tokens of its rows up to the first one that differs from its draft.
+
+        Returns:
+            The sequences that end, in the order of the batch.
+        """
+        assert pending.drafts is not None
+        tokens_N, logprobs_N = pending.wait()
+        tokens, logprobs, top = tokens_N.tolist(), logprobs_N.tolist(), pending.top()
+        is_wanted_B = self._scheduler.table.owner[pending.slots_B] == pending.owners_B
+        finished: list[Sequence] = []
+        row = 0
+        for sequence, draft, is_wanted in zip(pending.sequences, pending.drafts, is_wanted_B.tolist(), strict=True):
+            first, row = row, row + 1 + len(draft)
+            if not is_wanted:
+                continue
+            n_before, version = sequence.n_new, self._in_flight_version
+            for at, drafted in zip(range(first, row), [*draft, None], strict=True):
+                if not math.isfinite(logprobs[at]):
+                    self._fail(sequence)
+                elif not sequence.accept(tokens[at], logprobs[at], version, top[at]) and tokens[at] == drafted:
+                    continue
+                break
+            self._note_verified(sequence, draft, sequence.n_new - n_before)
+            if sequence.finish_reason is not None:
+                finished.append(sequence)
+            elif streams.reports(sequence):
+                self._outputs.append(sequence.output())
+        # A rejected row may have left numbers in the cache that are not finite.
+        self._has_bad_blocks |= not np.isfinite(logprobs_N).all()
+        return finished
+
+    def _note_verified(self, sequence: Sequence, draft: list[int], n_new: int) -> None:
+        """Bring the plan, the device and the counts up to date after a sequence got `n_new` tokens from `draft`."""
+        n_accepted = max(0, n_new - 1)
+        if sequence.finish_reason is not None and 0 < n_new <= len(draft):
+            n_accepted += sequence.tokens[-1] == draft[n_new - 1]  # the sample ends with a drafted token
+        self._n_generated += n_new
+        self._n_drafted += len(draft)
+        self._n_accepted += n_accepted
+        self._scheduler.take_back(sequence)
+        if n_new:
+            self.runner.verified(sequence, n_new)
+        if self._scheduler.caches_early:
+            self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
 
     def _fail(self, sequence: Sequence) -> None:
         """Finish a sample whose newest token has a NaN or infinite log-probability, with finish_reason "error".

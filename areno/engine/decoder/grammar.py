@@ -66,6 +66,14 @@ class GrammarState:
             self.error = _reason(self.matcher.get_error()) or f"token {token} is not allowed"
         self.finished = not self.error and token in self._eos
 
+    def n_allowed(self, draft: Sequence[int]) -> int:
+        """Return how many of the drafted tokens the grammar allows one after the other, without changing the state.
+
+        Args:
+            draft: Tokens that may follow.
+        """
+        return int(self.matcher.validate_tokens(list(draft)))
+
 
 class Grammar:
     """A compiled grammar, which any number of completions can use.
@@ -90,6 +98,22 @@ def masks(states: Sequence[GrammarState]) -> np.ndarray:
     out_KW = np.zeros((len(states), -(-states[0].vocab_size // 32)), dtype=np.int32)
     for row, state in zip(out_KW, states, strict=True):
         state.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+    return out_KW
+
+
+def masks_along(state: GrammarState, draft: Sequence[int]) -> np.ndarray:
+    """Return the masks of the next token and of each token after a draft, int32 (1 + drafted tokens, ceil(vocab / 32)).
+
+    Args:
+        state: State before the draft. It is not changed.
+        draft: Tokens that the grammar allows and that do not end it.
+    """
+    out_KW = np.zeros((1 + len(draft), -(-state.vocab_size // 32)), dtype=np.int32)
+    matcher = state.matcher.deep_copy() if draft else state.matcher
+    for row, token in zip(out_KW, [*draft, None], strict=True):
+        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if token is not None:
+            matcher.consume_token(token)
     return out_KW
 
 

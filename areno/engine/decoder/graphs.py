@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from areno.engine.decoder.attention_split import AttentionSplit
+from areno.engine.decoder.verification import MAX_ROWS
 from areno.kernels.sampling import SamplingFlags
 
 DecodeBody = Callable[[Tensor, Tensor, Tensor | None, tuple[int, int], SamplingFlags], Tensor]
-"""(rows (4, B), split_lens (2,), prefix groups (G, R) or None: int64; splits; flags) -> (2, B) float64."""
+"""(rows (I, B), split_lens (2,), prefix groups (G, R) or None: int64; splits; flags) -> (2, B) float64."""
 
 GraphKey = tuple[int, "tuple[int, ...] | None", "tuple[int, int]", SamplingFlags]
 """Properties of a batch that a graph is captured for: batch size, shape of the prefix groups, splits, flags."""
@@ -27,6 +28,11 @@ def bucket_sizes(max_running: int) -> list[int]:
     return [*sizes, max_running]
 
 
+def verification_sizes() -> list[int]:
+    """Return the batch sizes of the CUDA graphs of steps with drafts, whose sizes change from step to step: few."""
+    return [8, *(each for power in (16, 32, 64, 128, 256, 512) for each in (power, power * 3 // 2)), MAX_ROWS]
+
+
 class DecodeGraphs:
     """Captures the decode step as CUDA graphs, one for each kind of batch, and replays them.
 
@@ -37,17 +43,18 @@ class DecodeGraphs:
 
     Args:
         body: Function that computes the decode step.
-        max_running: Largest batch size.
+        sizes: The batch sizes, in ascending order.
+        padding: The I inputs of a padding row: the scratch slot, which comes after all others, then position 0, the
+            first token of a completion, and no shared prefix. More inputs may follow.
         device: The GPU.
 
     Attributes:
         n_replays: Number of replayed steps.
     """
 
-    def __init__(self, body: DecodeBody, max_running: int, device: torch.device):
-        self._body, self._sizes, self._device = body, bucket_sizes(max_running), device
-        # A padding row: the scratch slot, after all others, at position 0, sampling its first token, in no group.
-        self._padding = np.array([[max_running], [0], [0], [0]], dtype=np.int64)
+    def __init__(self, body: DecodeBody, sizes: Sequence[int], padding: Sequence[int], device: torch.device):
+        self._body, self._sizes, self._device = body, sizes, device
+        self._padding = np.array(padding, dtype=np.int64)[:, None]
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # graph, inputs, output
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -61,8 +68,8 @@ class DecodeGraphs:
         """Run the decode step for a batch, which is padded to the next batch size of the CUDA graphs.
 
         Args:
-            rows: (4, B) int64. For each batch row: its slot, the position of its input token, the index of the sampled
-                token in its completion, and the length of its shared prefix.
+            rows: (I, B) int64. For each batch row: its slot, the position of its input token, the index of the sampled
+                token in its completion, and the length of its shared prefix. More inputs may follow.
             split: Division of the attention.
             flags: Sampling operations that at least one row needs.
 
@@ -80,11 +87,12 @@ class DecodeGraphs:
         host = torch.empty(inputs.shape, dtype=torch.int64, pin_memory=True)
         packed = host.numpy()
         packed[:2] = split.split_lens
-        columns = packed[2 : 2 + 4 * size].reshape(4, size)
+        end = 2 + len(rows) * size
+        columns = packed[2:end].reshape(len(rows), size)
         columns[:, :n_rows] = rows
         columns[:, n_rows:] = self._padding
         if groups is not None:
-            packed[2 + 4 * size :] = groups.ravel()
+            packed[end:] = groups.ravel()
         inputs.copy_(host, non_blocking=True)
         graph.replay()
         self.n_replays += 1
@@ -107,25 +115,44 @@ class DecodeGraphs:
         split_lens, rows = np.ones(2, dtype=np.int64), self._padding.repeat(size, 1)
         groups = np.full(group_shape or 0, -1, dtype=np.int64)
         inputs = torch.from_numpy(np.concatenate((split_lens, rows.ravel(), groups.ravel()))).to(self._device)
+        end = 2 + rows.size
         args = (
-            inputs[2 : 2 + 4 * size].view(4, size),
+            inputs[2:end].view(rows.shape),
             inputs[:2],
-            None if group_shape is None else inputs[2 + 4 * size :].view(group_shape),
+            None if group_shape is None else inputs[end:].view(group_shape),
             splits,
             flags,
         )
-        graph = torch.cuda.CUDAGraph()
-        # One stream for all captures, so that they find each other's memory and workspaces. Begin and end by hand:
-        # torch.cuda.graph would give the allocator's memory back each time, which takes longer than the capture.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._body(*args)  # outside the capture first: kernels are compiled, workspaces allocated
-            self._stream.synchronize()
-            # Other threads of the process (NCCL's watchdog, say) may call CUDA meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                out = self._body(*args)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph, out = captured(lambda: self._body(*args), self._pool, self._stream)
         return graph, inputs, out
+
+
+def captured(
+    body: Callable[[], Tensor], pool: tuple[int, int], stream: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Run a function once, then capture it as a CUDA graph.
+
+    Args:
+        body: The function.
+        pool: Memory pool of the graphs of this kind.
+        stream: Stream of all captures of this kind, on which they find each other's memory and workspaces.
+
+    Returns:
+        The graph, and the output of the function, which a replay of the graph overwrites.
+    """
+    graph = torch.cuda.CUDAGraph()
+    current = torch.cuda.current_stream(stream.device)
+    # Begin and end by hand: torch.cuda.graph would give the allocator's memory back each time, which takes longer than
+    # the capture.
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        body()  # outside the capture first: kernels are compiled, workspaces allocated
+        stream.synchronize()
+        # Other threads of the process (NCCL's watchdog, say) may call CUDA meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            out = body()
+        finally:
+            graph.capture_end()
+    current.wait_stream(stream)
+    return graph, out

@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.engine.decoder.attention_split import PrefixGroups, split_attention
-from areno.engine.decoder.block_manager import BlockManager, KVGroup, KVLayout
+from areno.engine.decoder.block_manager import BlockManager, KVLayout
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
-from areno.engine.decoder.graphs import DecodeGraphs
+from areno.engine.decoder.graphs import DecodeGraphs, bucket_sizes, verification_sizes
+from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillTensors
 from areno.engine.decoder.sampler import LogitEdits, SlotSampler, sample_edited, scores_of, token_scores
 from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
+from areno.engine.decoder.verification import MAX_ROWS, DraftedRows
 from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
@@ -32,76 +34,6 @@ from areno.layers.adapter import sampling
 from areno.layers.attention import Attend, CachedAttend
 from areno.models.transformer import Transformer
 from areno.types import TokenScores
-
-
-@dataclass(slots=True)
-class PrefillPlaces:
-    """Where a prefill writes and reads keys and values in the KV cache, for one group of layers.
-
-    Each token is given by its index in the cache, which is block * block_size + offset. N is the number of tokens that
-    all chunks compute, M the number of tokens that the chunks attend to, and T the number of block tables of the group.
-
-    Attributes:
-        stored_TN: int64, cache index of each computed token in each block table.
-        keys_TM: int64, cache index of each attended token in each block table. None if the chunks attend only to the
-            tokens that they compute.
-        cu_k: (chunks + 1,) int32, cumulative number of attended tokens of the chunks, from 0 to M.
-        max_k: Largest number of tokens that a chunk attends to.
-    """
-
-    stored_TN: np.ndarray
-    keys_TM: np.ndarray | None
-    cu_k: np.ndarray
-    max_k: int
-
-
-def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first: bool) -> list[PrefillPlaces]:
-    """Return the indices in the KV cache that a prefill writes and reads, for each group of layers.
-
-    Args:
-        chunks: The chunks of prompts that the prefill computes.
-        blocks: The allocator of KV blocks, with the groups of layers.
-        from_the_first: If True, layers with a sliding window also read all earlier tokens of a prompt. Tokens before
-            the window no longer have a block, so their indices point to the scratch block.
-    """
-    return [_of_group(chunks, blocks, index, group, from_the_first) for index, group in enumerate(blocks.groups)]
-
-
-def _of_group(
-    chunks: list[Chunk], blocks: BlockManager, index: int, group: KVGroup, from_the_first: bool
-) -> PrefillPlaces:
-    """Return the cache indices that a prefill writes and reads, for one group of layers.
-
-    `group` is the group, and `index` its index in `blocks.groups`. The other arguments are those of
-    `prefill_places`.
-    """
-    size = blocks.block_size
-    stored, keys = [], []
-    for chunk in chunks:
-        block_tables = chunk.prefill.leader.block_tables
-        group_blocks, n_skipped = (
-            block_tables.group_blocks[index][: blocks.blocks_for(chunk.end)],
-            block_tables.n_skipped[index],
-        )
-        first = 0 if from_the_first else group.first_visible(chunk.start, size)
-        blocks_TW = np.full((group.n_tables, len(group_blocks)), blocks.scratch, dtype=np.int64)
-        own = group_blocks[n_skipped:]
-        blocks_TW[:, n_skipped:] = (
-            own if group.n_tables == 1 else np.array([blocks.physical_blocks(each) for each in own]).T
-        )
-        position = np.arange(first * size, chunk.end)
-        places_TM = blocks_TW[:, position // size] * size + position % size
-        keys.append(places_TM)
-        stored.append(places_TM[:, chunk.start - first * size :])
-    lengths = [each.shape[1] for each in keys]
-    sees_earlier = lengths != [chunk.end - chunk.start for chunk in chunks]
-    return PrefillPlaces(
-        stored_TN=np.concatenate(stored, axis=1),
-        keys_TM=np.concatenate(keys, axis=1) if sees_earlier else None,
-        cu_k=np.cumsum([0, *lengths], dtype=np.int32),
-        max_k=max(lengths),
-    )
-
 
 logger = logging.getLogger("areno")
 
@@ -120,6 +52,8 @@ class PendingTokens:
             log-probabilities of the K most likely tokens. K is 0 if no sequence requests most likely tokens. Valid
             after `ready`.
         ready: CUDA event that marks the end of the copy. None on a CPU.
+        drafts: For each sequence, the drafted tokens that the pass verified. `sampled` then has a column for each row
+            of a DraftedRows. None if no draft was verified.
     """
 
     sequences: list[Sequence]
@@ -127,6 +61,7 @@ class PendingTokens:
     owners_B: np.ndarray
     sampled: Tensor
     ready: torch.cuda.Event | None
+    drafts: list[list[int]] | None = None
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the copy, and return the sampled tokens (int64) and their log-probabilities (float64), (B,) each."""
@@ -136,11 +71,11 @@ class PendingTokens:
         return sampled[0].astype(np.int64), sampled[1]
 
     def top(self) -> list[TokenScores]:
-        """Return, for each sequence, the most likely tokens as (token id, log-probability) pairs. Call `wait` first.
+        """Return, for each sampled token, the most likely tokens as (token id, log-probability) pairs.
 
-        The lists are empty if no sequence requests most likely tokens.
+        Call `wait` first. The lists are empty if no sequence requests most likely tokens.
         """
-        return token_scores(self.sampled.numpy()[2:], len(self.sequences))
+        return token_scores(self.sampled.numpy()[2:], self.sampled.shape[1])
 
 
 class Runner:
@@ -184,6 +119,8 @@ class Runner:
             self.routes = RouteCache(model.routing, n_blocks, blocks.block_size, self.device)
         self.sampler = SlotSampler(n_slots, model.config.vocab_size, self.device)
         self._last_groups: tuple[np.ndarray | None, PrefixGroups | None] = (None, None)
+        self._verified: dict[int, Sequence] = {}  # by slot: the device does not have their last tokens
+        self._uncounted: list[tuple[int, int]] = []  # (slot, token) that the device's counts lack
         on_cuda = self.device.type == "cuda"
         # The torch form of paged attention reads each row by itself, so groups would not help it.
         self.uses_prefix_groups = use_triton(self.cache.tables)
@@ -192,13 +129,27 @@ class Runner:
         )
         self.n_multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
+        self.verification_graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
-            self.graphs = DecodeGraphs(self._decode, max_running, self.device)
+            self.graphs = DecodeGraphs(self._decode, bucket_sizes(max_running), (max_running, 0, 0, 0), self.device)
+            padding = max_running, 0, 0, 0, 0
+            self.verification_graphs = DecodeGraphs(self._verify, verification_sizes(), padding, self.device)
+            # The experts of a pass depend on the host, and exact sums on the number of rows.
+            if not (exact or blocks.has_windows or model.config.delta or model.routing or model.tp.size > 1):
+                scratch = blocks.scratch * blocks.block_size
+                self.prefill_graphs = PrefillGraphs(self._prefill_logits, scratch, self.device)
         elif use_graphs and on_cuda:  # the torch form of paged attention needs the longest length on the host
             logger.warning("decode without CUDA graphs, which need triton, and a GPU of compute capability 7.0 or more")
 
     def _sample(
-        self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, edits: LogitEdits | None
+        self,
+        logits_BV: Tensor,
+        slots_B: Tensor,
+        index_B: Tensor,
+        flags: SamplingFlags,
+        edits: LogitEdits | None,
+        sampler: SlotSampler,
     ) -> Tensor:
         """Sample a token for each of the B batch rows, from logits of the whole vocabulary.
 
@@ -208,6 +159,7 @@ class Runner:
             index_B: int64, index of the sampled token in its completion.
             flags: Sampling operations that at least one row needs.
             edits: Edits of the logits of some rows. None if no row needs edits.
+            sampler: The settings of the slots.
 
         Returns:
             (2, B) float64, tokens and log-probabilities. If `edits` is given, (2 + 2K, B): the ids and the
@@ -216,12 +168,14 @@ class Runner:
         head, first = self.model.output, self.model.output.first
         local_BV = self._kept(logits_BV[:, first : first + head.n_valid], flags)
         if edits is None:
-            out_2B = self.sampler.sample(logits_BV, slots_B, index_B, flags)
+            out_2B = sampler.sample(logits_BV, slots_B, index_B, flags)
         else:
-            out_2B = sample_edited(logits_BV, slots_B, index_B, self.sampler, flags, edits)
-        return self._scored(out_2B, local_BV, slots_B)
+            out_2B = sample_edited(logits_BV, slots_B, index_B, sampler, flags, edits)
+        return self._scored(out_2B, local_BV, slots_B, sampler)
 
-    def _sample_shares(self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
+    def _sample_shares(
+        self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, sampler: SlotSampler
+    ) -> Tensor:
         """Sample a token for each batch row when each tensor-parallel rank has only some columns of the logits.
 
         If `can_sample_columns` accepts `flags`, each rank draws from its own columns. Otherwise, as with top-k or
@@ -232,6 +186,7 @@ class Runner:
             slots_B: int64, slot of each row.
             index_B: int64, index of the sampled token in its completion.
             flags: Sampling operations that at least one row needs.
+            sampler: The settings of the slots.
 
         Returns:
             (2, B) float64, tokens and log-probabilities of all rows, the same on every rank.
@@ -239,17 +194,17 @@ class Runner:
         tp, n_rows, n_valid = self.model.tp, len(slots_B), self.model.output.n_valid
         if can_sample_columns(local_BV, flags):
             valid_BV = self._kept(local_BV[:, :n_valid], flags)
-            out_2B = self.sampler.sample_columns(tp, local_BV, slots_B, index_B, flags)
-            return self._scored(out_2B, valid_BV, slots_B)
+            out_2B = sampler.sample_columns(tp, local_BV, slots_B, index_B, flags)
+            return self._scored(out_2B, valid_BV, slots_B, sampler)
         if more := -n_rows % tp.size:  # rows of the scratch slot
             local_BV = F.pad(local_BV, (0, 0, 0, more))
-            slots_B, index_B = F.pad(slots_B, (0, more), value=self.n_slots - 1), F.pad(index_B, (0, more))
+            slots_B, index_B = F.pad(slots_B, (0, more), value=sampler.n_slots - 1), F.pad(index_B, (0, more))
         logits_RV = tp.columns_to_rows(local_BV)[:, : self.model.config.vocab_size]
         share = slice(tp.rank * len(logits_RV), (tp.rank + 1) * len(logits_RV))
-        out_2R = self.sampler.sample(logits_RV, slots_B[share], index_B[share], flags)
+        out_2R = sampler.sample(logits_RV, slots_B[share], index_B[share], flags)
         out_2B = tp.gather(out_2R, dim=1)[:, :n_rows]
-        self.sampler.record_tokens(out_2B[0].long(), slots_B[:n_rows], share, flags)
-        return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows])
+        sampler.record_tokens(out_2B[0].long(), slots_B[:n_rows], share, flags)
+        return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows], sampler)
 
     def _kept(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
         """Return the logits for `_scored`: `local_BV`, or a copy if sampling would change `local_BV`.
@@ -259,7 +214,7 @@ class Runner:
         """
         return local_BV.clone() if self.is_exact and flags.edits else local_BV
 
-    def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor) -> Tensor:
+    def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor, sampler: SlotSampler) -> Tensor:
         """Replace log-probabilities by those that the training kernel computes, if `self.is_exact` is set.
 
         Args:
@@ -267,13 +222,14 @@ class Runner:
                 may follow.
             local_BV: This rank's columns of the logits before sampling.
             slots_B: int64, slot of each batch row.
+            sampler: The settings of the slots.
 
         Returns:
             `out_2B`.
         """
         if self.is_exact:
             model = self.model
-            out_2B[1] = self.sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.output.first)
+            out_2B[1] = sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.output.first)
         return out_2B
 
     @torch.no_grad()
@@ -291,12 +247,14 @@ class Runner:
         prefilled = [sequence for chunk in scheduled.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
         table = scheduled.table
         slots_of_prefilled = np.array([sequence.slot for sequence in prefilled], dtype=np.int64)
+        self._correct_verified()
         self._upload_slots(prefilled, scheduled.grown)
+        masked = prefilled + (scheduled.decode if scheduled.drafts is None else [])  # drafts have a mask for each row
         if (
             self.sampler.has_masks
             or table.has_grammar[scheduled.slots_B].any()
             or table.has_grammar[slots_of_prefilled].any()
-        ) and (masks := self.sampler.pack_masks(prefilled + scheduled.decode)) is not None:
+        ) and (masks := self.sampler.pack_masks(masked)) is not None:
             self.sampler.assign_masks(*map(self._upload, masks))
         if scheduled.chunks:
             with phase("prefill", tokens=sum(chunk.end - chunk.start for chunk in scheduled.chunks)):
@@ -306,10 +264,35 @@ class Runner:
                 pending.append(PendingTokens(prefilled, slots_of_prefilled, owners_B, *self._download(out)))
         if scheduled.decode:
             with phase("decode", samples=len(scheduled.decode)):
-                out = self._launch_decode(scheduled)
+                out = (
+                    self._launch_decode(scheduled) if scheduled.drafts is None else self._launch_verification(scheduled)
+                )
             owners_B = table.owner[scheduled.slots_B]
-            pending.append(PendingTokens(scheduled.decode, scheduled.slots_B, owners_B, *self._download(out)))
+            sampled = self._download(out)
+            pending.append(PendingTokens(scheduled.decode, scheduled.slots_B, owners_B, *sampled, scheduled.drafts))
         return pending
+
+    def verified(self, sequence: Sequence, n_accepted: int) -> None:
+        """Note that a sequence got tokens from a verification, which the device learns before the next step.
+
+        Args:
+            sequence: The sequence, which is in the batch.
+            n_accepted: Number of new tokens.
+        """
+        self._verified[sequence.slot] = sequence
+        if sequence.is_penalized:
+            self._uncounted += [(sequence.slot, token) for token in sequence.tokens[-n_accepted:]]
+
+    def _correct_verified(self) -> None:
+        """Send the tokens of the last verification to the device: last tokens, and tokens to count for penalties."""
+        verified, self._verified = self._verified, {}
+        uncounted, self._uncounted = self._uncounted, []
+        # A sequence that has left its slot needs nothing: a new one in the slot writes its own values afterwards.
+        last = [(slot, each.tokens[-1]) for slot, each in verified.items() if each.slot == slot]
+        if last:
+            counted = self._upload(np.array(uncounted, dtype=np.int64).reshape(-1, 2).T.copy())
+            slots, tokens = self._upload_columns(last)
+            self.sampler.correct(slots, tokens, counted)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         """Start copying a numpy array to the device, and return the tensor on the device without waiting."""
@@ -363,40 +346,20 @@ class Runner:
         Returns:
             (2, len(prefilled)) float64, tokens and log-probabilities. If a sequence needs LogitEdits, the ids and
             the log-probabilities of the most likely tokens follow in further rows. If `prefilled` is empty, the
-            result is the hidden states, which the caller ignores.
+            result has no meaning.
         """
         chunks = scheduled.chunks
-        tokens: list[int] = []
-        for chunk in chunks:
-            tokens += chunk.prefill.leader.tokens[chunk.start : chunk.end]
-        lengths_q = [chunk.end - chunk.start for chunk in chunks]
-        cu_q = np.cumsum([0, *lengths_q], dtype=np.int32)
-        cu_q_R1, max_q = self._upload(cu_q), max(lengths_q)
         # Spans of the exact attention are counted from the first token on.
-        places = prefill_places(chunks, self.blocks, from_the_first=self.fixed_order)
-        stored: list[Tensor] = []  # one entry for each block table, as in keys and borders
-        keys: list[Tensor | None] = []
-        borders: list[tuple[Tensor, Tensor, int, int]] = []
-        for group in places:
-            cu_k_R1 = self._upload(group.cu_k)
-            stored += self._upload(group.stored_TN)
-            keys += [None] * len(group.stored_TN) if group.keys_TM is None else self._upload(group.keys_TM)
-            borders += [(cu_q_R1, cu_k_R1, max_q, group.max_k)] * len(group.stored_TN)
-
-        def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
-            cached_k, cached_v = self.cache.flat_of(layer)
-            table = self.cache.table_of(layer)
-            # All rows write before any reads: a row may use blocks that another one fills in this very pass.
-            cached_k.index_copy_(0, stored[table], k_NKC)
-            cached_v.index_copy_(0, stored[table], v_NKC)
-            if (keys_M := keys[table]) is not None:  # some chunks also attend to tokens of earlier steps
-                k_NKC, v_NKC = cached_k.index_select(0, keys_M), cached_v.index_select(0, keys_M)
-            return varlen_attention(q_NHC, k_NKC, v_NKC, *borders[table], self.attn_backend, window)
-
-        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        tokens_N, positions_N = self._upload(np.array(tokens, dtype=np.int64)), self._upload(positions)
-        hidden_ND = self._forward(tokens_N, positions_N, self._with_states_of(chunks, cu_q, attend), stored[0])
-        self._score_prompts(chunks, hidden_ND)
+        batch = PrefillBatch.of(chunks, self.blocks, from_the_first=self.fixed_order)
+        logits_KV = None
+        if self.prefill_graphs is not None and not any(chunk.prefill.leader.scores_prompt for chunk in chunks):
+            logits_KV = self.prefill_graphs.run(batch)
+        if logits_KV is None:
+            given = PrefillTensors.of(self._upload(batch.packed()), batch.shape)
+            attend = self._with_states_of(chunks, batch.cu_q, self._attend(given))
+            hidden_ND = self._forward(given.tokens_N, given.positions_N, attend, given.stored[0])
+            self._score_prompts(chunks, hidden_ND)
+            logits_KV = self.model.logits(hidden_ND[given.last_K]) if prefilled else hidden_ND
         copies = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.copies(self.blocks)]
         if copies:
             sources, targets = self._upload_columns(copies)
@@ -408,14 +371,34 @@ class Runner:
             if pairs:
                 self.states.copy(*self._upload_columns(pairs))
         if not prefilled:
-            return hidden_ND
+            return logits_KV
         last = [row for row, chunk in enumerate(chunks) if chunk.is_last]
-        logits_KV = self.model.logits(hidden_ND[self._upload(cu_q[1:].astype(np.int64)[last] - 1)])
         prompt_of_row = np.repeat(np.arange(len(last)), [len(chunks[row].prefill.sequences) for row in last])
         table, edits = scheduled.table, LogitEdits.of(prefilled, self._upload)
         drawn = np.stack([slots_B, table.n_sampled[slots_B] - 1, prompt_of_row])
         on_device_B, index_B, prompts_B = self._upload(drawn)
-        return self._sample(logits_KV[prompts_B], on_device_B, index_B, self.sampler.flags(table, slots_B), edits)
+        flags = self.sampler.flags(table, slots_B)
+        return self._sample(logits_KV[prompts_B], on_device_B, index_B, flags, edits, self.sampler)
+
+    def _attend(self, given: PrefillTensors) -> Attend:
+        """Return the function that computes the attention of a layer in a prefill, and stores its keys and values."""
+
+        def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
+            cached_k, cached_v = self.cache.flat_of(layer)
+            table = self.cache.table_of(layer)
+            # All rows write before any reads: a row may use blocks that another one fills in this very pass.
+            cached_k.index_copy_(0, given.stored[table], k_NKC)
+            cached_v.index_copy_(0, given.stored[table], v_NKC)
+            if (keys_M := given.keys[table]) is not None:  # some chunks also attend to tokens of earlier steps
+                k_NKC, v_NKC = cached_k.index_select(0, keys_M), cached_v.index_select(0, keys_M)
+            return varlen_attention(q_NHC, k_NKC, v_NKC, *given.borders[table], self.attn_backend, window)
+
+        return attend
+
+    def _prefill_logits(self, given: PrefillTensors) -> Tensor:
+        """Compute a prefill of a model without recurrent layers, and return the logits of the last tokens, (K, V)."""
+        hidden_ND = self._forward(given.tokens_N, given.positions_N, self._attend(given), None)
+        return self.model.logits(hidden_ND[given.last_K])
 
     def _with_states_of(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
         """Return `attend`, or for a model with recurrent layers a CachedAttend that computes these layers too.
@@ -516,6 +499,63 @@ class Runner:
             self._upload(rows), self._upload(split.split_lens), groups, split.splits, flags, max_len, edits
         )
 
+    def _launch_verification(self, scheduled: SchedulerOutput) -> Tensor:
+        """Launch the decode pass of a step with drafts.
+
+        Returns:
+            (2, N) float64, token and log-probability of each of the N rows of a DraftedRows, in further rows the most
+            likely tokens as in `_launch_decode`.
+        """
+        assert scheduled.drafts is not None
+        drafted = DraftedRows.of(scheduled.decode, scheduled.drafts, scheduled.table)
+        slots_N, table = drafted.slots_N, scheduled.table
+        lengths_N, graphs = drafted.positions_N + 1, self.verification_graphs
+        flags = self.sampler.flags(table, slots_N, drafted.index_N)
+        needs_edits = table.needs_edits[scheduled.slots_B].any()
+        if needs_edits or flags.masked or flags.penalized or len(slots_N) > MAX_ROWS:
+            graphs = None  # the inputs of such a step have no fixed size
+        size = len(slots_N) if graphs is None else graphs.size_for(len(slots_N))
+        may_group = self.uses_prefix_groups and not self.blocks.has_windows  # rows are not sorted by their own length
+        split = split_attention(
+            drafted.sequences,
+            self.cache.block_size,
+            group_size=self.group_size,
+            n_multiprocessors=self.n_multiprocessors,
+            max_groups=max(1, 2 * size // self.group_size) if may_group else 0,
+            n_heads=self.cache.n_heads,
+            fixed_order=self.fixed_order,
+            lengths_B=lengths_N,
+        )
+        rows = np.stack([slots_N, drafted.positions_N, drafted.index_N, split.shared_lens_B, drafted.tokens_N])
+        if graphs is not None:
+            return graphs.run(rows, split, flags)
+        edits = LogitEdits.of(drafted.sequences, self._upload) if needs_edits else None
+        groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
+        masks_NW = drafted.masks(self.sampler.n_words) if flags.masked else None
+        rows_5N = self._upload(rows)
+        sampler = self.sampler.at_rows(
+            rows_5N[0],
+            flags,
+            self._upload(drafted.drafted_counts()) if flags.penalized else None,
+            None if masks_NW is None else self._upload(masks_NW),
+        )
+        max_len = int(lengths_N.max())
+        return self._decode(
+            rows_5N, self._upload(split.split_lens), groups, split.splits, flags, max_len, edits, sampler
+        )
+
+    def _verify(
+        self,
+        rows: Tensor,
+        split_lens: Tensor,
+        prefix_groups_GR: Tensor | None,
+        splits: tuple[int, int],
+        flags: SamplingFlags,
+    ) -> Tensor:
+        """Run a step with drafts whose rows have no penalties, masks or edits. The arguments are those of `_decode`."""
+        of_rows = self.sampler.at_rows(rows[0], flags)
+        return self._decode(rows, split_lens, prefix_groups_GR, splits, flags, of_rows=of_rows)
+
     def _known_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
         """Return the shared-prefix groups of the last decode step if this step has the same sequences, else None.
 
@@ -534,12 +574,14 @@ class Runner:
         flags: SamplingFlags,
         max_len: int | None = None,
         edits: LogitEdits | None = None,
+        of_rows: SlotSampler | None = None,
     ) -> Tensor:
         """Run the model on the last token of each row, and sample the next token.
 
         Args:
             rows: (4, B) int64. For each batch row: its slot, the position of its input token, the index of the sampled
-                token in its completion, and the length of its shared prefix.
+                token in its completion, and the length of its shared prefix. With `of_rows`, (5, B): its input token
+                follows, and rows of one sequence may follow each other.
             split_lens: (2,) int64, number of positions in a split of the attention: of a row's own positions, and of a
                 group's shared positions.
             prefix_groups_GR: int64, batch rows of each shared-prefix group, padded with -1. None if there are no
@@ -548,12 +590,13 @@ class Runner:
             flags: Sampling operations that at least one row needs.
             max_len: Length of the longest row in tokens. None in a captured graph.
             edits: Edits of the logits of some rows. None if no row needs edits.
+            of_rows: Settings of each row, for the verification of drafts. None takes those of the row's slot.
 
         Returns:
             (2, B) float64, tokens and log-probabilities. If `edits` is given, (2 + 2K, B): the ids and the
             log-probabilities of the K most likely tokens follow.
         """
-        slots_B, positions_B, index_B, shared_lens_B = rows
+        slots_B, positions_B, index_B, shared_lens_B = rows[:4]
         batch = PagedBatch(
             table_TW=self.cache.tables[0],
             slots_B=slots_B,
@@ -567,16 +610,23 @@ class Runner:
             max_len=max_len,
         )
         batches = [replace(batch, table_TW=table_TW) for table_TW in self.cache.tables]
+        stored = [] if of_rows is None else [self.cache.places(t, slots_B, positions_B) for t in self.cache.tables]
 
         def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, window: int | None) -> Tensor:
             blocks, table = self.cache.blocks_of(layer), self.cache.table_of(layer)
+            if stored:  # a row attends to rows before it, whose keys the kernel would write at the same time
+                for part, new in zip(self.cache.flat_of(layer), (k_BKC, v_BKC), strict=True):
+                    part.index_copy_(0, stored[table], new)
             return decode_attention(q_BHC, k_BKC, v_BKC, blocks, batches[table], window)
 
         mix: Attend = attend
         if (states := self.states) is not None:
             mix = CachedAttend(attend, lambda layer, given, weights: states.step(layer, given, weights, slots_B))
         places_B = None if self.routes is None else self.routes.places(batch.table_TW, slots_B, positions_B)
-        hidden_BD = self._forward(self.sampler.tensors.last_token[slots_B], positions_B, mix, places_B)
+        tokens_B = self.sampler.tensors.last_token[slots_B] if of_rows is None else rows[4]
+        hidden_BD = self._forward(tokens_B, positions_B, mix, places_B)
+        sampler = self.sampler if of_rows is None else of_rows
+        drawn_B = slots_B if of_rows is None else torch.arange(len(slots_B), device=slots_B.device)
         if self.model.tp.size > 1 and edits is None:
-            return self._sample_shares(self.model.logit_columns(hidden_BD), slots_B, index_B, flags)
-        return self._sample(self.model.logits(hidden_BD), slots_B, index_B, flags, edits)
+            return self._sample_shares(self.model.logit_columns(hidden_BD), drawn_B, index_B, flags, sampler)
+        return self._sample(self.model.logits(hidden_BD), drawn_B, index_B, flags, edits, sampler)

@@ -10,12 +10,14 @@ Shape letters: B rows of the batch, R rows among them with edits, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from areno.engine.decoder.grammar import masks
 from areno.engine.decoder.sequence import Sequence
@@ -57,18 +59,70 @@ class SlotSampler:
             counts=None,
             last_token=torch.zeros(n_slots, dtype=torch.int64, device=device),
         )
-        self._counts_shape = (n_slots, vocab_size)
+        self.n_slots, self.vocab_size = n_slots, vocab_size
         self.masks_SW: Tensor | None = None
         self._masked_slots: set[int] = set()  # slots whose masks have cleared bits
 
-    def flags(self, table: SlotTable, slots_B: np.ndarray) -> SamplingFlags:
+    def at_rows(
+        self, slots_N: Tensor, flags: SamplingFlags, counts: Tensor | None = None, masks_NW: Tensor | None = None
+    ) -> SlotSampler:
+        """Return a sampler in which each of N rows has its own slot, so that rows of one sequence can differ.
+
+        Slot i of the result has the settings of row i, and a last slot has those of this sampler's last slot. Drawing
+        with the result changes nothing in this sampler.
+
+        Args:
+            slots_N: int64, slot of each row in this sampler.
+            flags: Sampling operations that at least one row needs. Tensors of other operations are left out, because a
+                CUDA graph must not read memory that may move.
+            counts: (2, n) int64, pairs (row, token) of tokens to count for the penalties of a row, beyond those that
+                its slot counts. None if no row has a penalty.
+            masks_NW: Grammar mask of each row, as in `masks_SW`. None if no row has a grammar.
+        """
+        of, slots = self.tensors, F.pad(slots_N, (0, 1), value=self.n_slots - 1)
+        rows = copy.copy(self)
+        rows.n_slots = len(slots)
+        rows.masks_SW = None if masks_NW is None else F.pad(masks_NW, (0, 0, 0, 1), value=-1)
+        counted = None
+        if counts is not None and of.counts is not None:
+            counted = of.counts[slots]
+            counted.index_put_((counts[0], counts[1]), counted.new_ones(()), accumulate=True)
+        rows.tensors = SamplingSettings(
+            key=of.key[slots],
+            temperature=of.temperature[slots],
+            greedy=of.greedy[slots],
+            top_k=of.top_k[slots],
+            top_p=of.top_p[slots],
+            min_new=of.min_new[slots],
+            banned=of.banned[slots] if flags.n_banned else of.banned.new_empty(len(slots), 0),
+            penalty=of.penalty[slots],
+            counts=counted,
+            last_token=torch.zeros_like(slots),
+        )
+        return rows
+
+    def correct(self, slots: Tensor, tokens: Tensor, counted: Tensor) -> None:
+        """Take over the tokens that sequences got from a verification.
+
+        Args:
+            slots: int64 slots, each at most once.
+            tokens: int64, last token of each of these slots.
+            counted: (2, n) int64, pairs (slot, token) of accepted tokens to count for penalties.
+        """
+        self.tensors.last_token[slots] = tokens
+        if self.tensors.counts is not None and counted.shape[1]:
+            self.tensors.counts.index_put_((counted[0], counted[1]), self.tensors.counts.new_ones(()), accumulate=True)
+
+    def flags(self, table: SlotTable, slots_B: np.ndarray, index_B: np.ndarray | None = None) -> SamplingFlags:
         """Return the sampling operations that at least one of these slots needs, such as top-k or a penalty.
 
         Args:
             table: The numbers of all slots.
             slots_B: The slots.
+            index_B: Index in the completion of the token that each slot draws. None for the last planned token.
         """
-        may_stop_B = table.n_sampled[slots_B] > table.min_new[slots_B]
+        index_B = table.n_sampled[slots_B] - 1 if index_B is None else index_B
+        may_stop_B = index_B >= table.min_new[slots_B]
         return SamplingFlags(
             filtered=bool(table.is_filtered[slots_B].any()),
             n_banned=0 if may_stop_B.all() else self.tensors.banned.shape[1],
@@ -123,7 +177,7 @@ class SlotSampler:
         tensors.penalty[slots] = packed[6].view(torch.float64).float()
         tensors.min_new[slots] = packed[7]
         if (more := len(banned_KN) - tensors.banned.shape[1]) > 0:
-            tensors.banned = torch.nn.functional.pad(tensors.banned, (0, more), value=-1)
+            tensors.banned = F.pad(tensors.banned, (0, more), value=-1)
         tensors.banned[slots, : len(banned_KN)] = banned_KN.T
         tensors.banned[slots, len(banned_KN) :] = -1
 
@@ -155,10 +209,15 @@ class SlotSampler:
             pairs_2N: The (slot, token) pairs of N completion tokens from `pack_counts`, on the device.
         """
         if self.tensors.counts is None:
-            self.tensors.counts = torch.zeros(self._counts_shape, dtype=torch.int32, device=slots.device)
+            self.tensors.counts = torch.zeros((self.n_slots, self.vocab_size), dtype=torch.int32, device=slots.device)
         counts = self.tensors.counts
         counts[slots] = 0
         counts.index_put_((pairs_2N[0], pairs_2N[1]), counts.new_ones(()), accumulate=True)
+
+    @property
+    def n_words(self) -> int:
+        """Number of 32-bit words in a mask, which has one bit for each token of the vocabulary."""
+        return -(-self.vocab_size // 32)
 
     @property
     def has_masks(self) -> bool:
@@ -183,7 +242,7 @@ class SlotSampler:
         if not with_grammar and not freed:
             return None
         slots = np.array([sequence.slot for sequence in with_grammar + freed], dtype=np.int64)
-        masks_KW = np.full((len(slots), -(-self._counts_shape[1] // 32)), -1, dtype=np.int32)
+        masks_KW = np.full((len(slots), self.n_words), -1, dtype=np.int32)
         if with_grammar:
             found = masks([sequence.grammar for sequence in with_grammar if sequence.grammar is not None])
             masks_KW[: len(with_grammar)] = found[:, : masks_KW.shape[1]]
@@ -199,7 +258,7 @@ class SlotSampler:
             masks_KW: Mask of each of the K slots from `pack_masks`, on the device.
         """
         if self.masks_SW is None:
-            shape = (self._counts_shape[0], masks_KW.shape[1])
+            shape = (self.n_slots, masks_KW.shape[1])
             self.masks_SW = torch.full(shape, -1, dtype=torch.int32, device=slots.device)
         self.masks_SW[slots] = masks_KW
 
@@ -246,9 +305,8 @@ class SlotSampler:
         Returns:
             (2, B) float64: tokens and log-probabilities, the same on every rank.
         """
-        vocab = self._counts_shape[1]
         out_2B = sample_columns(
-            columns_BV, vocab, slots_B, index_B, self.tensors, flags, tp.rank, tp.all_gather_stacked
+            columns_BV, self.vocab_size, slots_B, index_B, self.tensors, flags, tp.rank, tp.all_gather_stacked
         )
         self.tensors.last_token[slots_B] = out_2B[0].long()
         return out_2B

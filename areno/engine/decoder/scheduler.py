@@ -17,6 +17,7 @@ chunk, and blocks before the window of the next chunk are freed.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +25,7 @@ import numpy as np
 from areno.engine.decoder.block_manager import BlockManager, BlockTables, PrefixMatch
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import NEVER, SlotTable
+from areno.engine.decoder.verification import fitting_draft
 from areno.types import GenerationRequest
 
 _BULK = 8  # a full batch admits sequences again when it has shrunk to (_BULK - 1) / _BULK of its size,
@@ -107,6 +109,8 @@ class SchedulerOutput:
         slots_B: int64, slot of each sequence in `decode`. The same array as in the last step if the batch is the same.
         grown: Those of `decode` that got a KV block in this step.
         table: The numbers of all slots.
+        drafts: For each sequence in `decode`, the drafted tokens that the decode pass verifies. None if no sequence has
+            a draft.
     """
 
     chunks: list[Chunk]
@@ -114,6 +118,7 @@ class SchedulerOutput:
     slots_B: np.ndarray
     grown: list[Sequence]
     table: SlotTable
+    drafts: list[list[int]] | None = None
 
 
 class Scheduler:
@@ -175,19 +180,60 @@ class Scheduler:
             self.cache_left()
         return n_needed > self.blocks.n_available
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, propose: Callable[[list[Sequence]], list[list[int]]] | None = None) -> SchedulerOutput:
         """Plan the next step.
 
         The caller must launch the plan, because `n_kv` and `n_sampled` of the sequences already count the tokens of
-        the planned step.
+        the planned step, all drafted tokens included.
+
+        Args:
+            propose: Returns drafted tokens for each of the sequences that decode. It may only be given if all sampled
+                tokens have arrived. None plans a step without drafts.
         """
         self._step += 1
         self._release_skipped_of_prefilled()
         decode, slots_B, grown = self._grow_running()
+        drafts = None if propose is None or not decode else self._drafts_with_room(decode, propose(decode), grown)
         chunks = self._next_chunks()
-        self.table.n_kv[slots_B] += 1
-        self.table.n_sampled[slots_B] += 1
-        return SchedulerOutput(chunks, decode, slots_B, grown, self.table)
+        n_rows_B = 1 if drafts is None else np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
+        self.table.n_kv[slots_B] += n_rows_B
+        self.table.n_sampled[slots_B] += n_rows_B
+        return SchedulerOutput(chunks, decode, slots_B, grown, self.table, drafts)
+
+    def _drafts_with_room(
+        self, decode: list[Sequence], drafts: list[list[int]], grown: list[Sequence]
+    ) -> list[list[int]] | None:
+        """Allocate the KV blocks of drafted tokens, and shorten the drafts for which too few blocks are available.
+
+        One available block is left for each running sequence, so that drafts preempt no sequence. `grown` gets the
+        sequences that got a block.
+
+        Returns:
+            The drafts that have room. None if all are empty.
+        """
+        reserve, table = len(self.running) * self.blocks.blocks_over_all_groups, self.table
+        found: list[list[int]] = []
+        for sequence, proposed in zip(decode, drafts, strict=True):
+            draft = fitting_draft(sequence, proposed) if proposed else []
+            while (room := sequence.block_tables.capacity - sequence.n_kv - 1) < len(draft):
+                if self.blocks.n_available - self.blocks.blocks_over_all_groups < reserve:
+                    draft = draft[:room]
+                    break
+                sequence.block_tables.append_blocks()
+                table.capacity[sequence.slot] = sequence.block_tables.capacity
+                if sequence not in grown[-1:]:
+                    grown.append(sequence)
+            found.append(draft)
+        return found if any(found) else None
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Remove the rejected draft tokens of a running sequence from the plan, after its tokens have arrived.
+
+        Args:
+            sequence: The sequence. No other tokens of the sequence are in flight.
+        """
+        sequence.n_sampled = sequence.n_new
+        sequence.n_kv = sequence.n_prompt + sequence.n_new - 1
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
         """Add the full blocks of a sequence to the prefix cache. Does nothing if the prefix cache is not used.

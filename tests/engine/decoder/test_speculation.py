@@ -1,0 +1,267 @@
+"""Speculation: with drafters that are right, wrong or random, samples are those of a run without drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areno.engine.decoder.grammar import GrammarCompiler
+from areno.engine.exact import make_exact
+from areno.models.registry import build_model
+from areno.models.transformer import Transformer
+from areno.types import Begun, GenerationOutput, GenerationRequest
+from tests.helpers.drafters import KnownDrafter
+from tests.helpers.family_cases import random_model
+from tests.helpers.tiny_decoder import EOS, VOCAB, Outputs, make_decoder, model, request
+from tests.helpers.two_ranks import load
+
+WRONG = [0.0, 1.0, 0.4]
+
+
+def edited(item: GenerationRequest, **how: Any) -> GenerationRequest:
+    return dataclasses.replace(item, **how)
+
+
+REQUESTS = [
+    request(1, 9, n_samples=3, max_new_tokens=20),
+    request(2, 1, temperature=0.7),
+    request(3, 17, n_samples=2, top_k=4),
+    request(4, 8, greedy=True, max_new_tokens=25),
+    request(5, 30, top_p=0.8, temperature=1.3),
+    request(6, 5, ignore_eos=False, min_new_tokens=7, max_new_tokens=40, n_samples=4),
+    request(7, 4, max_new_tokens=1, n_samples=2),
+    request(8, 6, frequency_penalty=0.6, n_samples=2, max_new_tokens=24),
+    request(9, 6, presence_penalty=0.8, frequency_penalty=-0.5, min_p=0.05, max_new_tokens=24),
+    edited(request(10, 7), logit_bias={5: 3.0, 9: -2.0}, top_logprobs=3),
+    edited(request(11, 12, n_samples=2), top_logprobs=2, prompt_logprobs=True),
+    request(12, 7, stop_token_ids=[8, 9, 10], n_samples=4, max_new_tokens=30),
+    request(13, 7, stop=["hu", "c"], n_samples=4, max_new_tokens=30, min_new_tokens=3),
+    edited(request(14, 7, n_samples=2, max_new_tokens=22), pieces=True),
+    edited(request(15, 9, max_new_tokens=21), begun=Begun([7, 8, 9], [-1.0, -2.0, -3.0], [0, 0, 0])),
+]
+LETTERS = ["<pad>", "?", "_", "<eos>", ",", *string.ascii_lowercase]
+
+
+def detokenize(tokens: list[int]) -> str:
+    return "".join(LETTERS[token] if token < len(LETTERS) else "#" for token in tokens)
+
+
+@functools.cache
+def exact_model() -> Transformer:
+    built = build_model(model().config, dtype=torch.float32, device="cpu")
+    built.load_state_dict(model().state_dict())
+    make_exact(built)
+    return built
+
+
+def sampled(of: Transformer, requests: list[GenerationRequest], drafter: Any = None, **how: Any) -> Outputs:
+    decoder = make_decoder(of, drafter=drafter, detokenize=detokenize, **how)
+    decoder.weights_version = 3
+    for item in requests:
+        decoder.submit(item)
+    outputs: Outputs = {}
+    while decoder.has_work:
+        outputs |= {(o.request_id, o.sample): o for o in decoder.step() if o.finish_reason is not None}
+    if drafter is not None:
+        stats = decoder.stats
+        assert stats.drafted_tokens > 0
+        assert drafter.n_finished == len(outputs)
+        if drafter.wrong == 1:
+            assert stats.accepted_tokens == 0
+        if drafter.wrong == 0:
+            assert stats.accepted_tokens > 0.8 * stats.drafted_tokens
+        assert stats.generated_tokens == sum(len(o.tokens) for o in outputs.values()) - sum(
+            len(item.begun.tokens) for item in requests if item.begun
+        )
+    decoder._scheduler.cache_left()
+    assert decoder.blocks.n_available == decoder.blocks.n_blocks
+    return outputs
+
+
+def assert_equal(got: Outputs, expected: Outputs, *, bits: bool) -> None:
+    assert got.keys() == expected.keys()
+    for key, output in got.items():
+        other = expected[key]
+        assert (output.tokens, output.finish_reason) == (other.tokens, other.finish_reason), key
+        assert output.versions == other.versions
+        if bits:
+            assert output.logprobs == other.logprobs, key
+            assert output.top_logprobs == other.top_logprobs
+        else:
+            assert output.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            tops = ([[token for token, _ in each] for each in one.top_logprobs] for one in (output, other))
+            assert next(tops) == next(tops)
+
+
+def known(outputs: Outputs, wrong: float, **how: Any) -> KnownDrafter:
+    return KnownDrafter({key: output.tokens for key, output in outputs.items()}, VOCAB, wrong, **how)
+
+
+EXACT = {"exact": True, "attn_backend": "fixed_order"}
+
+
+@functools.cache
+def without_drafts(is_exact: bool) -> Outputs:
+    return sampled(exact_model() if is_exact else model(), REQUESTS, **(EXACT if is_exact else {}))
+
+
+@pytest.mark.parametrize(
+    ("is_exact", "runs_ahead"),
+    [(True, False), (False, True), *(pytest.param(both, both, marks=pytest.mark.slow) for both in (False, True))],
+)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_samples_are_those_of_a_run_without_drafts(wrong: float, is_exact: bool, runs_ahead: bool) -> None:
+    expected = without_drafts(is_exact)
+    of, how = (exact_model(), EXACT) if is_exact else (model(), {})
+    got = sampled(of, REQUESTS, known(expected, wrong), runs_ahead=runs_ahead, **how)
+    assert_equal(got, expected, bits=is_exact)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_with_few_blocks_that_preempt(wrong: float) -> None:
+    expected = without_drafts(True)
+    drafter = known(expected, wrong)
+    decoder = make_decoder(exact_model(), drafter=drafter, detokenize=detokenize, n_blocks=24, max_running=9, **EXACT)
+    decoder.weights_version = 3
+    for item in REQUESTS:
+        decoder.submit(item)
+    outputs: Outputs = {}
+    while decoder.has_work:
+        outputs |= {(o.request_id, o.sample): o for o in decoder.step() if o.finish_reason is not None}
+    assert decoder.stats.preemptions > 0
+    assert decoder.stats.drafted_tokens > 0
+    assert_equal(outputs, expected, bits=True)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_grammar_masks_each_position(wrong: float) -> None:
+    requests = [
+        dataclasses.replace(request(i, 9, n_samples=2, max_new_tokens=22), grammar="start: /[a-z]{3}(,[a-z]{3})*/")
+        for i in (1, 2)
+    ]
+    requests += [dataclasses.replace(request(3, 9, max_new_tokens=22), grammar="start: /[a-e]{2,9}/", top_logprobs=2)]
+    requests += [request(4, 6, n_samples=2, frequency_penalty=0.5)]
+    how = {**EXACT, "compile_grammar": compiler().compile}
+    expected = sampled(exact_model(), requests, **how)
+    assert_equal(sampled(exact_model(), requests, known(expected, wrong), **how), expected, bits=True)
+
+
+@functools.cache
+def compiler() -> GrammarCompiler:
+    import transformers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(LETTERS)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    of_chars = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    return GrammarCompiler(of_chars, VOCAB, [EOS])
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_streams_return_each_token_once(wrong: float) -> None:
+    item = dataclasses.replace(request(1, 9, n_samples=2, max_new_tokens=20), stream=True, top_logprobs=1)
+    expected = sampled(model(), [item])
+    decoder = make_decoder(drafter=known(expected, wrong))
+    decoder.submit(item)
+    streamed: dict[tuple[int, int], list[int]] = {key: [] for key in expected}
+    while decoder.has_work:
+        for output in decoder.step():
+            key = output.request_id, output.sample
+            if output.finish_reason is None:
+                assert len(output.tokens) == len(output.logprobs) == len(output.top_logprobs) > 0
+                streamed[key] += output.tokens
+                assert streamed[key] == expected[key].tokens[: len(streamed[key])]
+            else:
+                assert output.tokens == expected[key].tokens
+    assert any(streamed.values())
+
+
+def random_requests(rng: random.Random) -> list[GenerationRequest]:
+    requests: list[GenerationRequest] = []
+    for number in range(rng.randrange(4, 8)):
+        prompt = [rng.randrange(4, 101) for _ in range(rng.randrange(1, 50))]
+        if requests and rng.random() < 0.4:
+            prompt = (rng.choice(requests).prompt[: rng.randrange(1, 40)] + prompt)[:60]
+        item = request(number, 1, n_samples=rng.randrange(1, 5), max_new_tokens=rng.randrange(1, 30))
+        requests.append(dataclasses.replace(item, prompt=prompt))
+    return requests
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 9))])
+@pytest.mark.parametrize("case", ["gemma3-tied", "mistral-window", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
+def test_random_rollouts(case: str, seed: int, tmp_path: Path) -> None:
+    """In a small cache, with aborts, new weights and parked samples on the way."""
+    random_model(case, tmp_path)
+    of, rng = load(tmp_path), random.Random(seed)
+    requests = random_requests(rng)
+    expected = sampled(of, requests, n_blocks=400, max_prefill_tokens=512)
+    completions = {key: output.tokens for key, output in expected.items()}
+    longest = max(len(item.prompt) + item.params.max_new_tokens for item in requests)
+    how = {"max_running": rng.randrange(3, 9), "max_prefill_tokens": rng.choice([3, 7, 16])}
+    drafter = KnownDrafter(completions, 101, 0.3, seed=seed)
+    decoder = make_decoder(of, n_blocks=longest // 4 + 8, drafter=drafter, runs_ahead=rng.random() < 0.5, **how)
+    waiting, aborted = list(requests), set[int]()
+    found: dict[tuple[int, int], GenerationOutput] = {}
+    while waiting or decoder.has_work:
+        if waiting and rng.random() < 0.7:
+            decoder.submit(waiting.pop(0))
+        if rng.random() < 0.02:
+            decoder.reset_cache()
+        if rng.random() < 0.01:
+            aborted.add(number := rng.choice(list(decoder.unfinished) or [-1]))
+            decoder.abort(number)
+        found |= {(output.request_id, output.sample): output for output in decoder.step()}
+    assert decoder.stats.accepted_tokens > 0
+    decoder._scheduler.cache_left()
+    assert decoder.blocks.n_available == decoder.blocks.n_blocks
+    assert found.keys() == expected.keys()
+    for key, output in found.items():
+        other, n = expected[key], len(output.tokens)
+        assert output.tokens == other.tokens[:n]
+        assert output.logprobs == pytest.approx(other.logprobs[:n], abs=1e-3)
+        if key[0] not in aborted:
+            assert (n, output.finish_reason) == (len(other.tokens), other.finish_reason)
+
+
+def test_parked_samples_have_the_tokens_of_a_run_without_drafts() -> None:
+    expected = without_drafts(False)
+    decoder = make_decoder(drafter=known(expected, 0.4), detokenize=detokenize, runs_ahead=True)
+    for item in REQUESTS:
+        decoder.submit(item)
+    for _ in range(4):
+        decoder.step()
+    parked = decoder.park()
+    assert parked
+    for output in parked:
+        tokens = expected[output.request_id, output.sample].tokens
+        assert output.tokens == tokens[: len(output.tokens)]
+
+
+def test_models_with_recurrent_states_do_not_draft(tmp_path: Path) -> None:
+    random_model("qwen3.5", tmp_path)
+    assert make_decoder(load(tmp_path), drafter=KnownDrafter({}, VOCAB)).drafter is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_graphs", [False, True])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_on_the_gpu(wrong: float, use_graphs: bool) -> None:
+    of = build_model(model().config, dtype=torch.float32, device="cuda")
+    of.load_state_dict(model().state_dict())
+    make_exact(of, timed=False)
+    how = {**EXACT, "use_graphs": use_graphs, "runs_ahead": True}
+    expected = sampled(of, REQUESTS, **how)
+    assert_equal(sampled(of, REQUESTS, known(expected, wrong), **how), expected, bits=True)
+    plain = REQUESTS[:7]  # whose steps run as graphs, with rows for padding and for shared prompts
+    alone = {key: output for key, output in expected.items() if key[0] < 8}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("areno.engine.decoder.attention_split.MIN_SAVING", 0)
+        assert_equal(sampled(of, plain, known(expected, wrong), **how), alone, bits=True)
