@@ -230,10 +230,6 @@ class Setup(Generic[Config]):
             self.trainer = models.trainer = self._load(stack, plan, at_once)
             self._resources = stack.pop_all()
 
-<<<<<<< HEAD
-    def _check_sources(self, train: Any, valid: Any) -> None:
-        """Raise an error if rows that the settings name do not exist. An evaluation needs no training rows.
-=======
     @cached_property
     def live_agents(self) -> LiveAgents | None:
         """The agents that live across steps. None without agents, and in an evaluation."""
@@ -242,9 +238,8 @@ class Setup(Generic[Config]):
             return None
         return LiveAgents(config, self.trainer, self.agents, self.run.during_steps)
 
-    def _check_train_source(self, given: Any) -> None:
-        """Raise an error if the training rows that the settings name do not exist. Does nothing for an evaluation.
->>>>>>> agents
+    def _check_sources(self, train: Any, valid: Any) -> None:
+        """Raise an error if rows that the settings name do not exist. An evaluation needs no training rows.
 
         Args:
             train: Training rows that a script passes instead. If not None, the training rows are not checked.
