@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,7 +129,7 @@ class DecodeGraphs:
 
 
 def captured(
-    body: Callable[[], Tensor], pool: tuple[int, int], stream: torch.cuda.Stream
+    body: Callable[[], Tensor], pool: Any, stream: torch.cuda.Stream
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Run a function once, then capture it as a CUDA graph.
 
