@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -52,6 +53,8 @@ class SpawnedGroup:
         self.spec = self.processes.spec
         self._layout = self.spec.layout
         self._stats = [RolloutStats() for _ in self._layout.leaders]
+        # One for each rank: agents' requests are sent by another thread than the commands of training.
+        self._sending = [threading.Lock() for _ in range(self.spec.world_size)]
         self.heartbeats = WorkerHeartbeats(self.processes.counters, self._layout)
         self.watchdog = Watchdog(spec.engine.stall_timeout_s, self)
         try:
@@ -177,9 +180,10 @@ class SpawnedGroup:
     def _send(self, rank: int, command: Command) -> None:
         """Send a command to the leader of a tensor-parallel group, and count the command as unfinished work."""
         processes = self._open_processes
-        self.heartbeats.sent(rank, command.method)
         try:
-            processes.send(rank, command)
+            with self._sending[rank]:
+                self.heartbeats.sent(rank, command.method)
+                processes.send(rank, command)
         except (BrokenPipeError, ConnectionResetError):
             self._raise_death(rank)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import multiprocessing.dummy
 import os
 import signal
@@ -223,6 +224,30 @@ def test_which_form() -> None:
     two = engine_spec(devices=["cpu", "cpu"])
     with pytest.raises(EngineError, match=r"engine\.workers=inline holds one device, not cpu, cpu; use spawn"):
         start_workers(two, "inline")
+
+
+def test_long_commands_of_two_threads_arrive_whole(folder: Path) -> None:
+    """Agents send requests while the driver sends rows to train on. A long message is written in two pieces."""
+    unknown = list(range(1 << 20, (1 << 20) + 20_000))
+    with contextlib.closing(SpawnedGroup(spec(folder))) as group:
+        group.call("begin_rollout", ROLLOUT)
+        counted, sent, is_over = list(group.heartbeats._sent), itertools.count(), threading.Event()
+
+        def casts() -> None:
+            while not is_over.is_set():
+                group.cast(0, "abort", unknown)
+                next(sent)
+
+        thread = threading.Thread(target=casts)
+        thread.start()
+        try:
+            for _ in range(200):
+                group.cast(0, "abort", unknown)
+        finally:
+            is_over.set()
+            thread.join()
+        group.call("wait")
+        assert group.heartbeats._sent[0] == counted[0] + 200 + next(sent) + 1
 
 
 @pytest.mark.parametrize("busy", ["decoding", "training", pytest.param("idle", marks=pytest.mark.slow)])
