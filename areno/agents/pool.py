@@ -2,7 +2,7 @@
 
 `AgentPool` starts the processes, sends items to them and collects the trajectories. An item is the task for one
 sample of a prompt. Each process runs many items at once (areno/agents/process.py). Items can be added while others
-run, and can go on while the driver trains. The user's code can print, hang, crash or leak memory in its process without
+run, and continue while the driver trains. The user's code can print, hang, crash or leak memory in its process without
 harm to the training run. An item has no trajectory if its agent fails or exceeds the time limit. The other items
 continue.
 """
@@ -182,19 +182,20 @@ class AgentPool(WorkerPool[AgentConfig]):
             worker.send(self._running.next_chunk(), self.config.timeout_s)
 
     def suspend(self) -> None:
-        """Let the time limits of the agents stand, and keep their outcomes in the processes, until `resume`."""
+        """Pause the time limits of the agents until `resume`. Their outcomes stay in the processes meanwhile."""
         self._suspended_at = time.monotonic()
         for worker in self.workers:
-            worker.tell(SUSPEND)
+            worker.post((SUSPEND, self._suspended_at))
 
     def resume(self) -> None:
-        """Let the time limits of the agents go on after `suspend`. Does nothing if they do."""
+        """Continue the time limits of the agents after `suspend`. Does nothing if they are not paused."""
         if self._suspended_at is None:
             return
-        stood_s, self._suspended_at = time.monotonic() - self._suspended_at, None
+        now = time.monotonic()
         for worker in self.workers:
-            worker.postpone(stood_s)
-            worker.tell(RESUME)
+            worker.postpone(now - self._suspended_at)
+            worker.post((RESUME, now))
+        self._suspended_at = None
 
     def drop_calls(self) -> None:
         """Stop all items: kill the busy processes, and start new processes in their place."""

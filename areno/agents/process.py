@@ -4,10 +4,12 @@ An item is the task for one sample of a prompt. The pool in the driver (areno/ag
 messages with this process over one socket. The process first receives (agent function as "file:function", name of
 its setting, time limit in seconds). Then it receives chunks, which are lists of tuples (position, pickled (context,
 item)). `position` is the number of the item in the driver. The process sends ("ready", True) or ("failed", problems)
-once, and then (position, answer) for each item as soon as the item is finished. From the message SUSPEND to the message
-RESUME, the driver trains: agents run on, but their time limits stand, and answers are kept. The parent process, called
-supervisor (areno.user_processes.supervisor), ends this process together with all processes that the agent started.
-Nothing large is imported here, so that the process starts quickly.
+once, and then (position, answer) for each item as soon as the item is finished. From the message (SUSPEND, time) to the
+message (RESUME, time), the driver trains: agents continue, but their time limits are paused. Both times are those of
+time.monotonic in the driver. Threads read and send the messages, so that an agent that blocks the event loop, or a
+driver that does not read, delays neither. The parent process, called supervisor (areno.user_processes.supervisor), ends
+this process together with all processes that the agent started. Nothing large is imported here, so that the process
+starts quickly.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
 
 from areno.agents.trajectories import AgentBatch, BadTrajectory, PlainTurn, plain_results
 from areno.agents.verifiers_agent import load_agent
@@ -48,7 +52,7 @@ _THREADS = 64  # largest number of concurrent agents if run_agent is a plain fun
 # sends it in two writes. If all agents started at once, no second write would happen before the last request is built.
 _START_ITERATIONS = 3
 _TICK_S = 0.25
-_LOOK_S = 0.05  # least time between looks at a clock that stands
+_LOOK_S = 0.05  # least time between looks at a paused clock
 _BLOCKED_S = 5.0  # an agent that blocks the event loop for longer is reported
 _BLOCKS = (
     "the agent blocks its event loop{}, so that the other agents of this process wait; await its requests, or make "
@@ -99,8 +103,7 @@ def serve(connection: Connection) -> None:
     runner = _Runner(connection, function, Path(file), timeout_s, copies)
     gc.freeze()  # without it, each garbage collection scans all imported modules and blocks the agents for 50 ms
     connection.send(("ready", True))
-    while True:
-        runner.run(connection.recv())
+    runner.serve()
 
 
 class _Runner:
@@ -124,62 +127,87 @@ class _Runner:
         self._open: set[int] = set()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._clock = RunningClock()  # which the time limits count
-        self._held: list[tuple[int, Answer]] = []  # answers that are kept while the clock stands
-        self._sending = threading.Lock()
+        self._inbox: SimpleQueue[list[tuple[int, bytes]] | None] = SimpleQueue()  # chunks; None at the end
+        self._outbox: SimpleQueue[memoryview | None] = SimpleQueue()  # pickled answers; None ends the sender
+        self._answering = threading.Lock()
         self._stuck_threads = False
-        self._ticked: float | None = None  # time of the loop's last iteration; None while no agent runs
-        threading.Thread(target=self._watch, daemon=True, name="agent-watch").start()
+        self._ticked: float | None = None  # time (of the clock) of the loop's last iteration; None while no agent runs
+        self._idle: asyncio.Future[None] | None = None  # is done when no agent runs
+        self._sender = threading.Thread(target=self._send, daemon=True, name="agent-answers")
+        self._sender.start()
+        for target in (self._receive, self._watch):
+            threading.Thread(target=target, daemon=True, name=f"agent{target.__name__}").start()
 
-    def run(self, message: Any) -> None:
-        """Do what a message of the driver asks for, and return when no agent runs.
+    def serve(self) -> None:
+        """Run the agents of all chunks that the driver sends.
 
-        `message` is SUSPEND, RESUME or a chunk, with a tuple (position, pickled (context, item)) for each item. Further
-        messages are read while agents run. If an agent still runs in a thread after its time limit, the process ends,
+        If an agent still runs in a thread after its time limit, the process ends as soon as no other agent runs,
         because this thread would be missing for later items.
-        """
-        self._loop.run_until_complete(self._until_idle(message))
-        self._ticked = None
-        if self._stuck_threads and not self._held:
-            os._exit(0)
 
-    async def _until_idle(self, message: Any) -> None:
-        """Do what a message asks for, and read further messages until no agent runs.
-
-        Raises EOFError or OSError if the driver has closed the connection.
+        Raises EOFError if the driver has closed the connection.
         """
-        self._idle: asyncio.Future[None] = self._loop.create_future()
+        while True:
+            self._loop.run_until_complete(self._until_idle(self._inbox.get()))
+            self._ticked = None
+            if self._stuck_threads:
+                self._leave()
+
+    async def _until_idle(self, chunk: list[tuple[int, bytes]] | None) -> None:
+        """Run the agents of a chunk, and of the chunks that arrive meanwhile, until no agent runs.
+
+        Raises EOFError if the driver has closed the connection.
+        """
+        self._idle = self._loop.create_future()
         ticking = asyncio.ensure_future(self._tick())
-        self._loop.add_reader(self._connection.fileno(), self._read)
         try:
-            self._take(message)
+            self._take(chunk)
             await self._idle
         finally:
-            self._loop.remove_reader(self._connection.fileno())
+            self._idle = None
             ticking.cancel()
 
-    def _read(self) -> None:
-        """Read a message, and do what it asks for."""
-        if self._idle.done():
-            return  # it is read by `serve`
-        try:
-            self._take(self._connection.recv())
-        except (EOFError, OSError) as error:
-            self._idle.set_exception(error)
+    def _receive(self) -> None:
+        """Receive the messages of the driver. Runs in a thread."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, list):
+                    self._inbox.put(message)
+                    self._loop.call_soon_threadsafe(self._take_all)
+                elif message[0] == SUSPEND:
+                    self._clock.pause(message[1])
+                else:
+                    self._clock.resume(message[1])
+        self._inbox.put(None)
+        self._loop.call_soon_threadsafe(self._take_all)
 
-    def _take(self, message: Any) -> None:
-        """Do what a message asks for, see `run`."""
-        if message == SUSPEND:
-            self._clock.stop()
-        elif message == RESUME:
-            with self._sending:
-                self._clock.start()
-                held, self._held = self._held, []
-                for answer in held:
-                    self._connection.send(answer)
+    def _send(self) -> None:
+        """Send the answers. Runs in a thread, which waits while the driver trains and does not read."""
+        with contextlib.suppress(OSError):  # the driver has closed the connection
+            while (answer := self._outbox.get()) is not None:
+                self._connection.send_bytes(answer)
+
+    def _leave(self) -> NoReturn:
+        """End the process after all answers have been sent."""
+        self._outbox.put(None)
+        self._sender.join()
+        os._exit(0)
+
+    def _take_all(self) -> None:
+        """Start the agents of the chunks that have arrived. If no agent runs, leave the chunks to `serve`."""
+        with contextlib.suppress(Empty):
+            while self._idle is not None and not self._idle.done():
+                self._take(self._inbox.get_nowait())
+
+    def _take(self, chunk: list[tuple[int, bytes]] | None) -> None:
+        """Start the agents of a chunk, with a tuple (position, pickled (context, item)) for each item."""
+        if chunk is None:
+            assert self._idle is not None
+            self._idle.set_exception(EOFError("the driver has closed the connection"))
         else:
-            self._open.update(position for position, _ in message)
-            self._spawn(self._start(message))
-        self._look_if_idle()
+            self._open.update(position for position, _ in chunk)
+            self._spawn(self._start(chunk))
+            self._look_if_idle()
 
     def _spawn(self, coroutine: Any) -> None:
         """Run a coroutine as a task."""
@@ -189,7 +217,7 @@ class _Runner:
 
     def _look_if_idle(self) -> None:
         """End `_until_idle` if no agent runs."""
-        if not self._open and not self._idle.done():
+        if not self._open and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
     async def _start(self, chunk: list[tuple[int, bytes]]) -> None:
@@ -214,7 +242,7 @@ class _Runner:
             task = asyncio.ensure_future(self._call(payload))
             left_s = ends_at - self._clock.now()
             while not task.done() and left_s > 0:
-                await asyncio.wait({task}, timeout=max(left_s, _LOOK_S) if self._clock.stands else left_s)
+                await asyncio.wait({task}, timeout=max(left_s, _LOOK_S) if self._clock.is_paused else left_s)
                 left_s = ends_at - self._clock.now()
             if task.done():
                 answer = task.result()
@@ -293,14 +321,10 @@ class _Runner:
 
     def _answer(self, position: int, answer: Answer) -> None:
         """Send the answer for the item with the number `position`, unless an answer for this item has been sent."""
-        with self._sending:
-            if position not in self._open:
-                return
-            self._open.discard(position)
-            if self._clock.stands:
-                self._held.append((position, answer))
-            else:
-                self._connection.send((position, answer))
+        with self._answering:
+            if position in self._open:
+                self._open.discard(position)
+                self._outbox.put(ForkingPickler.dumps((position, answer)))
 
     # -- detection of an agent that blocks the event loop -----------------------------------------------------------
 
@@ -316,7 +340,7 @@ class _Runner:
     async def _tick(self) -> None:
         """Record the current time every _TICK_S seconds, as a sign that the event loop is not blocked."""
         while True:
-            self._ticked = time.monotonic()
+            self._ticked = self._clock.now()
             await asyncio.sleep(_TICK_S)
 
     def _watch(self) -> None:
@@ -324,27 +348,28 @@ class _Runner:
 
         The first time that an async agent blocks the loop for _BLOCKED_S seconds, a message is printed. If an agent
         blocks the loop for longer than its time limit, "timeout" is sent as the answer for its item, and the process
-        ends.
+        ends. While the time limits are paused, it does not end.
         """
         is_reported = False
         main_thread = threading.main_thread().ident
         while True:
             time.sleep(_TICK_S)
             ticked = self._ticked
-            blocked_s = 0.0 if ticked is None else time.monotonic() - ticked
-            if (blocked_s < _BLOCKED_S and blocked_s < self._timeout_s) or self._sending.locked():
-                continue  # if a long answer is being sent, the loop waits for the driver and not for an agent
+            blocked_s = 0.0 if ticked is None else self._clock.now() - ticked
+            if blocked_s < _BLOCKED_S and blocked_s < self._timeout_s:
+                continue
             frame = sys._current_frames().get(main_thread or 0)
             where = traceback.extract_stack(frame)[-1] if frame is not None else None
             place = "" if where is None else f" at {Path(where.filename).name}:{where.lineno}"
             if not is_reported and self._is_async:
                 is_reported = True
                 print(_BLOCKS.format(place), flush=True)
-            if blocked_s < self._timeout_s:
+            # Code that does not release the GIL also delays the thread that reads messages.
+            if blocked_s < self._timeout_s or self._clock.is_paused or self._connection.poll():
                 continue
             task = asyncio.current_task(self._loop)
             position = None if task is None else self._positions.get(task)
             if position is not None:
                 text = f"it blocked the event loop for {self._timeout_s:g} s (agent.timeout_s){place}"
                 self._answer(position, ("timeout", None, text))
-            os._exit(0)
+            self._leave()

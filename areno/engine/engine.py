@@ -188,7 +188,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
                 f"role {role!r} was loaded without an optimizer and cannot be trained; release it, and give "
                 "ensure_roles an optimizer for it"
             )
-        if self.limits is not None and not self.clock.stands:
+        if self.limits is not None and not self.clock.is_paused:
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         update = self._sized_update(update or UpdateSpec(self.spec.mb_spec), role)
         info, divergence = self.info, update.divergence

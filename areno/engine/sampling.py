@@ -36,7 +36,7 @@ class SamplingEngine:
         dispatcher: Distributes requests over the data-parallel ranks, and keeps the unfinished requests.
         streams: The requests of `generate_stream`.
         limits: Limits of the requests that the current rollout phase accepts. None outside of a rollout phase.
-        clock: The time of requests, which stands while the rollout phase is suspended.
+        clock: The time of requests, which is paused while the rollout phase is suspended.
         batcher: Gathers requests of `generate_stream` that arrive at nearly the same time.
     """
 
@@ -74,7 +74,7 @@ class SamplingEngine:
             drop: Whether to free the KV cache and the CUDA graphs. False keeps them for the next phase.
         """
         self.limits = None
-        self.clock.start()
+        self.clock.resume()
         self.streams.end(EngineError("the rollout phase has ended, and with it every request under way"))
         self._call("end_rollout", drop)
         with self._poll_lock, self._records_lock:
@@ -92,18 +92,18 @@ class SamplingEngine:
         if self.limits is None:
             return []
         by_rank = self._call("suspend")
-        self.clock.stop()
+        self.clock.pause()
         return list(itertools.chain.from_iterable(by_rank))
 
     def resume_rollout(self) -> None:
         """Continue all samples that `suspend_rollout` has interrupted, with the current weights."""
         if self.limits is not None:
             self._call("resume")
-            self.clock.start()
+            self.clock.resume()
 
     def check_runs(self) -> None:
         """Raise an EngineError if the rollout phase is suspended, because samples would never finish."""
-        if self.clock.stands:
+        if self.clock.is_paused:
             raise EngineError("no samples can be waited for while the rollout is suspended; resume the rollout first")
 
     def _clear_requests(self) -> None:
@@ -212,6 +212,7 @@ class SamplingEngine:
         self.streams.deliver_taken()
 
     def _poll_for_streams(self) -> None:
+        self.clock.wait(_TURN_S)  # a suspended worker in this process would return at once
         with self._poll_lock:
             try:
                 self._receive(_TURN_S)

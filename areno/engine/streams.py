@@ -112,34 +112,55 @@ def _put(items: Iterable[tuple[Consumer, GenerationOutput | Exception]]) -> None
             consumer.queue.put_nowait(item)
 
 
-_LOOK_S = 0.01  # least time between looks at a clock that stands
+_LOOK_S = 0.01  # least time between looks at a paused clock
 
 
 class RunningClock:
-    """Counts the seconds in which requests may be decoded: the clock stands while the rollout phase is suspended."""
+    """Counts the seconds in which requests may be decoded. The clock is paused while the rollout phase is suspended."""
 
     def __init__(self) -> None:
-        self._stood_s, self._since = 0.0, None
+        self._paused_s, self._since = 0.0, None
+        self._runs = threading.Event()
+        self._runs.set()
 
     def now(self) -> float:
         """Return the time of the clock, in seconds."""
         since = self._since  # read once: another thread may start the clock
-        return (time.monotonic() if since is None else since) - self._stood_s
+        return (time.monotonic() if since is None else since) - self._paused_s
 
     @property
-    def stands(self) -> bool:
-        """Whether the clock stands."""
+    def is_paused(self) -> bool:
+        """Whether the clock is paused."""
         return self._since is not None
 
-    def stop(self) -> None:
-        """Let the clock stand. A second call has no effect."""
-        if self._since is None:
-            self._since = time.monotonic()
+    def pause(self, at: float | None = None) -> None:
+        """Pause the clock. A second call has no effect.
 
-    def start(self) -> None:
-        """Let the clock go on."""
+        Args:
+            at: Time (time.monotonic) from which the clock is paused. None is now.
+        """
+        if self._since is None:
+            self._since = time.monotonic() if at is None else at
+            self._runs.clear()
+
+    def resume(self, at: float | None = None) -> None:
+        """Continue to count after `pause`.
+
+        Args:
+            at: Time (time.monotonic) from which the clock counts. None is now.
+        """
         if self._since is not None:
-            self._stood_s, self._since = self._stood_s + time.monotonic() - self._since, None
+            now = time.monotonic() if at is None else at
+            self._paused_s, self._since = self._paused_s + now - self._since, None
+            self._runs.set()
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the clock is not paused.
+
+        Args:
+            timeout: Longest wait, in seconds.
+        """
+        self._runs.wait(timeout)
 
 
 class TimeLimit:
@@ -161,7 +182,7 @@ class TimeLimit:
         left_s = self._ends_at - self._clock.now()
         if left_s <= 0:
             self._consumer.queue.put_nowait(TimeoutError())
-        else:  # while the clock stands, it is looked at again and again
+        else:  # a paused clock is looked at again and again
             self._timer = self._consumer.loop.call_later(max(left_s, _LOOK_S), self._wait)
 
     def cancel(self) -> None:

@@ -119,7 +119,7 @@ class Worker:
         self.is_starting = True
         self.deadline = time.monotonic() + import_limit_s
         self._sender: threading.Thread | None = None
-        self._post(first_message)
+        self.post(first_message)
 
     @property
     def is_idle(self) -> bool:
@@ -137,7 +137,7 @@ class Worker:
         """
         if not chunk:
             return
-        self._post(chunk, is_busy=bool(self.chunk))
+        self.post(chunk)
         now, deadline = trace.now(), time.monotonic() + timeout_s + (ASYNC_SPARE_S if self.is_async else 0.0)
         for position, _ in chunk:
             self.chunk.append(position)
@@ -146,28 +146,24 @@ class Worker:
                 self._ends_at[position] = deadline
         self.sent, self.deadline = len(chunk), min(self.deadline, deadline)
 
-    def tell(self, message: str) -> None:
-        """Send a message that the process does not answer.
-
-        Args:
-            message: The message, which is short.
-        """
-        self._post(message)
-
     def postpone(self, seconds: float) -> None:
-        """Move the deadlines of all calls.
+        """Move the deadlines of all calls. The time limit for importing the user code stays.
 
         Args:
-            seconds: How much later they are.
+            seconds: How much later the deadlines are.
         """
-        self.deadline += seconds
+        if not self.is_starting:
+            self.deadline += seconds
         self._ends_at = {position: ends_at + seconds for position, ends_at in self._ends_at.items()}
 
-    def _post(self, message: Any, is_busy: bool = False) -> None:
-        """Pickle a message and send it to the process.
+    def post(self, message: Any) -> None:
+        """Pickle a message and send it to the process, after all earlier messages.
 
         A message that may not fit the buffer is sent in a thread, so that the driver is not blocked by a process that
-        hangs and does not read. `is_busy` says that the buffer may hold a long message, which was not answered yet.
+        hangs and does not read. This may be any message while calls are unanswered, because the buffer may hold them.
+
+        Args:
+            message: The message.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         before = self._sender if self._sender is not None and self._sender.is_alive() else None
@@ -178,7 +174,7 @@ class Worker:
             with contextlib.suppress(OSError):  # the process is dead; reading from it will show that
                 self.connection.send_bytes(data)
 
-        if before is None and not is_busy and len(data) <= _HELD_BYTES:
+        if before is None and not self.chunk and len(data) <= _HELD_BYTES:
             return send()
         self._sender = threading.Thread(target=send, daemon=True)
         self._sender.start()

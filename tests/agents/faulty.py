@@ -21,8 +21,9 @@ def _later():
 
 
 def time_is_over():
-    """The clock of the event loop jumps, so that agents are out of time at once; who looks after the loop sees none."""
-    process.time = SimpleNamespace(monotonic=_now, sleep=_sleep)
+    """The clock of the event loop jumps, so that agents are out of time at once; who looks after the loop is asleep."""
+    process.time = SimpleNamespace(sleep=lambda seconds: _sleep(1000))
+    _sleep(2 * process._TICK_S)
     time.monotonic = _later
 
 

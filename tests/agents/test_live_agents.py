@@ -24,10 +24,11 @@ from areno.errors import ArenoError, ConfigError
 from areno.run.setup import PolicySetup
 from areno.trainers import agents, ahead, collect
 from areno.types import ScoredSample
+from tests.agents.waiting import LONG
 from tests.helpers import policy_runs
 from tests.helpers.agent_runs import AGENTS, run
 from tests.helpers.policy_runs import Played
-from tests.helpers.processes import children
+from tests.helpers.processes import children, reads_proc
 from tests.helpers.resumed import lost_in
 
 ROWS = [{"prompt": f"hello {number}", "solutions": number} for number in range(22)]
@@ -203,32 +204,103 @@ def pool() -> Iterator[AgentPool]:
         yield pool
 
 
-def test_time_limits_of_agents_stand_while_they_are_suspended(pool: AgentPool, tmp_path: Path) -> None:
-    context, found = AgentContext("http://127.0.0.1:1/v1", "", "", 2.0), dict[str, AgentOutcome]()
+class Begun:
+    """Agents of tests/agents/waiting.py in a pool, and the outcomes of those that have ended."""
 
-    def begin(*words: str) -> None:
+    def __init__(self, pool: AgentPool):
+        self._pool, self.found = pool, dict[str, AgentOutcome]()
+
+    def begin(self, *words: str) -> None:
         batch = AgentBatch([{} for _ in words], list(words), [[1] for _ in words], 1)
-        pool.begin(list(batch), context, lambda place, outcome: found.setdefault(words[place], outcome))
+        context = AgentContext("http://127.0.0.1:1/v1", "", "", 2.0)
+        self._pool.begin(list(batch), context, lambda place, outcome: self.found.setdefault(words[place], outcome))
 
-    def running_for(seconds: float) -> None:
+    def run_for(self, seconds: float) -> None:
         ends_at = time.monotonic() + seconds
-        pool.run_until(lambda: time.monotonic() > ends_at, lambda: None)
+        self._pool.run_until(lambda: time.monotonic() > ends_at, lambda: None)
 
-    begin("for ever", f"until {tmp_path}/over")
-    running_for(0.3)
+    def run_until(self, n_found: int) -> None:
+        self._pool.run_until(lambda: len(self.found) == n_found, lambda: None)
+
+    @property
+    def messages(self) -> dict[str, str]:
+        return {name: outcome.message for name, outcome in self.found.items()}
+
+
+NOTHING = "it returned no trajectory"
+
+
+def test_time_limits_of_agents_are_paused_while_they_are_suspended(pool: AgentPool, tmp_path: Path) -> None:
+    agents = Begun(pool)
+    agents.begin("for ever", f"until {tmp_path}/over")
+    agents.run_for(0.3)
     pool.suspend()
     (tmp_path / "over").touch()
     time.sleep(2.5)
-    assert not found
+    assert not agents.found
     pool.resume()
-    begin("at once")  # while the others run
-    running_for(0.1)
-    assert {name: outcome.message for name, outcome in found.items()} == {
-        f"until {tmp_path}/over": "it returned no trajectory",
-        "at once": "it returned no trajectory",
-    }
-    pool.run_until(lambda: len(found) == 3, lambda: None)
-    assert found["for ever"].status == "timeout"
+    agents.begin("at once")  # while the others run
+    agents.run_for(0.1)
+    assert agents.messages == {f"until {tmp_path}/over": NOTHING, "at once": NOTHING}
+    agents.run_until(3)
+    assert agents.found["for ever"].status == "timeout"
+
+
+def test_an_answer_that_the_driver_does_not_read_costs_the_other_agents_no_time(
+    pool: AgentPool, tmp_path: Path
+) -> None:
+    agents, long, other = Begun(pool), f"long {tmp_path}/long", f"until {tmp_path}/over"
+    agents.begin(long, other)
+    agents.run_for(0.3)
+    (tmp_path / "long").touch()
+    time.sleep(0.3)
+    pool.suspend()
+    time.sleep(2.5)
+    pool.resume()
+    agents.run_until(1)
+    [turn] = agents.found[long].turns or []
+    assert len(turn["messages"][0]["content"]) == LONG
+    (tmp_path / "over").touch()
+    agents.run_until(2)
+    assert agents.messages[other] == NOTHING
+
+
+def test_an_agent_that_blocks_its_event_loop_has_no_less_time_while_it_is_suspended(
+    pool: AgentPool, tmp_path: Path
+) -> None:
+    agents, blocking, other = Begun(pool), f"block {tmp_path}/blocked", f"until {tmp_path}/over"
+    agents.begin(blocking, other)
+    agents.run_for(0.3)
+    pool.suspend()
+    time.sleep(2.5)
+    pool.resume()
+    agents.run_for(0.3)
+    assert not agents.found
+    for name in ("blocked", "over"):
+        (tmp_path / name).touch()
+    agents.run_until(2)
+    assert agents.messages == {blocking: NOTHING, other: NOTHING}
+
+
+@reads_proc
+def test_a_process_that_reads_nothing_does_not_block_the_driver(pool: AgentPool) -> None:
+    agents = Begun(pool)
+    agents.begin("for ever")
+    agents.run_for(0.3)
+    [process] = children(pool.workers[0].process.pid)
+
+    def often() -> None:
+        for _ in range(300):
+            pool.suspend()
+            pool.resume()
+
+    os.kill(process, signal.SIGSTOP)
+    thread = threading.Thread(target=often, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    is_blocked = thread.is_alive()
+    os.kill(process, signal.SIGCONT)
+    assert not is_blocked
 
 
 def test_agents_of_a_lost_process_start_again_while_others_run(tmp_path: Path) -> None:

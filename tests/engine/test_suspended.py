@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -78,6 +79,31 @@ def test_requests_go_on_under_new_weights(engine: Engine) -> None:
     assert {version for output in found[102] for version in output.versions} == {1}
 
 
+def test_the_thread_of_the_streams_waits_while_the_phase_is_suspended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(spec(folder), "inline") as engine:
+        engine.begin_rollout(ROOMY)
+        poll, n_polls = engine.workers.poll, itertools.count()
+
+        def counted(timeout: float) -> list[GenerationOutput]:
+            next(n_polls)
+            return poll(timeout)
+
+        found: dict[int, list[GenerationOutput]] = {}
+        thread = threading.Thread(target=streamed, args=(engine, [long(100)], found))
+        thread.start()
+        until(lambda: engine.rollout_stats()[0].generated_tokens > 0)
+        engine.suspend_rollout()
+        monkeypatch.setattr(engine.workers, "poll", counted)
+        time.sleep(0.5)
+        assert next(n_polls) <= 20
+        engine.resume_rollout()
+        thread.join()
+        assert len(found[100]) == 2
+        engine.end_rollout()
+
+
 def test_nothing_changes_if_the_weights_do_not(folder: Path) -> None:
     frozen = OptimizerConfig(lr=0.0, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
     with Engine(spec(folder, exact=True, optimizer=frozen), "inline") as engine:
@@ -106,16 +132,16 @@ def test_outside_of_a_rollout_nothing_is_suspended(folder: Path) -> None:
             engine.submit([long(0)])
 
 
-def test_time_limits_do_not_count_the_time_in_which_the_clock_stands() -> None:
+def test_time_limits_do_not_count_the_time_in_which_the_clock_is_paused() -> None:
     async def timed() -> tuple[bool, bool]:
         clock = RunningClock()
         consumer = Consumer()
         limit = TimeLimit(consumer, clock, 0.1)
-        clock.stop()
-        clock.stop()
+        clock.pause()
+        clock.pause()
         await asyncio.sleep(0.3)
         early = consumer.queue.empty()
-        clock.start()
+        clock.resume()
         await asyncio.sleep(0.2)
         limit.cancel()
         return early, consumer.queue.empty()
