@@ -157,11 +157,11 @@ class _Runner:
 
         Raises EOFError if the driver has closed the connection.
         """
-        self._idle = self._loop.create_future()
+        idle = self._idle = self._loop.create_future()
         ticking = asyncio.ensure_future(self._tick())
         try:
             self._take(chunk)
-            await self._idle
+            await idle
         finally:
             self._idle = None
             ticking.cancel()

@@ -285,7 +285,7 @@ def train_sequences(
 
 
 def needs_scoring(row: TokenRow, sampling: SamplingConfig) -> bool:
-    """Return whether the recorded log-probabilities of a row cannot be used and must be recomputed.
+    """Return whether trained tokens of a row have no usable log-probability.
 
     This is the case if the row was sampled at another temperature than training uses, or if tokens are trained that the
     model did not sample.
@@ -297,16 +297,18 @@ def needs_scoring(row: TokenRow, sampling: SamplingConfig) -> bool:
     return row.temperature != sampling.logprob_temperature or bool((row.trained & ~row.sampled).any())
 
 
-def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig) -> None:
+def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig, waits: bool = True) -> None:
     """Log a warning if rows were sampled at other temperatures than training uses.
 
     Args:
         rows: The training rows. The temperature of a row is None if its turns were sampled at different temperatures.
         sampling: The sampling settings of the run (gconfig).
+        waits: Whether the current weights sampled all rows (rollout.max_head_offpolicyness=0).
     """
     own = sampling.logprob_temperature
     if others := {row.temperature for row in rows} - {own}:
         text = "agents sampled at temperatures %s, and training is at gconfig.temperature=%g: ratios are approximate"
+        text += "" if waits else ", and updates since the tokens were sampled do not count in them"
         logger.warning(text, ", ".join("several" if each is None else f"{each:g}" for each in others), own)
 
 

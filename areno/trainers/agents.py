@@ -82,9 +82,9 @@ def trajectory_rows(
 ) -> list[TrainSequence]:
     """Return the training rows of trajectories, for `trainer.train`. Call this outside of a session.
 
-    A trajectory has several rows if a turn does not continue the tokens of the previous turn. The actor computes the
-    log-probabilities of a row by a forward pass if the rollout gives no usable ones: the row has trained tokens that
-    the policy did not sample, or the temperature of the rollout differs from that of training.
+    A trajectory has several rows if a turn does not continue the tokens of the previous turn. The actor computes
+    log-probabilities by a forward pass where the rollout gives no usable ones: for trained tokens that the policy did
+    not sample, and for all tokens of a row if the temperature of the rollout differs from that of training.
 
     Args:
         trainer: The Trainer whose rollout session the agents used.
@@ -120,9 +120,10 @@ def trajectory_rows(
 def score_missing(
     trainer: Trainer, sampled: Sequence[TokenRow], rows: Sequence[TrainSequence], sampling: SamplingConfig
 ) -> list[TokenRow]:
-    """Compute the log-probabilities of rows that have trained tokens without a usable log-probability.
+    """Compute the log-probabilities of trained tokens that have no usable log-probability.
 
-    A log-probability is usable only if the policy sampled the token with the settings that training assumes.
+    A log-probability is usable only if the policy sampled the token with the settings that training assumes. Usable
+    ones are kept: older weights may have sampled the token, and importance ratios need their probability.
 
     Args:
         trainer: The Trainer whose actor computes the log-probabilities.
@@ -140,7 +141,11 @@ def score_missing(
     with trainer.clock.phase("recompute"):
         scored = trainer.score_logprobs("actor", [sampled[place].tokens for place in places], sampling=sampling)
     for place, logprobs in zip(places, scored, strict=True):
-        rows[place].logprobs = np.where(sampled[place].trained, logprobs, 0.0)
+        row, known = sampled[place], 0.0
+        missing = row.trained
+        if row.temperature == sampling.logprob_temperature:
+            missing, known = row.trained & ~row.sampled, np.asarray(rows[place].logprobs)
+        rows[place].logprobs = np.where(missing, logprobs, known)
     return [sampled[place] for place in places]
 
 

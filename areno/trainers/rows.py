@@ -418,4 +418,5 @@ def score_agents(
         sampling: Sampling settings that training assumes.
     """
     sampled = [row for sample in samples if sample.trajectory is not None for row in sample.trajectory.rows]
-    warn_of_temperatures(score_missing(trainer, sampled, rows, sampling), sampling)
+    waits = not any(row.staleness for row in rows)
+    warn_of_temperatures(score_missing(trainer, sampled, rows, sampling), sampling, waits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import signal
 import threading
@@ -12,18 +13,22 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from areno.agents.pool import AgentOutcome, AgentPool
+from areno.agents.rows import warn_of_temperatures
 from areno.agents.trajectories import AgentBatch, AgentContext
-from areno.config.rollout import AgentConfig
+from areno.api.metrics import Stopwatch
+from areno.api.trainer import Trainer
+from areno.config.rollout import AgentConfig, GenerationConfig
 from areno.errors import ArenoError, ConfigError
 from areno.run.setup import PolicySetup
 from areno.trainers import agents, ahead, collect
-from areno.types import ScoredSample
+from areno.types import ScoredSample, TokenRow, TrainSequence
 from tests.agents.waiting import LONG
 from tests.helpers import policy_runs
 from tests.helpers.agent_runs import AGENTS, run
@@ -334,3 +339,35 @@ def test_settings_that_do_not_fit_agents(settings: list[str], key: str, words: s
         epoch(tmp_path / "run", *settings)
     assert key in str(caught.value)
     assert words in str(caught.value)
+
+
+def token_row(temperature: float) -> TokenRow:
+    """A prompt's token, one that version 1 sampled, one of a tool, and one that version 2 sampled."""
+    return TokenRow(
+        tokens=[5, 6, 7, 8],
+        sources=np.zeros(4, dtype=np.uint8),
+        sampled=np.array([False, True, False, True]),
+        trained=np.array([False, True, True, True]),
+        logprobs=np.array([0.0, -0.5, 0.0, -0.7]),
+        versions=np.array([0, 1, 0, 2]),
+        temperature=temperature,
+    )
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, [0.0, -0.5, -9.0, -0.7]), (0.5, [0.0, -9.0, -9.0, -9.0])])
+def test_tokens_of_older_weights_keep_their_log_probabilities(temperature: float, expected: list[float]) -> None:
+    trainer = SimpleNamespace(
+        clock=Stopwatch(), score_logprobs=lambda role, rows, sampling: [np.full(len(row), -9.0) for row in rows]
+    )
+    row = token_row(temperature)
+    rows = [TrainSequence(prompt_mask=~row.trained, tokens=row.tokens, logprobs=row.logprobs)]
+    scored = agents.score_missing(cast(Trainer, trainer), [row], rows, GenerationConfig(temperature=1.0))
+    assert scored == [row]
+    assert np.asarray(rows[0].logprobs).tolist() == expected
+
+
+def test_a_warning_says_when_other_temperatures_hide_updates(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "areno"):
+        warn_of_temperatures([token_row(0.5)], GenerationConfig(temperature=1.0), waits=False)
+        warn_of_temperatures([token_row(0.5)], GenerationConfig(temperature=1.0))
+    assert ["do not count" in record.getMessage() for record in caplog.records] == [True, False]
