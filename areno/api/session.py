@@ -212,7 +212,7 @@ class RolloutSession:
         Raises:
             EngineError: The session is not open.
         """
-        self._check_open("suspended")
+        self._check_open("suspend")
         n_tokens = self._sessions.engine.suspend_rollout()
         self.is_suspended = True
         return n_tokens
@@ -405,7 +405,8 @@ class RolloutSession:
 
         Args:
             settings: Sampling settings and seed of the server.
-            longest: Longest conversation of any server of this session, in tokens, if longer than those of this server.
+            longest: Length in tokens of the longest conversation that any server of this session allows. 0: the limit
+                of this server.
 
         Returns:
             The server. It runs until `end_server` or the end of the session.

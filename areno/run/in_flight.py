@@ -35,7 +35,8 @@ class Group:
         place: Index of the prompt in its batch.
         item: The prompt.
         n_samples: Number of samples.
-        begun_at: Step in which the first token of the group was sampled. None until that step has ended.
+        begun_at: Step in which the first token of the group was sampled. None until that step has ended. With agents,
+            it is set when they start.
         finished: Sample number -> output of a finished sample. With agents, an AgentSample.
         parked: Sample number -> output of a sample that was interrupted, possibly without tokens.
         is_postponed: Whether the group was postponed. A postponed group has no tokens and waits for a step of postponed
@@ -82,7 +83,7 @@ class AgentSample:
     Attributes:
         sample: Number of the sample.
         scored: The sample, which has no reward yet.
-        record: What reward functions receive. None if the agent failed.
+        record: Record for reward functions. None if the agent failed.
     """
 
     sample: int

@@ -1,13 +1,15 @@
 """Agents whose samples live across steps, with rollout.max_head_offpolicyness above 0.
 
 `LiveAgents` holds one rollout session, from the first step to the last. While models are trained, the session is
-suspended: requests in progress are interrupted, new requests wait, and the time limits of agents and requests stand.
+suspended: requests in progress are interrupted, new requests wait, and the time limits of agents and requests are
+paused.
 Each batch of prompts has a server of its own in the session, with the seed of the batch. An evaluation has one, too,
 with its own sampling settings.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +22,7 @@ from areno.api.session import ProxySettings, RolloutSession
 from areno.api.trainer import Trainer
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import GenerationConfig
+from areno.errors import WorkerLost
 from areno.plan.plan import sampling_params
 
 
@@ -30,10 +33,10 @@ class LiveAgents:
         config: Settings of the run.
         trainer: The loaded models.
         pool: The agent processes.
-        resources: Is closed when the steps of the run end, and ends the session.
+        resources: Exit stack that is closed when the steps end, which ends the session.
 
     Attributes:
-        finished: The outcomes that have not been read yet, as the arguments of `on_done` of `begin`.
+        finished: Results of `read` (see `begin`) for ended agents that no rollout has taken yet.
         parked: The number of tokens of each sample that the last suspension has interrupted.
     """
 
@@ -52,27 +55,36 @@ class LiveAgents:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let agents and their requests go on for the time of a `with` block. Opens the session if it is not open."""
+        """Continue agents and their requests for the time of a `with` block. Opens the session if it is not open.
+
+        After an exception, the agents and the session end.
+        """
         if self._session is None:
             session = self._trainer.rollout_session(sampling_params=sampling_params(self._config.gconfig), proxy=False)
             self._session = self._resources.enter_context(session)
-            self._resources.callback(self._end)
+            self._resources.push(self._end)
         else:
             self._n_recomputed += sum(self.parked)
             self._session.resume()
             self._pool.resume()
-        yield
-        # After an exception, the agents and the session end.
-        self._pool.suspend()
-        self.parked = self._session.suspend()
+        try:
+            yield
+            self._pool.suspend()
+            self.parked = self._session.suspend()
+        except BaseException:
+            self._resources.__exit__(*sys.exc_info())
+            raise
 
-    def _end(self) -> None:
-        """Stop all agents. The session ends after that."""
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Stop all agents, before the session ends. After an error that ends the run, no processes start again."""
         self._session = None
         self._servers.clear()
         self.finished.clear()
         self.parked, self._n_recomputed = [], 0
-        self._pool.drop_calls()
+        if error is None or isinstance(error, WorkerLost):
+            self._pool.drop_calls()
+        else:
+            self._pool.close()
 
     def take_recomputed(self) -> int:
         """Return how many tokens of interrupted samples were computed again since the last call."""
@@ -119,20 +131,12 @@ class LiveAgents:
         Args:
             server: The server for their requests.
             items: Their items.
-            read: Is called with the index of an item and the outcome of its agent. The result is added to `finished`.
+            read: Function that receives the index of an item and the outcome of its agent. Its result is added to
+                `finished`.
         """
         server.prefetch(items)
         context = AgentContext(server.base_url, server.api_key, server.session, self._config.agent.timeout_s)
         self._pool.begin(items, context, lambda place, outcome: self.finished.append(read(place, outcome)))
-
-    def run_until(self, is_enough: Callable[[], bool], on_wait: Callable[[], object]) -> None:
-        """Run agents until `is_enough` returns True, inside a block of `running`.
-
-        Args:
-            is_enough: Function that returns whether enough agents have finished.
-            on_wait: Function that is called at least every half second, and after agents have finished.
-        """
-        self._pool.run_until(is_enough, on_wait)
 
     def keep_servers(self, batches: Collection[int]) -> None:
         """Stop the servers of all other batches.

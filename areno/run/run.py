@@ -117,8 +117,8 @@ class Run:
         tracer: The trace of the run.
         clock: Measures the seconds of each phase in the current step.
         stop: Delays Ctrl-C and SIGTERM until nothing is lost.
-        during_steps: What is open across steps, such as agents that live across steps. It is closed after the last
-            step, and when a worker is lost or training fails.
+        during_steps: Exit stack of resources that stay open across steps, such as agents that live across steps. It is
+            closed after the last step, and when a worker is lost or training fails.
     """
 
     def __init__(

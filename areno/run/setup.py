@@ -228,6 +228,7 @@ class Setup(Generic[Config]):
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}
             plan = replace(plan, spec=replace(plan.spec, planned=at_once, profiling=self.run.tracer.spec))
             self.trainer = models.trainer = self._load(stack, plan, at_once)
+            stack.callback(self.run.during_steps.close)
             self._resources = stack.pop_all()
 
     @cached_property
@@ -369,7 +370,6 @@ class Setup(Generic[Config]):
 
     def close(self) -> None:
         """End the reward, agent and worker processes, and close the run."""
-        self.run.during_steps.close()
         self._resources.close()
 
 

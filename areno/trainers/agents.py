@@ -255,7 +255,7 @@ class _Watch:
 def _serving(setup: PolicySetup, gconfig: GenerationConfig, seed: int) -> Iterator[SessionProxy]:
     """Serve the policy to agents for the time of a `with` block.
 
-    If agents live across steps, they go on meanwhile.
+    If agents live across steps, they continue meanwhile.
     """
     if setup.live_agents is not None and setup.live_agents.is_open:
         with setup.live_agents.running(), setup.live_agents.serving(gconfig, seed) as server:
@@ -282,18 +282,19 @@ def _row_builder(setup: PolicySetup, server: SessionProxy) -> RowBuilder:
 
 
 def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, take: Take) -> None:
-    """Run agents until the groups that a step trains on are whole, and score these. The other agents live on.
+    """Run agents until the groups that a step trains on are whole, and score these. The other agents stay in progress.
 
     Args:
         setup: Models, data, settings and outputs of the run.
-        live: The agents under way.
+        live: The agents in progress.
         choice: The choice of the groups (the samples of one prompt). Agents start for those that have not begun.
-        take: Called with samples of the groups that the step trains on, as soon as it is certain that it does.
+        take: Function that receives samples of the groups that the step trains on, as soon as they are certain.
 
     Raises:
         ArenoError: No agent of these groups returned a trajectory that can be trained on.
     """
-    run, n_samples = setup.run, setup.config.gconfig.n_samples
+    run, agents, n_samples = setup.run, setup.agents, setup.config.gconfig.n_samples
+    assert agents is not None
     places, taken = {group: place for place, group in enumerate(choice.groups)}, list[ScoredSample]()
     reward, copies = run.progress.last_reward, setup.trainer.engine.spec.layout.dp_size
     with live.running(), RolloutProgress("rollout", choice.size, n_samples, copies, reward) as progress:
@@ -305,6 +306,7 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, tak
         watch = _Watch(setup.trainer.engine, report)
 
         def pass_on(certain: Sequence[tuple[Group, AgentSample]]) -> None:
+            """Pass samples on to `take`."""
             found = {}
             for group, sample in certain:
                 sample.scored.group = places[group]
@@ -313,18 +315,21 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, tak
             take(found)
 
         def look() -> None:
+            """Add the samples of agents that have ended to the choice, and report the progress."""
             arrived, live.finished = live.finished, deque()
             pass_on(choice.add(arrived))
             watch()
 
-        assert setup.agents is not None
-        setup.agents.output.begin_step()
+        agents.output.begin_step()
         pass_on(choice.known)
-        _begin(setup, live, [group for group in choice.groups if group.begun_at is None])
+        if new := [group for group in choice.groups if group.begun_at is None]:
+            _begin(setup, live, new)
         look()
-        live.run_until(lambda: not choice.missing, look)
-        going_on = set(run.progress.in_flight.groups) - set(choice.taken)
-        live.keep_servers({group.batch for group in going_on})
+        agents.run_until(lambda: not choice.missing, look)
+        unfinished = set(run.progress.in_flight.groups) - set(choice.taken)
+        live.keep_servers({group.batch for group in unfinished})
+    if not setup.config.rollout.max_head_offpolicyness:  # after a run with a limit above 0; no agent is left
+        run.during_steps.close()
     _report(sorted(taken, key=lambda sample: sample.group))
 
 

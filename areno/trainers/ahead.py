@@ -61,7 +61,7 @@ def sample_ahead(
     if setup.live_agents is not None:
         run.tracer.add_sessions(step, "rollout", samples)
         return samples, _metrics(setup, samples, setup.live_agents.take_recomputed(), 0)
-    # The samples that have gone on, whose keys and values were computed again.
+    # The samples that have continued, whose keys and values were computed again.
     went_on = [part for group, part in before if n_tokens(group.latest(part.sample)) > n_tokens(part)]
     return samples, _metrics(setup, samples, sum(map(n_tokens, went_on)), n_thrown_away)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -25,7 +26,9 @@ from areno.agents.trajectories import AgentBatch, AgentContext
 from areno.api.metrics import Stopwatch
 from areno.api.trainer import Trainer
 from areno.config.rollout import AgentConfig, GenerationConfig
-from areno.errors import ArenoError, ConfigError
+from areno.errors import ArenoError, ConfigError, WorkerLost
+from areno.run.live_agents import LiveAgents
+from areno.run.recovery import Recovery
 from areno.run.setup import PolicySetup
 from areno.trainers import agents, ahead, collect
 from areno.types import ScoredSample, TokenRow, TrainSequence
@@ -160,6 +163,33 @@ def test_a_resumed_run_samples_the_prompts_under_way_anew(tmp_path: Path, monkey
     assert len(trained) == 44
 
 
+def test_a_resumed_run_that_waits_samples_the_prompts_in_progress_and_closes_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["recover.mode=auto", "recover.freq_steps=1"]
+    sample, n_calls, is_open = collect.sample_ahead, itertools.count(1), list[bool]()
+
+    def spy(setup: PolicySetup, *args: Any) -> Any:
+        if next(n_calls) == 4:
+            raise ArenoError("the machine stops")
+        found = sample(setup, *args)
+        assert setup.live_agents is not None
+        is_open.append(setup.live_agents.is_open)
+        return found
+
+    monkeypatch.setattr(collect, "sample_ahead", spy)
+    with pytest.raises(ArenoError, match="stops"):
+        epoch(tmp_path / "run", *AHEAD, *settings)
+    monkeypatch.setattr(Recovery, "_check", lambda self, state: None)  # as --resume with changed settings
+    rest = epoch(tmp_path / "run", "rollout.drop_rollout_state=true", *settings)
+    assert len(rest.rows) == 3
+    assert is_open == [True] * 3 + [False] * (len(is_open) - 3)
+    assert len(is_open) > 3
+    trained = Counter(sample["prompt"] for step in range(1, 7) for sample in rest.samples(step))
+    assert set(trained.values()) == {2}
+    assert len(trained) == 22
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [["engine.world_size=2"], ["engine.world_size=2", "engine.tp_size=2"]])
 def test_on_several_devices_too(layout: list[str], tmp_path: Path) -> None:
@@ -285,6 +315,57 @@ def test_an_agent_that_blocks_its_event_loop_has_no_less_time_while_it_is_suspen
         (tmp_path / name).touch()
     agents.run_until(2)
     assert agents.messages == {blocking: NOTHING, other: NOTHING}
+
+
+def test_the_time_limit_of_an_import_is_not_paused() -> None:
+    with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py", workers=1)) as pool:
+        deadline = pool.workers[0].deadline
+        pool.suspend()
+        time.sleep(0.01)
+        pool.resume()
+        assert pool.workers[0].deadline == deadline
+        pool.wait_ready()
+        (worker,) = pool.workers
+        agents = Begun(pool)
+        agents.begin("for ever")
+        agents.run_for(0.1)
+        deadline = worker.deadline
+        pool.suspend()
+        time.sleep(0.01)
+        pool.resume()
+        assert worker.deadline > deadline
+
+
+@pytest.mark.parametrize(
+    ("error", "calls"), [(ArenoError("no"), ["close"]), (WorkerLost("it"), ["drop_calls"]), (None, ["drop_calls"])]
+)
+def test_an_error_ends_the_session_and_starts_no_processes(error: ArenoError | None, calls: list[str]) -> None:
+    told = list[str]()
+
+    class Session(contextlib.nullcontext[Any]):
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            told.append("session")
+
+        def suspend(self) -> list[int]:
+            return []
+
+    pool = SimpleNamespace(suspend=list)
+    pool.close, pool.drop_calls = (lambda: told.append("close")), (lambda: told.append("drop_calls"))
+    config, trainer = (
+        SimpleNamespace(gconfig=GenerationConfig()),
+        SimpleNamespace(rollout_session=lambda **_: Session()),
+    )
+    with contextlib.ExitStack() as resources:
+        live = LiveAgents(cast(Any, config), cast(Any, trainer), cast(Any, pool), resources)
+        with contextlib.suppress(ArenoError), live.running():
+            assert live.is_open
+            if error is not None:
+                raise error
+        assert live.is_open == (error is None)
+    assert told == [*calls, "session"]
 
 
 @reads_proc
