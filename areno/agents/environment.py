@@ -251,7 +251,8 @@ def agent_of(
             turns = [AgentTrajectoryTurn(item, turn.messages, turn.response, turn.tools) for turn in episode.turns]
             return AgentTrajectory(turns=turns)
 
-        url = ctx.get_base_url()  # whose requests have a time limit already
+        url = ctx.get_base_url()
+        # timeout=None: the server limits the time of each request.
         async with AsyncOpenAI(base_url=url, api_key=ctx.api_key, max_retries=0, timeout=None) as client:
             found = await asyncio.gather(*map(run_one, batch.iter_samples()), return_exceptions=True)
         errors = [each for each in found if isinstance(each, BaseException)]

@@ -23,7 +23,7 @@ from areno.agents.trajectories import AgentContext, AgentItem, PlainTurn
 from areno.config.rollout import VERIFIERS, AgentConfig
 from areno.errors import EngineError
 from areno.files.user_code import resolve_spec
-from areno.user_processes.pool import Failure, Work, WorkerPool
+from areno.user_processes.pool import Failure, WorkerPool
 from areno.user_processes.worker import Worker
 
 _KEY = "agent.fn"
@@ -61,7 +61,7 @@ class _Item:
         item: The item.
         context: The endpoint of its requests.
         place: Its index among the items that were queued together.
-        on_done: Is called with `place` and the outcome.
+        on_done: Function that receives `place` and the outcome.
         n_losses: Number of processes that died or hung while they ran the item.
     """
 
@@ -108,7 +108,7 @@ class AgentPool(WorkerPool[AgentConfig]):
     ) -> list[AgentOutcome]:
         """Run the agent for all items, and wait until each item has an outcome.
 
-        Items of earlier calls of `begin` go on meanwhile.
+        Items of earlier calls of `begin` continue meanwhile.
 
         Args:
             items: The items to run.
@@ -141,13 +141,12 @@ class AgentPool(WorkerPool[AgentConfig]):
         Args:
             items: The items.
             context: The address and the key of the session's endpoint, to which the agent sends its requests.
-            on_done: Function that is called with the index of an item in `items` and its outcome, when the item is
-                finished.
+            on_done: Function that receives the index of an item in `items` and its outcome, when the item is finished.
         """
         self._running.add(items, context, on_done)
 
     def run_until(self, is_enough: Callable[[], bool], on_wait: Callable[[], object]) -> None:
-        """Run agents until `is_enough` returns True. The agents that are not finished go on.
+        """Run agents until `is_enough` returns True. The unfinished agents continue after that.
 
         If an exception ends this method, all unfinished items are stopped.
 
@@ -163,7 +162,7 @@ class AgentPool(WorkerPool[AgentConfig]):
             raise EngineError("the {} processes are not running; call start() first", self.section)
         try:
             while not is_enough():
-                self.send_calls(self._running)
+                self._send_items()
                 self.wait(self._running)
                 heartbeat.beat()  # this loop enforces the time limit of the agents, so waiting is no hang
                 on_wait()
@@ -171,15 +170,11 @@ class AgentPool(WorkerPool[AgentConfig]):
             self.drop_calls()  # a late answer would be taken for the answer to a later item
             raise
 
-    def send_calls(self, work: Work) -> None:
-        """Send the queued items to the processes, also to processes that run other items.
-
-        Args:
-            work: The items.
-        """
-        assert work is self._running
-        while self._running.groups and (worker := self._running.worker_for_next(self.workers)) is not None:
-            worker.send(self._running.next_chunk(), self.config.timeout_s)
+    def _send_items(self) -> None:
+        """Send the queued items to the processes, also to processes that run other items."""
+        while (found := self._running.take_next(self.workers)) is not None:
+            worker, numbers = found
+            worker.send(self._running.payloads(numbers), self.config.timeout_s)
 
     def suspend(self) -> None:
         """Pause the time limits of the agents until `resume`. Their outcomes stay in the processes meanwhile."""
@@ -218,7 +213,7 @@ class _Running:
         self.groups: deque[list[int]] = deque()
 
     def add(self, items: Sequence[AgentItem], context: AgentContext, on_done: OnDone) -> None:
-        """Queue items, see `AgentPool.begin`."""
+        """Queue items in a group for each process. The arguments are those of `AgentPool.begin`."""
         if not self._items:
             self._next = 0
         first, self._next = self._next, self._next + len(items)
@@ -227,8 +222,10 @@ class _Running:
         shares = [list(range(first + start, self._next, self._n_workers)) for start in range(self._n_workers)]
         self.groups += [share for share in shares if share]
 
-    def worker_for_next(self, workers: Sequence[Worker]) -> Worker | None:
-        """Return the process that gets the first group. None if it has to wait. May move another group to the front.
+    def take_next(self, workers: Sequence[Worker]) -> tuple[Worker, list[int]] | None:
+        """Remove a group that can be sent now, and return (the process that gets the group, the group).
+
+        Returns None if no group is left, or if all groups have to wait.
 
         Items of a lost process only run in a process without other items, so that the item that ends its process is
         found. Other items are sent to the process that has the fewest, which may be busy.
@@ -237,8 +234,7 @@ class _Running:
         suspects = next((group for group in self.groups if self._is_suspect(group)), None)
         if suspects is not None and idle:
             self.groups.remove(suspects)
-            self.groups.appendleft(suspects)
-            return idle[0]
+            return idle[0], suspects
         fresh = next((group for group in self.groups if not self._is_suspect(group)), None)
         free = [worker for worker in workers if not self._is_suspect(worker.chunk)]
         if fresh is None or not free:
@@ -247,20 +243,16 @@ class _Running:
         if worker.is_starting:
             return None
         self.groups.remove(fresh)
-        self.groups.appendleft(fresh)
-        return worker
+        return worker, fresh
 
     def _is_suspect(self, numbers: Iterable[int]) -> bool:
         """Return whether one of the items was in a process that was lost."""
         return any(self._items[number].n_losses for number in numbers)
 
-    def next_chunk(self, n_workers: int = 0, is_async: bool = True) -> list[tuple[int, bytes]]:
-        """Take the first group of items to send to a process. Both arguments are ignored.
-
-        Returns a tuple (number of the item, pickled (context, item)) for each item of the group that can be pickled.
-        """
+    def payloads(self, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Return a tuple (number of the item, pickled (context, item)) for each item that can be pickled."""
         # Pickled only now, so that the first process begins while the items of the others are pickled.
-        payloads = [(number, self._payload(number)) for number in self.groups.popleft()]
+        payloads = [(number, self._payload(number)) for number in numbers]
         return [(number, payload) for number, payload in payloads if payload is not None]
 
     def _payload(self, number: int) -> bytes | None:

@@ -35,7 +35,7 @@ class Recorder:
             base_url=ctx.get_base_url(),
             api_key=ctx.api_key,
             max_retries=0,
-            timeout=None,  # the session limits the time of a request
+            timeout=None,  # the server limits the time of each request
             http_client=DefaultAsyncHttpxClient(event_hooks={"response": [self._record]}),
         )
 

@@ -47,7 +47,8 @@ def environment_agent(environment: Any) -> Callable[[Any, Any], Any]:
         from openai import AsyncOpenAI
 
         found = []
-        url = ctx.get_base_url()  # whose requests have a time limit already
+        url = ctx.get_base_url()
+        # timeout=None: the server limits the time of each request.
         async with AsyncOpenAI(base_url=url, api_key=ctx.api_key, max_retries=0, timeout=None) as client:
             for item in batch.iter_samples():
                 state = await environment.rollout(_input(environment, item), client, "policy", {})

@@ -263,7 +263,7 @@ class RolloutConfig(DecoderConfig):
         help="Largest number of steps by which a sample may be older than the step that trains on it, counted from its "
         "first token. 0: a step waits for all its samples. Above 0: a step samples more prompts than its batch "
         "(rollout.prompts_ahead) and trains as soon as the samples of enough prompts are finished. Unfinished samples "
-        "continue in the next step with the new weights, and agents live on. The loss needs a correction for tokens of "
+        "continue in the next step with the new weights, and so do agents. The loss needs a correction for tokens of "
         "older weights, such as actor.use_decoupled_loss",
         ge=0,
     )

@@ -200,8 +200,8 @@ class InFlight:
         limit: Largest number of steps between the first token of a group and the training on it. 0: the step that
             begins a group trains on it, or its tokens are thrown away.
         sampled_with: The settings of sampling, as plain values. After a change of them, samples cannot continue.
-        keeps_samples: Whether the samples are a part of the state. False for those of agents, whose processes end with
-            the run. A resumed run samples their prompts anew.
+        keeps_samples: Whether the samples are a part of the state. False with agents, whose processes end with the run.
+            A resumed run samples their prompts anew.
 
     Attributes:
         groups: The groups under way, the oldest first.

@@ -77,26 +77,13 @@ _POLL_S = 0.5
 
 
 class Work(Protocol):
-    """The calls of user code that the driver requests. A pool distributes them over its processes."""
-
-    def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Return the next calls for an idle process.
-
-        Args:
-            n_workers: The number of processes in the pool.
-            is_async: Whether the user's function is async.
-
-        Returns:
-            A tuple (position, pickled arguments) for each call. `position` is the index of the call, which
-            identifies the call in the answer. The list is empty if no call is left to send.
-        """
-        ...
+    """Receives the answers to calls of user code, and the failures of the processes that ran the calls."""
 
     def answered(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
         """Record the answer to a call.
 
         Args:
-            position: The index of the call, as returned by `next_chunk`.
+            position: The index of the call, see `Calls.next_chunk`.
             answer: The answer that the process sent.
             span: (start, end) of the call, as times of areno.trace.
         """
@@ -109,6 +96,23 @@ class Work(Protocol):
             worker: The process, which has ended or was killed. `worker.chunk` has the indices of its unanswered calls.
             status: "timeout" if the process did not answer in time, else "error".
             text: The description of the failure.
+        """
+        ...
+
+
+class Calls(Work, Protocol):
+    """The calls of user code that the driver requests. A pool distributes them over its processes."""
+
+    def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
+        """Return the next calls for an idle process.
+
+        Args:
+            n_workers: The number of processes in the pool.
+            is_async: Whether the user's function is async.
+
+        Returns:
+            A tuple (position, pickled arguments) for each call. `position` is the index of the call, which
+            identifies the call in the answer. The list is empty if no call is left to send.
         """
         ...
 
@@ -204,7 +208,7 @@ class WorkerPool(Generic[Config]):
         """Start one process."""
         return Worker(self._first_message, IMPORT_LIMIT_S, self.module, self.output)
 
-    def send_calls(self, work: Work) -> None:
+    def send_calls(self, work: Calls) -> None:
         """Send a chunk of calls to each idle process, as long as calls are left.
 
         Args:
