@@ -276,14 +276,16 @@ class _Running:
         self._settle(position, AgentOutcome(*answer, span=span))
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Handle a process that died or hung, by sending its unfinished items again or recording that they failed.
+        """Handle a process that left, died or hung: send its unfinished items again, or record that they failed.
 
         Args:
             worker: The process. `worker.chunk` has the numbers of its unfinished items.
             status: The status of items that are not sent again.
             text: The message of items that are not sent again.
         """
-        if worker.chunk:
+        if worker.chunk and worker.has_left:
+            self.groups.appendleft(list(worker.chunk))
+        elif worker.chunk:
             self._run_again(list(worker.chunk), AgentOutcome(status, None, text))
 
     def _settle(self, number: int, outcome: AgentOutcome) -> None:

@@ -4,7 +4,8 @@ An item is the task for one sample of a prompt. The pool in the driver (areno/ag
 messages with this process over one socket. The process first receives (agent function as "file:function", name of
 its setting, time limit in seconds). Then it receives chunks, which are lists of tuples (position, pickled (context,
 item)). `position` is the number of the item in the driver. The process sends ("ready", True) or ("failed", problems)
-once, and then (position, answer) for each item as soon as the item is finished. From the message (SUSPEND, time) to the
+once, and then (position, answer) for each item as soon as the item is finished. A process that ends by itself, with no
+agent in it, first sends ("left", None). From the message (SUSPEND, time) to the
 message (RESUME, time), the driver trains: agents continue, but their time limits are paused. Both times are those of
 time.monotonic in the driver. Threads read and send the messages, so that an agent that blocks the event loop, or a
 driver that does not read, delays neither. The parent process, called supervisor (areno.user_processes.supervisor), ends
@@ -142,7 +143,7 @@ class _Runner:
         """Run the agents of all chunks that the driver sends.
 
         If an agent still runs in a thread after its time limit, the process ends as soon as no other agent runs,
-        because this thread would be missing for later items.
+        because this thread would be missing for later items. Chunks that it has not begun run in another process.
 
         Raises EOFError if the driver has closed the connection.
         """
@@ -150,6 +151,7 @@ class _Runner:
             self._loop.run_until_complete(self._until_idle(self._inbox.get()))
             self._ticked = None
             if self._stuck_threads:
+                self._outbox.put(ForkingPickler.dumps(("left", None)))
                 self._leave()
 
     async def _until_idle(self, chunk: list[tuple[int, bytes]] | None) -> None:

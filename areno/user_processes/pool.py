@@ -273,6 +273,8 @@ class WorkerPool(Generic[Config]):
                 raise ConfigError(value)
             if kind_or_position == "ready":
                 worker.is_starting, worker.is_async, worker.deadline = False, value, math.inf
+            elif kind_or_position == "left":
+                worker.has_left = True
             elif work is not None:
                 span = worker.answered(kind_or_position, self.config.timeout_s)
                 self._trace_call(worker, kind_or_position, span)

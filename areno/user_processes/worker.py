@@ -89,6 +89,7 @@ class Worker:
         sent: The number of calls in the last chunk that was sent.
         is_async: Whether the user's function is async. False until the process has started.
         is_starting: Whether the process is still importing the user code.
+        has_left: Whether the process has said that it ends, without beginning the calls in `chunk`.
         deadline: The time (time.monotonic) by which the process must send its next message. Infinity while it is
             idle.
     """
@@ -116,7 +117,7 @@ class Worker:
         self._began_at: dict[int, int] = {}  # by call: when the process got it, or began it if it is not async
         self._ends_at: dict[int, float] = {}  # by call, if it is async: its deadline, the earliest first
         self.is_async = False
-        self.is_starting = True
+        self.is_starting, self.has_left = True, False
         self.deadline = time.monotonic() + import_limit_s
         self._sender: threading.Thread | None = None
         self.post(first_message)

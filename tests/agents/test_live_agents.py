@@ -317,6 +317,29 @@ def test_an_agent_that_blocks_its_event_loop_has_no_less_time_while_it_is_suspen
     assert agents.messages == {blocking: NOTHING, other: NOTHING}
 
 
+def test_plain_agents_are_suspended_and_their_process_ends_without_a_loss(tmp_path: Path) -> None:
+    """After its time limit, an agent keeps its thread, so that the process ends as soon as no other agent runs."""
+    with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py:run_plain", timeout_s=2.0, workers=1)) as pool:
+        pool.wait_ready()
+        agents, other = Begun(pool), f"until {tmp_path}/over"
+        agents.begin("for ever", other)
+        agents.run_for(0.3)
+        pool.suspend()
+        time.sleep(2.5)
+        pool.resume()
+        agents.run_for(0.1)
+        assert not agents.found
+        (tmp_path / "over").touch()
+        agents.run_until(2)
+        assert agents.messages[other] == NOTHING
+        assert agents.found["for ever"].status == "timeout"
+        (worker,) = pool.workers
+        worker.process.wait(20.0)
+        agents.begin("at once")
+        agents.run_until(3)
+        assert agents.messages["at once"] == NOTHING
+
+
 def test_the_time_limit_of_an_import_is_not_paused() -> None:
     with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py", workers=1)) as pool:
         deadline = pool.workers[0].deadline

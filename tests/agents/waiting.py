@@ -24,3 +24,11 @@ async def run_agent(ctx, batch):
         choice = {"message": {"role": "assistant", "content": ""}, "finish_reason": "stop"}
         return AgentTrajectoryTurn(item=item, messages=messages, response={"choices": [choice], "areno": {"a": [1]}})
     return []
+
+
+def run_plain(ctx, batch):
+    [item] = batch.iter_samples()
+    what, _, file = item.prompt.partition(" ")
+    while what == "for" or (what == "until" and not Path(file).exists()):
+        time.sleep(0.01)
+    return []
