@@ -128,9 +128,7 @@ class DecodeGraphs:
         return graph, inputs, out
 
 
-def captured(
-    body: Callable[[], Tensor], pool: Any, stream: torch.cuda.Stream
-) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def captured(body: Callable[[], Tensor], pool: Any, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Run a function once, then capture it as a CUDA graph.
 
     Args:
