@@ -163,6 +163,17 @@ class JudgeConfig(Section):
             return self.labels
         return ["no", "yes"] if self.template is not None or self.rubric == "correct" else [*"12345"]
 
+    def n_questions(self, n_samples: int) -> int:
+        """Return the number of questions about the samples of a prompt.
+
+        Args:
+            n_samples: Number of samples of a prompt.
+        """
+        if not self.compare:
+            return n_samples
+        n_pairs = n_samples * (n_samples - 1) // 2
+        return 2 * (n_pairs if self.opponents is None else min(n_pairs, n_samples * self.opponents))
+
     @property
     def question(self) -> str:
         """The template of the question, with fields in braces."""
