@@ -147,7 +147,8 @@ def _judged(
     Raises:
         ConfigError: The endpoint does not answer.
     """
-    from areno.rewards.judge import EndpointReader, Judging, Task, add_judged
+    from areno.rewards.judge import Judging, Task, add_judged
+    from areno.rewards.judge_readers import EndpointReader
 
     groups: dict[str, list[int]] = {}  # prompt -> its samples
     for place, record in enumerate(records):

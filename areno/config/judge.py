@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -226,7 +225,8 @@ class JudgeConfig(Section):
     @forbid("api_key_env", "is no name of an environment variable; set it to the name, and not to the key itself")
     def key_in_place_of_its_name(self) -> bool:
         """Return whether the name of the variable is none, such as the key itself, which no message may show."""
-        return self.api_key_env is not None and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env) is None
+        name = self.api_key_env
+        return name is not None and not (name.isascii() and name.isidentifier())
 
     @forbid("verdict", "is json, but a model of the run (path) only gives probabilities of labels; set it to labels")
     def json_of_a_role(self) -> bool:

@@ -30,7 +30,7 @@ from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import gpu_called, this_cpu
 from areno.plan.plan import TrainerPlan, check_plan, experiment_roles, load_tokenizer, plan_of_experiment
 from areno.plan.schedule import schedule_warnings, staleness_warnings, with_schedules
-from areno.rewards.judge import EndpointReader, Reader, RoleReader
+from areno.rewards.judge_readers import EndpointReader, Reader, RoleReader
 from areno.rewards.pool import RewardPool
 from areno.run import tuning
 from areno.run.evaluator import Evaluator

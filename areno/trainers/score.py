@@ -13,7 +13,8 @@ from areno.api.session import sequence_of
 from areno.config.rollout import GenerationConfig
 from areno.data.encode import decode_all
 from areno.engine.requests import spans_of
-from areno.rewards.judge import Judging, Task, add_judged, opens_thoughts
+from areno.rewards.judge import Judging, Task, add_judged
+from areno.rewards.judge_readers import opens_thoughts
 from areno.rewards.pool import report_failures
 from areno.rewards.records import CompletionRecord, Record, RecordedPrompt, reward_problem
 from areno.run.setup import PolicySetup

@@ -1,4 +1,4 @@
-"""A judge: its settings, the questions, verdicts of an endpoint, comparisons, and answers that judges fall for."""
+"""A judge: the questions, verdicts of an endpoint, comparisons, and answers that judges fall for."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from areno.config.judge import JudgeConfig
-from areno.config.rollout import OnlyReward
 from areno.errors import ArenoError, ConfigError, DataError
-from areno.rewards.judge import EndpointReader, Judging, Reader, RoleReader, Task, Verdict, add_judged, without_thoughts
-from areno.schema.build import build
+from areno.rewards.judge import Judging, Task, add_judged
+from areno.rewards.judge_readers import EndpointReader, Reader, RoleReader, Verdict, without_thoughts
 from areno.types import RewardOutcome, RewardRecord
 from tests.helpers.endpoints import Say, endpoint
 
@@ -50,75 +49,6 @@ def judged(say: Say, *completions: str, n_samples: int = 1, **settings: Any) -> 
 
 def question(request: Mapping[str, Any]) -> str:
     return request["messages"][0]["content"]
-
-
-# Settings -------------------------------------------------------------------------------------------------------------
-
-REMOTE = {"base_url": "http://h/v1", "model": "m"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"weight": 2.0}, r"weight: is set, but neither path nor base_url is, so there is no judge"),
-        ({"path": "m", **REMOTE}, r"path: is m, but base_url is http://h/v1; the judge is one of the two"),
-        ({"base_url": "http://h/v1"}, r"model: is null; name the model of the endpoint http://h/v1"),
-        ({"base_url": "h:1", "model": "m"}, r"base_url: is 'h:1'; an address such as"),
-        ({"path": "m", "concurrency": 2}, r"concurrency: is 2, but (reward.judge.)?base_url is null"),
-        ({**REMOTE, "offload": True}, r"offload: is true, but (reward.judge.)?path is null, so no model is loaded"),
-        ({"path": "m", "verdict": "json"}, r"verdict: is json, but a model of the run"),
-        ({**REMOTE, "labels": ["1"]}, r"labels: is \['1'\]; at least two different labels"),
-        ({**REMOTE, "labels": ["No", "no"]}, r"labels: .* at least two different labels"),
-        ({**REMOTE, "labels": ["1", "10"]}, r"labels: .* where a label begins another one"),
-        ({**REMOTE, "labels": ["unhelpful", "unclear", "good"]}, r"labels: .* where labels begin with the same letter"),
-        ({"base_url": "http://h:port/v1", "model": "m"}, r"base_url: is 'http://h:port/v1'; an address such as"),
-        ({"base_url": "http:///v1", "model": "m"}, r"base_url: is 'http:///v1'; an address such as"),
-        ({**REMOTE, "compare": True, "labels": ["1", "2"]}, r"labels: .* the labels are A and B"),
-        ({**REMOTE, "opponents": 2}, r"opponents: is 2, but (reward.judge.)?compare is false"),
-        ({**REMOTE, "template": "Is {prompt} good?"}, r"template: has no \{completion\}, which stands for an answer"),
-        ({**REMOTE, "template": "{completion} {first}"}, r"template: has \{first\}, which only .*compare=true"),
-        ({**REMOTE, "template": "{first}", "compare": True}, r"template: has no \{second\}"),
-        ({**REMOTE, "template": "{completion} {"}, r"template: cannot be filled in"),
-        ({**REMOTE, "template": "{completion} {0}"}, r"template: cannot be filled in: \{0\} is no name"),
-        ({**REMOTE, "template": "{completion}", "rubric": "quality"}, r"rubric: .* the template says"),
-    ],
-)
-def test_wrong_settings_are_refused_before_anything_starts(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        build(OnlyReward, {"reward": {"judge": settings}}, [])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"base_url": "http://me:sesame@h/v1"}, r"base_url: has a user name or password"),
-        ({"api_key_env": "sk-sesame"}, r"api_key_env: is no name of an environment variable"),
-    ],
-)
-def test_secrets_in_settings_are_refused_and_not_shown(settings, message):
-    with pytest.raises(ConfigError, match=message) as caught:
-        build(OnlyReward, {"reward": {"judge": {**REMOTE, **settings}}}, [])
-    assert "sesame" not in str(caught.value)
-
-
-def test_labels_of_a_role_may_begin_with_the_same_letter():
-    assert JudgeConfig(path="m", labels=["bad", "better"]).names == ["bad", "better"]
-
-
-def test_labels_may_begin_each_other_in_json():
-    config = JudgeConfig(**REMOTE, verdict="json", labels=["1", "10"])
-    assert config.names == ["1", "10"]
-
-
-@pytest.mark.parametrize("rubric", ["correct", "quality"])
-@pytest.mark.parametrize("compare", [False, True])
-def test_rubrics_ask_about_all_that_they_need(rubric, compare):
-    template = JudgeConfig(path="m", rubric=rubric, compare=compare).question
-    text = template.format(prompt="P?", solutions="S", completion="C", first="F", second="G")
-    assert ("S" in text.split("[Reference answer]\n")[-1].split()) == (rubric == "correct")
-    assert ("[Answer A]\nF" in text, "[Answer B]\nG" in text, "[Answer]\nC" in text) == (compare, compare, not compare)
-    labels = "A or B" if compare else "no or yes" if rubric == "correct" else "one of 1, 2, 3, 4 or 5"
-    assert f"Reply with {labels}" in text
 
 
 # Questions ------------------------------------------------------------------------------------------------------------
@@ -207,8 +137,8 @@ class Pieces:
 
 
 def test_tokens_with_which_all_labels_begin_follow_the_question(monkeypatch):
-    monkeypatch.setattr("areno.rewards.judge.render_generation_prompt", lambda *_, **__: "")
-    monkeypatch.setattr("areno.rewards.judge.encode_generation_prompt", lambda *_, **__: [7])
+    monkeypatch.setattr("areno.rewards.judge_readers.render_generation_prompt", lambda *_, **__: "")
+    monkeypatch.setattr("areno.rewards.judge_readers.encode_generation_prompt", lambda *_, **__: [7])
     reader = RoleReader(JudgeConfig(path="m", labels=["1", "2"]), Pieces(), 100)
     asked, seen = reader.ask("?"), []
 
@@ -225,7 +155,9 @@ def test_tokens_with_which_all_labels_begin_follow_the_question(monkeypatch):
 
 
 def test_a_judge_whose_template_begins_with_reasoning_is_refused(monkeypatch):
-    monkeypatch.setattr("areno.rewards.judge.render_generation_prompt", lambda *_, **__: "<|user|>?<|im|><think>\n")
+    monkeypatch.setattr(
+        "areno.rewards.judge_readers.render_generation_prompt", lambda *_, **__: "<|user|>?<|im|><think>\n"
+    )
     with pytest.raises(ConfigError, match=r"reward.judge.path: is a model whose chat template begins with <think>"):
         RoleReader(JudgeConfig(path="m"), Pieces(), 100)
 
@@ -414,7 +346,7 @@ def test_the_time_limit_holds_for_a_question_with_all_attempts_however_slowly_by
 def test_an_unanswered_question_does_not_keep_the_process_alive(tmp_path):
     """Not by `close`, which an interrupted process may never reach."""
     with endpoint(lambda request: ("drip", 0.2) if "late" in question(request) else "yes") as (url, _):
-        code = "from areno.config.judge import JudgeConfig\nfrom areno.rewards.judge import EndpointReader\n"
+        code = "from areno.config.judge import JudgeConfig\nfrom areno.rewards.judge_readers import EndpointReader\n"
         code += f"reader = EndpointReader(JudgeConfig(base_url='{url}', model='m'))\nreader.ask('late')\nprint('done')"
         started = time.monotonic()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
