@@ -77,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=int, metavar="N", help="score the first N samples only")
     add("--show", type=int, default=20, metavar="N", help="number of samples in the table (default: 20)")
-    add("--workers", type=int, default=2, help="number of processes that call the functions (default: 2)")
-    add("--timeout-s", type=float, default=30.0, help="time limit for one sample in seconds (default: 30)")
+    add("--workers", type=int, help="number of processes that call the functions (default: 2)")
+    add("--timeout-s", type=float, help="time limit of the functions for one sample in seconds (default: 30)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -145,26 +145,21 @@ def _judged(
         (outcomes, seconds).
 
     Raises:
-        ConfigError: The judge is a model of a run, or its endpoint does not answer.
+        ConfigError: The endpoint does not answer.
     """
-    from areno.rewards.judge import EndpointReader, Judging, add_judged
+    from areno.rewards.judge import Judging, Task, add_judged
+    from areno.rewards.judge_readers import EndpointReader
 
-    if judge.path is not None:
-        text = "is {}, which only a run loads; serve it (areno serve) and set {}"
-        raise ConfigError(Problem("reward.judge.path", text, judge.path, Key("reward.judge.base_url")))
-    groups: dict[str, int] = {}  # prompt -> its number
-    sizes: Counter[str] = Counter()
-    places = []
-    for record in records:
-        asked = str(record.messages[:-1])
-        places.append(groups.setdefault(asked, len(groups)) * len(records) + sizes[asked])
-        sizes[asked] += 1
-    with EndpointReader(judge) as reader, Judging(judge, reader, len(records)) as judging:
+    groups: dict[str, list[int]] = {}  # prompt -> its samples
+    for place, record in enumerate(records):
+        groups.setdefault(str(record.record["prompt"]), []).append(place)
+    tasks = [Task(groups[str(prompt)], prompt) for prompt in (record.record["prompt"] for record in records)]
+    with EndpointReader(judge) as reader, Judging(judge, reader, tasks.__getitem__) as judging:
         started = time.monotonic()
-        judging.add(dict(zip(places, records, strict=True)))
+        judging.add(dict(enumerate(records)))
         found = judging.outcomes()
         seconds = time.monotonic() - started
-    return add_judged(records, outcomes, [found[place] for place in places], judge.weight), seconds
+    return add_judged(records, outcomes, [found[place] for place in range(len(records))], judge.weight), seconds
 
 
 def _config(arguments: argparse.Namespace) -> Any:
@@ -175,14 +170,20 @@ def _config(arguments: argparse.Namespace) -> Any:
 
     functions = [word for word in arguments.functions if not word.startswith("reward.") or "=" not in word]
     given = {"weights": arguments.weights, "workers": arguments.workers, "timeout_s": arguments.timeout_s}
+    given = {name: value for name, value in given.items() if value is not None}
     settings = _settings(word for word in arguments.functions if word not in functions)
-    if not functions and "judge" not in settings:
-        raise ConfigError([Problem("FUNCTION", "is missing; name a file or a built-in reward")])
-    if not functions:
-        return build(OnlyReward, {"reward": {"weights": arguments.weights, **settings}}, [], hint).reward
-    # One function is the reward itself, as in reward.fn=reward.py. Several functions are its parts.
-    fn = functions[0] if len(functions) == 1 else functions
-    return build(OnlyReward, {"reward": {"fn": fn, **given, **settings}}, [], hint).reward
+    judge = settings.get("judge")
+    if not functions and not (isinstance(judge, dict) and {judge.get("path"), judge.get("base_url")} - {None}):
+        text = "is missing; name a file or a built-in reward, or set {}"
+        raise ConfigError(Problem("FUNCTION", text, Key("reward.judge.base_url")))
+    if functions:
+        # One function is the reward itself, as in reward.fn=reward.py. Several functions are its parts.
+        given = {"fn": functions[0] if len(functions) == 1 else functions, "workers": 2, **given}
+    config = build(OnlyReward, {"reward": {**given, **settings}}, [], hint).reward
+    if config.judge.path is not None:
+        text = "is {}, which only a run loads; serve it (areno serve) and set {}"
+        raise ConfigError(Problem("reward.judge.path", text, config.judge.path, Key("reward.judge.base_url")))
+    return config
 
 
 def _settings(words: Iterator[str]) -> dict[str, Any]:

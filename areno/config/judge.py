@@ -6,8 +6,9 @@ import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
-from areno.errors import Problem
+from areno.errors import Key, Problem
 from areno.schema.fields import Needs, Section, check, forbid, setting
 
 CHOICES = ("A", "B")
@@ -67,8 +68,8 @@ class JudgeConfig(Section):
     )
     base_url: str | None = setting(
         None,
-        help="Address of an OpenAI-compatible endpoint, of a server with the judge, such as "
-        "http://localhost:8000/v1. null: no such judge",
+        help="Address of the OpenAI-compatible endpoint that serves the judge, such as http://localhost:8000/v1. null: "
+        "no such judge",
     )
     model: str | None = setting(None, help="Needed with base_url. Name of the endpoint's model", only_with=_OF_ENDPOINT)
     api_key_env: str | None = setting(
@@ -80,12 +81,16 @@ class JudgeConfig(Section):
         32, help="Largest number of requests to the endpoint at the same time", gt=0, le=1024, only_with=_OF_ENDPOINT
     )
     timeout_s: float = setting(
-        60.0, help="Time limit for a request to the endpoint, in seconds", gt=0, le=86400, only_with=_OF_ENDPOINT
+        60.0,
+        help="Time limit for a question to the endpoint with all its attempts, in seconds",
+        gt=0,
+        le=86400,
+        only_with=_OF_ENDPOINT,
     )
     retries: int = setting(
         2,
-        help="How often a request is sent again after a timeout, a lost connection or an overload of the endpoint. "
-        "The pauses between attempts grow",
+        help="Number of further attempts after a lost connection or an overload of the endpoint, with growing pauses, "
+        "within timeout_s",
         ge=0,
         le=100,
         only_with=_OF_ENDPOINT,
@@ -93,7 +98,7 @@ class JudgeConfig(Section):
     enable_thinking: bool | None = setting(
         None,
         help="Value of the variable enable_thinking in the endpoint's chat template, sent as chat_template_kwargs. "
-        "With verdict=labels, a model that could reason first should get false. null: send nothing",
+        "Set false for reasoning models with verdict=labels. null: send nothing",
         only_with=_OF_ENDPOINT,
     )
     compare: bool = setting(
@@ -103,14 +108,13 @@ class JudgeConfig(Section):
     )
     opponents: int | None = setting(
         None,
-        help="Number of answers with which each answer begins a comparison: those that follow it in its group, where "
-        "the first follows the last. null: all pairs are compared",
+        help="Number of next answers in the group, cyclically, with which each answer is compared. null: all pairs",
         gt=0,
         only_with=Needs("compare", so="nothing is compared"),
     )
     rubric: Literal["correct", "quality"] = setting(
         "correct",
-        help="What the judge is asked. correct: whether the answer agrees with the field solutions of the row. "
+        help="Question to the judge. correct: whether the answer agrees with the field solutions of the row. "
         "quality: how good the answer is, without a reference",
         only_with=Needs("template", None, so="the template says what the judge is asked"),
     )
@@ -128,8 +132,8 @@ class JudgeConfig(Section):
     )
     verdict: Literal["labels", "json"] = setting(
         "labels",
-        help="labels: the judge answers with a label, and the score is the expected one under the probabilities of the "
-        "labels. json: the judge reasons and then names a label, in JSON of a schema (endpoints only)",
+        help="labels: the judge answers with a label, and the score is the expectation over the labels. json: the "
+        "judge reasons and then names a label, in JSON of a schema (endpoints only)",
     )
     max_tokens: int = setting(
         1024,
@@ -139,8 +143,8 @@ class JudgeConfig(Section):
     )
     refuse_blank: bool = setting(
         True,
-        help="Give an answer without any letter or digit the lowest score, without asking the judge. Models are known "
-        "to accept such answers (arXiv 2507.08794)",
+        help="Give an answer without any letter or digit the score with the lowest reward, without asking the judge. "
+        "Models are known to accept such answers (arXiv 2507.08794)",
     )
     weight: float = setting(1.0, help="Factor on the score in the reward. Negative: low scores are rewarded")
 
@@ -157,6 +161,17 @@ class JudgeConfig(Section):
         if self.labels is not None:
             return self.labels
         return ["no", "yes"] if self.template is not None or self.rubric == "correct" else [*"12345"]
+
+    def n_questions(self, n_samples: int) -> int:
+        """Return the number of questions about the samples of a prompt.
+
+        Args:
+            n_samples: Number of samples of a prompt.
+        """
+        if not self.compare:
+            return n_samples
+        n_pairs = n_samples * (n_samples - 1) // 2
+        return 2 * (n_pairs if self.opponents is None else min(n_pairs, n_samples * self.opponents))
 
     @property
     def question(self) -> str:
@@ -191,10 +206,27 @@ class JudgeConfig(Section):
         """Return whether an endpoint has no name of a model."""
         return self.base_url is not None and not self.model
 
-    @forbid("base_url", "is {self.base_url!r}; an address such as http://localhost:8000/v1 is expected")
-    def no_address(self) -> bool:
-        """Return whether base_url is no address of the protocol HTTP."""
-        return self.base_url is not None and not self.base_url.startswith(("http://", "https://"))
+    @check
+    def address_of_the_endpoint(self) -> Iterator[Problem]:
+        """Report an address that is none of the protocol HTTP, or that holds a password."""
+        if self.base_url is None:
+            return
+        try:
+            parts = urlsplit(self.base_url)
+            is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # of a port that is no number
+            is_http = False
+        if "@" in self.base_url:  # not shown, and neither kept with the settings of a run
+            text = "has a user name or password; name an environment variable with the key in {}"
+            yield Problem("base_url", text, Key("reward.judge.api_key_env"))
+        elif not is_http:
+            yield Problem("base_url", f"is {self.base_url!r}; an address such as http://localhost:8000/v1 is expected")
+
+    @forbid("api_key_env", "is no name of an environment variable; set it to the name, and not to the key itself")
+    def key_in_place_of_its_name(self) -> bool:
+        """Return whether the name of the variable is none, such as the key itself, which no message may show."""
+        name = self.api_key_env
+        return name is not None and not (name.isascii() and name.isidentifier())
 
     @forbid("verdict", "is json, but a model of the run (path) only gives probabilities of labels; set it to labels")
     def json_of_a_role(self) -> bool:
@@ -213,6 +245,17 @@ class JudgeConfig(Section):
         labels = [label.casefold() for label in self.names]
         pairs = [(one, other) for one in labels for other in labels if one is not other]
         return self.verdict == "labels" and any(other.startswith(one) for one, other in pairs)
+
+    @forbid(
+        "labels",
+        "is {self.labels}, where labels begin with the same letter, so that the first token of a reply may not "
+        "distinguish them; choose others, or set verdict=json",
+    )
+    def labels_of_one_letter(self) -> bool:
+        """Return whether the first token of a reply by an unknown tokenizer could begin several labels."""
+        letters = {label.strip().casefold()[:1] for label in self.names}
+        is_read = self.verdict == "labels" and self.base_url is not None
+        return is_read and len(letters) < len(self.names) and not self.labels_within_labels()
 
     @check
     def template_without_answers(self) -> Iterator[Problem]:

@@ -413,7 +413,7 @@ _FUNCTION = Needs("fn", so="no function is called", in_build=True)
 @dataclass(kw_only=True)
 @with_sections(_SECTIONS)
 class RewardConfig(Section):
-    """The reward of a completion: the sum of what functions, a reward model and a judge give.
+    """The reward of a completion: the sum of the rewards of functions, a reward model and a judge.
 
     Each built-in reward that has settings has its own section, whose dataclass is in areno/reward_fns/built_in.py.
     """

@@ -105,6 +105,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             raise EngineError("the actor cannot be released, only a role of ensure_roles; close the engine instead")
         self._call("release_role", role)
         del self._roles[role]
+        self._infos.pop(role, None)
         self._budgets.tokens.pop(role, None)
 
     @property

@@ -32,6 +32,7 @@ from areno.plan.plan import experiment_roles, longest_sequence
 _PROCESS_BYTES = int(0.35 * 2**30)  # of a Python process with torch, which counts as the memory of a CPU run
 _GRAPH_BYTES = int(0.15 * 2**30)  # of CUDA graphs and the buffers of sampling
 _COPY_BYTES_S = 45e9  # bytes per second between device and pinned host memory, in each direction
+_CHARS_PER_TOKEN = 4  # of the text of a judge's question
 _DROPPED_S = 2.0  # seconds to make a decoder with its CUDA graphs again
 _SCORED_BY = {
     "actor": "recompute",
@@ -69,6 +70,26 @@ class Lengths:
         prompt = min(limit, 512) if prompt is None else prompt
         most = min(config.gconfig.max_new_tokens, max(1, context_len - prompt))
         return Lengths(prompt=prompt, answer=most if answer is None else answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """The rows of a pass over a model.
+
+    Attributes:
+        n: Number of rows, over all devices.
+        lengths: Their lengths. Rows may share the prompt.
+        n_same: Number of rows with the same prompt.
+    """
+
+    n: int
+    lengths: Lengths
+    n_same: int
+
+    @property
+    def each(self) -> int:
+        """The tokens of a row."""
+        return self.lengths.prompt + self.lengths.answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +359,7 @@ class _Step:
             mb_spec = self.config.critic.mb_spec
         if mb_spec.max_tokens_per_mb is not None:
             return mb_spec.max_tokens_per_mb
-        row = self.lengths.prompt + self.lengths.answer
+        row = self._rows(name).each
         if mb_spec.mini_bs is not None:
             return mb_spec.mini_bs * row
         if self.config.actor.gradient_accumulation_steps is not None and phase == TRAIN:
@@ -351,19 +372,18 @@ class _Step:
 
     def phases(self) -> list[Phase]:
         """Return the phases of a step, in order."""
-        config, n_rows = self.config, rows_of_step(self.config)
-        found = []
+        config, found = self.config, []
         if isinstance(config, PolicyExperimentConfig):
             found.append(self._rollout(config))
         for name, role in self.roles.items():
             if name == "actor" or isinstance(config, ReferencedExperimentConfig):
                 continue
-            found.append(self._pass(name, SCORE, n_rows))
+            found.append(self._pass(name, SCORE))
             if role.optimizer is not None:
-                found.append(self._pass(name, TRAIN, n_rows))
+                found.append(self._pass(name, TRAIN))
         if isinstance(config.actor, RatioConfig) and config.actor.needs_proximal:
-            found.append(self._pass("actor", SCORE, n_rows))
-        found.append(self._pass("actor", TRAIN, n_rows))
+            found.append(self._pass("actor", SCORE))
+        found.append(self._pass("actor", TRAIN))
         self._phases = found
         return found
 
@@ -406,12 +426,25 @@ class _Step:
             least=sum(terms.values()),
         )
 
-    def _pass(self, name: str, phase: str, n_rows: int) -> Phase:
-        """Return the phase in which the model `name` scores or trains `n_rows` rows."""
-        model, lengths, role = self._model(name), self.lengths, self.roles[name]
-        row, n_each = lengths.prompt + lengths.answer, -(-n_rows // self.layout.data_size)
+    def _rows(self, name: str) -> _Rows:
+        """Return the rows that the model `name` scores or trains. A judge reads a row for each label of a question."""
+        config, lengths, n_rows = self.config, self.lengths, rows_of_step(self.config)
+        if not isinstance(config, PolicyExperimentConfig):
+            return _Rows(n=n_rows, lengths=lengths, n_same=1)
+        n_samples, judge = config.gconfig.n_samples, config.reward.judge
+        if name != "judge":
+            return _Rows(n=n_rows, lengths=lengths, n_same=n_samples)
+        question = len(judge.question) // _CHARS_PER_TOKEN + lengths.prompt + (1 + judge.compare) * lengths.answer
+        n_questions = config.train_dataset.batch_size * judge.n_questions(n_samples)
+        n_labels = len(judge.names)
+        return _Rows(n=n_questions * n_labels, lengths=Lengths(prompt=question, answer=1), n_same=n_labels)
+
+    def _pass(self, name: str, phase: str) -> Phase:
+        """Return the phase in which the model `name` scores or trains the rows of a step."""
+        model, rows, role = self._model(name), self._rows(name), self.roles[name]
+        lengths, row, n_each = rows.lengths, rows.each, -(-rows.n // self.layout.data_size)
         budget = self.budget(name, phase)
-        shared_lens = (lengths.prompt,) * self._n_sharing(model, n_each, phase, budget)
+        shared_lens = (lengths.prompt,) * self._n_sharing(model, rows, n_each, phase, budget)
         n_tokens = -(-(n_each * row - sum(shared_lens)) // self.layout.cp_size)
         share = lengths.answer / row if phase == TRAIN else 1.0
         head = 0.0 if model.config.head == "value" else share
@@ -449,17 +482,17 @@ class _Step:
             clock=clock,
             seconds=seconds,
             terms=terms,
-            n_tokens=n_rows * row,
+            n_tokens=rows.n * row,
             budget=budget,
             least=least,
         )
 
-    def _n_sharing(self, model: Model, n_rows: int, phase: str, budget: int) -> int:
-        """Return how many of the rows of a device have a prompt that another row has computed.
+    def _n_sharing(self, model: Model, rows: _Rows, n_rows: int, phase: str, budget: int) -> int:
+        """Return how many of the `n_rows` rows of a device have a prompt that another row has computed.
 
         `budget` is the number of tokens in a micro-batch.
         """
-        config, lengths, trains = self.config, self.lengths, phase == TRAIN
+        config, lengths, trains = self.config, rows.lengths, phase == TRAIN
         rule = Sharing.of(
             config.actor.share_prefixes,
             model.config,
@@ -471,8 +504,8 @@ class _Step:
         )
         if not isinstance(config, PolicyExperimentConfig) or rule.when == "off":
             return 0
-        sharing = n_rows - -(-n_rows // config.gconfig.n_samples)
-        n_tokens, saved = n_rows * (lengths.prompt + lengths.answer), sharing * lengths.prompt
+        sharing = n_rows - -(-n_rows // rows.n_same)
+        n_tokens, saved = n_rows * rows.each, sharing * lengths.prompt
         apart, shared = ([min(n, budget)] * -(-n // budget) for n in (n_tokens, n_tokens - saved))
         return sharing if rule.saves_enough(saved, n_tokens) and rule.is_faster(shared, apart, n_rows) else 0
 

@@ -30,7 +30,7 @@ from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import gpu_called, this_cpu
 from areno.plan.plan import TrainerPlan, check_plan, experiment_roles, load_tokenizer, plan_of_experiment
 from areno.plan.schedule import schedule_warnings, staleness_warnings, with_schedules
-from areno.rewards.judge import EndpointReader, Reader, RoleReader
+from areno.rewards.judge_readers import EndpointReader, Reader, RoleReader
 from areno.rewards.pool import RewardPool
 from areno.run import tuning
 from areno.run.evaluator import Evaluator
@@ -423,13 +423,15 @@ def _open_endpoint(config: ExperimentConfig, stack: ExitStack) -> EndpointReader
 
 
 def _judge_of_run(config: ExperimentConfig, roles: Mapping[str, RoleSpec]) -> Reader | None:
-    """Return what asks the judge among the models of a run. None if there is none."""
+    """Return the reader of a judge that is a model of the run. None if there is none."""
     if not isinstance(config, PolicyExperimentConfig) or "judge" not in roles:
         return None
     from areno.models.registry import load_config
 
     path = roles["judge"].path
-    return RoleReader(config.reward.judge, load_tokenizer(path), load_config(path).max_position_embeddings)
+    with keys_renamed({"tokenizer_path": "reward.judge.path"}.get):
+        tokenizer = load_tokenizer(path)
+    return RoleReader(config.reward.judge, tokenizer, load_config(path).max_position_embeddings)
 
 
 def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None:

@@ -13,7 +13,8 @@ from areno.api.session import sequence_of
 from areno.config.rollout import GenerationConfig
 from areno.data.encode import decode_all
 from areno.engine.requests import spans_of
-from areno.rewards.judge import Judging, add_judged
+from areno.rewards.judge import Judging, Task, add_judged
+from areno.rewards.judge_readers import opens_thoughts
 from areno.rewards.pool import report_failures
 from areno.rewards.records import CompletionRecord, Record, RecordedPrompt, reward_problem
 from areno.run.setup import PolicySetup
@@ -44,7 +45,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # item -> prompt, tokens
         self._scoring = None if setup.rewards is None else setup.rewards.scoring()
         judge = setup.config.reward.judge
-        self._judging = None if setup.judge is None else Judging(judge, setup.judge, gconfig.n_samples)
+        self._judging = None if setup.judge is None else Judging(judge, setup.judge, self._task)
 
     def extend(self, items: Sequence[PromptItem]) -> None:
         """Add prompts to the rollout, whose indices follow those of the prompts so far.
@@ -80,6 +81,12 @@ class Scorer(AbstractContextManager["Scorer"]):
     def _samples_of(self, number: int) -> range:
         n_samples = self._gconfig.n_samples
         return range(number * n_samples, (number + 1) * n_samples)
+
+    def _task(self, place: int) -> Task:
+        """Return the prompt of the sample at `place`, as a judge needs it."""
+        number = place // self._gconfig.n_samples
+        item = self._items[number]
+        return Task(self._samples_of(number), item.messages or item.prompt, opens_thoughts(item.text))
 
     def take(self, outputs: Sequence[GenerationOutput]) -> None:
         """Add finished completions and start to score them.
@@ -143,7 +150,7 @@ class Scorer(AbstractContextManager["Scorer"]):
     @property
     def is_waiting(self) -> bool:
         """Whether a reward function or a judge elsewhere has yet to score some of the samples."""
-        if self._judging is not None and self._asks_elsewhere and self._judging.n_open:
+        if self._judging is not None and self._judging.n_open:
             return True
         return self._scoring is not None and self._scoring.n_known < len(self._found)
 
@@ -155,9 +162,8 @@ class Scorer(AbstractContextManager["Scorer"]):
     def finish(self) -> list[ScoredSample]:
         """Wait for the rewards, and return the samples in the order of the rollout.
 
-        The reward of a sample is the sum of the rewards of the reward function, of the agent itself, of the reward
-        model and of the judge, where these are configured. A failed sample keeps the outcome, without a reward, that
-        it had in `add`.
+        The reward of a sample is the sum of its sources: the reward function, the agent itself, the reward model and
+        the judge, as far as they are set. A failed sample keeps the outcome, without a reward, of `add`.
 
         Returns:
             All samples, with `outcome` set.
@@ -178,22 +184,20 @@ class Scorer(AbstractContextManager["Scorer"]):
             outcomes = [_NOT_SCORED] * len(records)  # a run without rewards, such as distillation
         if any(own) or (outcomes is None and not setup.config.reward.has_model):
             outcomes = add_own(records, outcomes, own)
+        source = "fn" if self._scoring is not None else "agent"  # of outcomes without named parts
         if setup.config.reward.path is not None:
             # Equal rows are scored once: rounding depends on the position in a batch, and would give them other scores.
             rows = [tuple(_whole(sample)) for sample, _ in asked.values()]
             distinct = list(dict.fromkeys(rows))
             scores = dict(zip(distinct, setup.trainer.score_rewards("reward", distinct), strict=True))
-            outcomes = add_scores(records, outcomes, [scores[row] for row in rows])
+            source, before = "model" if outcomes is None else source, source
+            outcomes = add_scores(records, outcomes, [scores[row] for row in rows], before)
         if self._judging is not None:
-            outcomes = self._judged(self._judging, list(asked), records, outcomes)
+            outcomes = self._judged(self._judging, list(asked), records, outcomes, source)
         assert outcomes is not None
         for (sample, _), outcome in zip(asked.values(), outcomes, strict=True):
             sample.outcome = outcome
         return [sample for sample, _ in found.values()]
-
-    @property
-    def _asks_elsewhere(self) -> bool:
-        return self._setup.config.reward.judge.base_url is not None
 
     def _judged(
         self,
@@ -201,13 +205,16 @@ class Scorer(AbstractContextManager["Scorer"]):
         places: Sequence[int],
         records: Sequence[Record],
         outcomes: Sequence[RewardOutcome] | None,
+        source: str,
     ) -> list[RewardOutcome]:
         """Add the scores of the judge to the outcomes so far of the samples at `places`."""
-        setup, judge = self._setup, self._setup.config.reward.judge
-        score = None if self._asks_elsewhere else partial(setup.trainer.score_logprobs, "judge", temperature=1.0)
+        setup = self._setup
+        # A signal must not interrupt a pass, in which the devices wait for each other.
+        judging.complete(partial(setup.trainer.score_logprobs, "judge", temperature=1.0))
         with setup.run.stop.interruptible():
-            verdicts = judging.outcomes(score)
-        return add_judged(records, outcomes, [verdicts[place] for place in places], judge.weight)
+            verdicts = judging.outcomes()
+        found = [verdicts[place] for place in places]
+        return add_judged(records, outcomes, found, setup.config.reward.judge.weight, source)
 
     def __exit__(self, *exc: Any) -> None:
         if self._scoring is not None:
@@ -255,7 +262,10 @@ def add_own(
 
 
 def add_scores(
-    records: Sequence[Record], outcomes: Sequence[RewardOutcome] | None, scores: Sequence[float]
+    records: Sequence[Record],
+    outcomes: Sequence[RewardOutcome] | None,
+    scores: Sequence[float],
+    source: str = "fn",
 ) -> list[RewardOutcome]:
     """Add the scores of a reward model to the rewards that samples already have.
 
@@ -264,6 +274,7 @@ def add_scores(
         outcomes: For each sample, the outcome of the reward functions and the agent. None if the reward model is the
             only source of rewards.
         scores: Score of the reward model for each sample.
+        source: Name of the part of the reward in `outcomes`, for those without named parts.
 
     Returns:
         The outcome of each sample. A sum that is not finite becomes a reward error.
@@ -272,7 +283,7 @@ def add_scores(
     scored = [index for index, outcome in enumerate(out) if outcome.value is not None]
     for index in scored:
         function = out[index].value or 0.0
-        parts = {**(out[index].parts or {"fn": function}), "model": scores[index]}
+        parts = {**(out[index].parts or {source: function}), "model": scores[index]}
         value = function + scores[index]
         if problem := reward_problem(value):
             out[index] = RewardOutcome(None, "not_finite", f"with the reward model: {problem}")

@@ -168,11 +168,41 @@ def test_an_endpoint_compares_samples_of_equal_prompts(folder, capsys):
     with endpoint(lambda _: "A") as (url, requests):
         words = [f"reward.judge.base_url={url}", "reward.judge.model=m", "reward.judge.compare=true"]
         rows = [{**ROWS[0], "completion": text} for text in ("1", "2", "3")]
-        assert main(["reward", *words, *data(*rows, ROWS[1])[:2]]) == 0
+        assert main(["reward", *words, *data(*rows, ROWS[1])[:2]]) == 1
     assert len(requests) == 1 + 6
-    assert [row[1] for row in lines(capsys.readouterr().out)[2:6]] == ["0.5"] * 4
+    said = capsys.readouterr()
+    assert [row[1] for row in lines(said.out)[2:6]] == ["0.5"] * 3 + ["error"]
+    assert "there is no other answer to this prompt" in said.err
 
 
-def test_a_judge_of_a_run_is_not_loaded_here(folder, capsys):
-    assert main(["reward", "reward.judge.path=m", *data(*ROWS)[:2]]) == 2
-    assert "reward.judge.path: is m, which only a run loads" in capsys.readouterr().err
+def test_opponents_are_the_next_answers_to_the_same_prompt_as_in_a_run(folder, capsys):
+    """Three answers are a ring, so that each meets both of the others, though another prompt lies between them."""
+    with endpoint(lambda _: "A") as (url, requests):
+        words = [f"reward.judge.base_url={url}", "reward.judge.model=m", "reward.judge.compare=true"]
+        rows = [{**ROWS[0], "completion": text} for text in ("1", "2", "3")]
+        others = [{**ROWS[1], "completion": text} for text in ("4", "5")]
+        rows = [rows[0], others[0], rows[1], others[1], rows[2]]
+        assert main(["reward", *words, "reward.judge.opponents=1", *data(*rows)[:2]]) == 0
+    assert len(requests) == 1 + 6 + 2
+
+
+def test_a_judge_of_a_run_is_refused_before_functions_run(folder, capsys):
+    assert main(["reward", "mine.py:near", "reward.judge.path=m", *data(*ROWS)[:2]]) == 2
+    said = capsys.readouterr()
+    assert "reward.judge.path: is m, which only a run loads" in said.err
+    assert "reward process" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reward.judge.retries=2"], "FUNCTION: is missing"),
+        (["reward.judge.base_url=null"], "FUNCTION: is missing"),
+        (["reward.judge=3"], "FUNCTION: is missing"),
+        (["reward.judge.base_url=http://h", "reward.judge.model=m", "--workers", "3"], "--workers: is 3, but"),
+        (["reward.judge.base_url=http://h", "reward.judge.model=m", "--timeout-s", "3"], "--timeout-s: is 3"),
+    ],
+)
+def test_arguments_without_a_function_are_refused(folder, capsys, words, message):
+    assert main(["reward", *words, *data(*ROWS)[:2]]) == 2
+    assert message in capsys.readouterr().err

@@ -11,15 +11,21 @@ import torch
 import transformers
 
 from areno.api import get_algorithm
+from areno.api.trainer import Trainer
 from areno.cli.__main__ import main
 from areno.config.judge import JudgeConfig
 from areno.errors import ConfigError
+from areno.files.interrupts import Stop
 from areno.launch.compose import load
 from areno.plan.forecast import forecast
 from areno.plan.hardware import this_cpu
 from areno.plan.plan import experiment_roles
-from areno.rewards.judge import EndpointReader
-from tests.helpers.policy_runs import MODEL, other_actor, play
+from areno.rewards.judge import Judging
+from areno.rewards.judge_readers import EndpointReader
+from tests.helpers.agent_runs import DATA
+from tests.helpers.agent_runs import run as agent_run
+from tests.helpers.endpoints import endpoint
+from tests.helpers.policy_runs import MODEL, classifier, other_actor, play
 from tests.helpers.recipe_runs import ROOT, command
 from tests.helpers.served import Served
 
@@ -73,6 +79,80 @@ def test_the_judge_is_one_more_frozen_role_of_the_plan(words):
     found = forecast(config, this_cpu(), 1)
     assert [model.key for model in found.footprint.models] == ["actor", "reward.judge"]
     assert "score judge" in [phase.name for phase in found.phases]
+
+
+@pytest.mark.parametrize(
+    ("words", "n_questions", "n_labels", "n_answers"),
+    [
+        (["reward.judge.rubric=quality"], 4, 5, 1),
+        (["reward.judge.compare=true", "valid_dataset=null"], 4 * 3, 2, 2),
+        (["reward.judge.compare=true", "valid_dataset=null", "reward.judge.opponents=1"], 4 * 2, 2, 2),
+    ],
+)
+def test_the_forecast_counts_questions_with_their_answers_and_labels(words, n_questions, n_labels, n_answers):
+    words = [*role(MODEL, *words), "gconfig.n_samples=4", "train_dataset.batch_size=8"]
+    config = load(get_algorithm("grpo").config, "quickstart", words)
+    found = forecast(config, this_cpu(), 1)
+    [phase] = [phase for phase in found.phases if phase.name == "score judge"]
+    question = len(config.reward.judge.question) // 4 + found.lengths.prompt + n_answers * found.lengths.answer
+    assert phase.n_tokens == 8 * n_questions * n_labels * (question + 1)
+
+
+def test_a_signal_waits_for_the_pass_of_the_judge_and_interrupts_the_wait_for_an_endpoint(tmp_path, monkeypatch):
+    """An interrupted pass would leave the devices of a run waiting for each other."""
+    seen, is_inside = [], [False]
+    score, wait, interruptible = Trainer.score_logprobs, Judging.outcomes, Stop.interruptible
+
+    def spied_score(self, name, *args, **kwargs):
+        seen.append((name, is_inside[0]))
+        return score(self, name, *args, **kwargs)
+
+    def spied_wait(self):
+        seen.append(("wait", is_inside[0]))
+        return wait(self)
+
+    @contextlib.contextmanager
+    def spied_interruptible(self):
+        with interruptible(self):
+            is_inside[0] = True
+            yield
+        is_inside[0] = False
+
+    monkeypatch.setattr(Stop, "interruptible", spied_interruptible)
+    monkeypatch.setattr(Trainer, "score_logprobs", spied_score)
+    monkeypatch.setattr(Judging, "outcomes", spied_wait)
+    words = [f"reward.judge.labels={LABELS}", "reward.judge.template='{prompt}{completion}='", "total_train_steps=1"]
+    play("grpo", tmp_path / "run", *role(MODEL, *words))
+    assert seen == [("judge", False), ("wait", True)]
+
+
+def test_parts_beside_a_judge_have_the_names_of_their_sources(tmp_path):
+    words = [f"reward.judge.labels={LABELS}", "reward.judge.template='{prompt}{completion}='", "total_train_steps=1"]
+    words.append(f"reward.path={classifier(tmp_path / 'reward')}")
+    for sample in play("grpo", tmp_path / "run", *role(MODEL, *words)).samples(1):
+        assert {"model", "judge"} <= sample["parts"].keys()
+        assert "fn" not in sample["parts"]
+        assert sample["reward"] == pytest.approx(sample["parts"]["model"] + sample["parts"]["judge"])
+
+
+def test_an_agent_is_judged_under_the_prompt_of_its_row(tmp_path):
+    """Not under the turns of the trajectory, which hold replies of tools and of the agent."""
+    with endpoint(lambda _: "yes") as (url, requests):
+        words = [f"reward.judge.base_url={url}", "reward.judge.model=m", "total_train_steps=1"]
+        words.append("reward.judge.refuse_blank=false")
+        words.append("reward.judge.template='<<{prompt}>>{completion}'")
+        agent_run(tmp_path / "run", "two_turns.py", *words)
+    asked = {request["messages"][0]["content"].rpartition(">>")[0] for request in requests[1:]}
+    assert asked <= {f"<<{row['prompt']}" for row in DATA}
+    assert len(asked) > 1
+
+
+def test_a_judge_without_a_tokenizer_is_named(tmp_path):
+    judge = other_actor(tmp_path / "judge", 0.3)
+    for file in judge.glob("*token*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"reward.judge.path: no tokenizer can be loaded from"):
+        play("grpo", tmp_path / "run", *role(judge))
 
 
 @pytest.mark.parametrize(("words", "part"), [(["gconfig.n_samples=1"], "rollout"), ([], "evaluation")])
@@ -132,7 +212,8 @@ def test_the_same_model_judges_alike_as_a_role_and_at_the_projects_own_server(tm
     tokenizer = transformers.AutoTokenizer.from_pretrained(judge)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(judge)
-    monkeypatch.setattr("areno.rewards.judge._TOP", 16)  # all tokens of the vocabulary
+    monkeypatch.setattr("areno.rewards.judge_readers._TOP", (16,))  # all tokens of the vocabulary
+    monkeypatch.setattr("areno.rewards.judge_readers._LEAST_MASS", 0.0)
     words = [f"reward.judge.labels={LABELS}", "reward.judge.template='{prompt}{completion}='", "total_train_steps=1"]
     inside = play("grpo", tmp_path / "inside", *role(judge, *words)).samples(1)
     with contextlib.closing(Served(folder=str(judge))) as server:

@@ -1,0 +1,425 @@
+"""The readers of a judge, which answer its questions.
+
+`RoleReader` asks a model of the run, and `EndpointReader` a server. Both give a probability for each label of a
+question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from areno.config.judge import JudgeConfig
+from areno.data.chat_template import render_generation_prompt
+from areno.data.encode import encode_generation_prompt
+from areno.errors import ConfigError, Key, Problem, printable
+
+logger = logging.getLogger("areno.rewards")
+
+KEY = "reward.judge"
+_LABEL_TOKENS = 16  # of a reply that should be a label; a server without log-probabilities may add a few words
+_TOP = (20, 5)  # numbers of log-probabilities of a token that endpoints list at most
+_LEAST_MASS = 0.1  # of the labels at an endpoint; below, the model would rather begin with something else
+_CONNECT_S = 10.0
+_CLOSE_S = 5.0
+_SHOWN_CHARS = 200
+
+Score = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
+"""Function that computes the log-probability of each token of rows of token ids."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer of a judge to one question.
+
+    Attributes:
+        probabilities: Probability of each label, with a sum of 1. Empty if there is no verdict.
+        status: "ok", or why there is no verdict. "error": the reply has no label, or the endpoint failed. "timeout":
+            the endpoint gave no verdict within reward.judge.timeout_s.
+        message: Why there is no verdict, in words.
+        parts: Numbers about the verdict by name, which become parts of the reward.
+    """
+
+    probabilities: tuple[float, ...] = ()
+    status: Literal["ok", "error", "timeout"] = "ok"
+    message: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Reader(Protocol):
+    """Answers the questions of a judge.
+
+    Attributes:
+        is_early: Whether questions are answered as soon as they are asked, and not only by `complete`.
+    """
+
+    is_early: bool
+
+    def ask(self, question: str) -> Future[Verdict]:
+        """Take a question, and return the future of its verdict.
+
+        Args:
+            question: The text of the question.
+        """
+        ...
+
+    def complete(self, score: Score) -> None:
+        """Answer the waiting questions.
+
+        Args:
+            score: Scores rows with the judge of the run. Only a reader that is not early needs it.
+        """
+        ...
+
+
+class RoleReader:
+    """Answers questions with a model of the run, by the probabilities of the labels after the question.
+
+    A row is a question, the tokens with which all labels begin (in some vocabularies a space), and the next token of a
+    label. The model computes the log-probability of the tokens after the question. The rows of a question share all
+    tokens but one, and the engine computes shared tokens once.
+
+    Args:
+        config: Settings of the judge.
+        tokenizer: Tokenizer of the judge's folder.
+        context_len: Longest row in tokens.
+
+    Raises:
+        ConfigError: Some labels do not differ in the token after their common beginning, or the chat template of the
+            judge begins with reasoning.
+    """
+
+    is_early = False
+
+    def __init__(self, config: JudgeConfig, tokenizer: Any, context_len: int):
+        self._tokenizer, self._context_len = tokenizer, context_len
+        self._waiting: list[tuple[str, Future[Verdict]]] = []
+        if opens_thoughts(render_generation_prompt(tokenizer, "?", enable_thinking=False)):
+            text = "is a model whose chat template begins with <think>, so that no label can follow; choose another "
+            text += "one, or serve it, and set {} and {}=json"
+            raise ConfigError(Problem(f"{KEY}.path", text, Key(f"{KEY}.base_url"), Key(f"{KEY}.verdict")))
+        self._labels = _labels_of(config.names, tokenizer)
+
+    def ask(self, question: str) -> Future[Verdict]:
+        """Take a question, which `complete` answers. Returns the future of its verdict.
+
+        Args:
+            question: The text of the question.
+        """
+        future: Future[Verdict] = Future()
+        self._waiting.append((question, future))
+        return future
+
+    def complete(self, score: Score) -> None:
+        """Answer the waiting questions that are not cancelled.
+
+        Args:
+            score: Scores rows with the model.
+        """
+        waiting, self._waiting = self._waiting, []
+        futures, rows = [], []
+        for question, future in waiting:
+            if not future.set_running_or_notify_cancel():
+                continue
+            tokens = encode_generation_prompt(self._tokenizer, question, enable_thinking=False)
+            if len(tokens) + len(self._labels[0]) > self._context_len:
+                text = f"the judge's question has {len(tokens)} tokens, the model's context {self._context_len}"
+                future.set_result(Verdict(status="error", message=text))
+                continue
+            futures.append(future)
+            rows += [[*tokens, *label] for label in self._labels]
+        if not rows:
+            return
+        n_last = len(self._labels[0])
+        found = np.array([sum(row[-n_last:]) for row in score(rows)], np.float64).reshape(len(futures), -1)
+        for future, logprobs in zip(futures, found, strict=True):
+            future.set_result(Verdict(_shares(logprobs), parts={"label_mass": float(np.exp(logprobs).sum())}))
+
+
+def _labels_of(names: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Return tokens that tell labels apart: those with which all begin, and the next one. Raises ConfigError."""
+    found = []
+    # Without a chat template the question is continued as text, with a space if the vocabulary has such tokens.
+    for space in ("",) if tokenizer.chat_template is not None else (" ", ""):
+        encoded = [tokenizer.encode(space + name, add_special_tokens=False) for name in names]
+        n_shared = next((n for n, each in enumerate(zip(*encoded, strict=False)) if len(set(each)) > 1), 0)
+        labels = [tokens[: n_shared + 1] for tokens in encoded if len(tokens) > n_shared]
+        if len({tokens[-1] for tokens in labels}) == len(names):
+            found.append(labels)
+    if not found:
+        shown = ", ".join(f"{name} {tokens}" for name, tokens in zip(names, encoded, strict=True))
+        text = "has labels that do not differ in their first token of the judge's tokenizer ({}); choose others"
+        raise ConfigError(Problem(f"{KEY}.labels", text, shown))
+    return min(found, key=lambda labels: len(labels[0]))
+
+
+def _shares(logprobs: np.ndarray) -> tuple[float, ...]:
+    """Return the share of each label in the probability of all labels, of which one has a finite log-probability."""
+    shares = np.exp(logprobs - logprobs.max())
+    return tuple((shares / shares.sum()).tolist())
+
+
+class EndpointReader(AbstractContextManager["EndpointReader"]):
+    """Answers questions with requests to an OpenAI-compatible endpoint, many at the same time.
+
+    Use it as a context manager, or call `close`. The requests run in the event loop of a daemon thread, which does not
+    keep the process alive.
+
+    Args:
+        config: Settings of the judge.
+
+    Raises:
+        ConfigError: The environment lacks the key, or the endpoint does not answer a first question.
+    """
+
+    is_early = True
+
+    def __init__(self, config: JudgeConfig):
+        import openai  # takes most of a second
+
+        self._config, self._labels, self._openai = config, [name.casefold() for name in config.names], openai
+        self._key = os.environ.get(config.api_key_env or "", "").strip()
+        if config.api_key_env is not None and not self._key:
+            text = "names a variable that the environment lacks; export the key of the endpoint under this name"
+            raise ConfigError(Problem(f"{KEY}.api_key_env", text))
+        self._way = 0  # index in _ways of the request that the endpoint accepts
+        self._room = asyncio.Semaphore(config.concurrency)
+        self._loop = asyncio.new_event_loop()
+        self._client: Any = None
+        self._thread = threading.Thread(target=self._loop.run_forever, name="areno-judge", daemon=True)
+        self._thread.start()
+        logger.info("judge: asking %s for a first reply", config.base_url)
+        try:
+            self._client = self._new_client()
+            self._begin(self._answered(f"Reply with {config.names[0]}.", attempts=1)).result()
+        except Exception as error:  # of the client, of its parsers, or of a reply that is no completion
+            self.close()
+            text = "is {}, which does not answer: {}; check that the server runs, and base_url, model and api_key_env"
+            raise ConfigError(Problem(f"{KEY}.base_url", text, config.base_url, self._said(error))) from error
+
+    def _new_client(self) -> Any:
+        limit = self._config.timeout_s
+        client = self._openai.AsyncOpenAI(
+            base_url=self._config.base_url,
+            api_key=self._key or "none",
+            timeout=self._openai.Timeout(limit, connect=min(_CONNECT_S, limit)),
+            max_retries=self._config.retries,
+        )
+        # The client reads both from the environment. They belong to another service.
+        client.organization = client.project = None
+        return client
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def ask(self, question: str) -> Future[Verdict]:
+        """Begin to ask the endpoint a question. Returns the future of the verdict.
+
+        Args:
+            question: The text of the question.
+        """
+        return self._begin(self._verdict(question))
+
+    def complete(self, score: Score) -> None:
+        """Do nothing: all questions have begun.
+
+        Args:
+            score: Ignored.
+        """
+
+    def close(self) -> None:
+        """Drop the questions that are not answered, and close the connections."""
+        if self._loop.is_closed():
+            return
+        with contextlib.suppress(Exception):  # an error of a connection that is no longer needed
+            self._begin(self._end()).result(_CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def _verdict(self, question: str) -> Verdict:
+        """Ask a question when fewer than `concurrency` are in progress. Raises nothing."""
+        async with self._room:
+            started = time.perf_counter()
+            try:
+                found = await self._answered(question)
+            except Exception as error:  # replies may be anything, and so may the errors of their parsers
+                is_late = isinstance(error, asyncio.TimeoutError | self._openai.APITimeoutError)
+                found = Verdict(status="timeout" if is_late else "error", message=f"judge: {self._said(error)}")
+            return replace(found, parts={**found.parts, "seconds": time.perf_counter() - started})
+
+    async def _answered(self, question: str, attempts: int = 2) -> Verdict:
+        """Return the verdict on a question, which is asked once more if the reply has no label."""
+        return await asyncio.wait_for(self._asked(question, attempts), self._config.timeout_s)
+
+    async def _asked(self, question: str, attempts: int) -> Verdict:
+        found, said, messages = Verdict(), "", [{"role": "user", "content": question}]
+        for _ in range(attempts):
+            said, top = await self._reply(messages)
+            found = self._read(said, top)
+            if found.probabilities:
+                return found
+            asked = f"Reply with nothing but one of: {', '.join(self._config.names)}."
+            if self._config.verdict == "json":
+                asked = f"Reply with JSON alone: {_EXAMPLE}."
+            messages += [{"role": "assistant", "content": said or "..."}, {"role": "user", "content": asked}]
+        text = f"judge: the reply names none of {', '.join(self._config.names)}: {printable(said)[:_SHOWN_CHARS]!r}"
+        if self._config.verdict == "labels":
+            text += f"; a model that reasons first needs {KEY}.enable_thinking=false or {KEY}.verdict=json"
+        return replace(found, status="error", message=text)
+
+    async def _reply(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[str, float]]]:
+        """Return (text without reasoning, log-probabilities of the most likely first tokens) of the endpoint's reply.
+
+        A request that the endpoint refuses is sent again in a simpler way, which is kept for later requests.
+        """
+        is_json, refused, ways = self._config.verdict == "json", None, self._ways()
+        fixed: dict[str, Any] = {
+            "model": self._config.model,
+            "messages": messages,
+            "temperature": 0.0,
+            "max_tokens": self._config.max_tokens if is_json else _LABEL_TOKENS,
+        }
+        if self._config.enable_thinking is not None:
+            fixed["extra_body"] = {"chat_template_kwargs": {"enable_thinking": self._config.enable_thinking}}
+        create = self._client.chat.completions.with_raw_response.create  # read here, since it may be anything
+        for way in range(self._way, len(ways)):
+            try:
+                reply = await create(**fixed, **ways[way][1])
+            except (self._openai.BadRequestError, self._openai.UnprocessableEntityError) as error:
+                refused = refused or error
+                if way == len(ways) - 1:  # the reason is another one
+                    raise
+                continue
+            if refused is not None and way > self._way:
+                then = f"asking for {ways[way][0]}" if ways[way][1] else "replies are read as text"
+                named, said = ways[self._way][0], self._said(refused)
+                logger.warning("judge: the endpoint refuses %s (%s); %s", named, said, then)
+                self._way = way
+            return _content(reply.text)
+        raise AssertionError("there is a way without conditions")
+
+    def _ways(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return (name, fields) of the forms of a request, from the most exact one to a plain one."""
+        if self._config.verdict == "labels":
+            asked = [(f"top_logprobs={n}", {"logprobs": True, "top_logprobs": n}) for n in _TOP]
+        else:
+            asked = [("response_format", {"response_format": {"type": "json_schema", "json_schema": self._schema()}})]
+        return [*asked, ("", {})]
+
+    def _schema(self) -> dict[str, Any]:
+        """Return the schema of a reply in JSON."""
+        verdict = {"type": "string", "enum": list(self._config.names)}
+        shape = {"type": "object", "properties": {"reason": {"type": "string"}, "verdict": verdict}}
+        return {
+            "name": "verdict",
+            "strict": True,
+            "schema": {**shape, "required": ["reason", "verdict"], "additionalProperties": False},
+        }
+
+    def _read(self, said: str, top: Sequence[tuple[str, float]]) -> Verdict:
+        """Return the verdict of a reply, without probabilities if there is none.
+
+        The log-probabilities `top` count if the labels have enough of the probability. Otherwise the model would begin
+        with something else, such as reasoning, and the label at the beginning of the reply counts.
+        """
+        text, parts = said, {"unreadable": 0.0}
+        if self._config.verdict == "json":
+            try:
+                text = str(json.loads(text[text.find("{") : text.rfind("}") + 1])["verdict"])
+            except (ValueError, KeyError, TypeError):
+                text = ""
+        elif top:
+            logprobs = np.full(len(self._labels), -np.inf)
+            for token, logprob in top:
+                if (index := self._label_of(token)) is not None:
+                    logprobs[index] = np.logaddexp(logprobs[index], logprob)
+            parts["label_mass"] = float(np.exp(logprobs).sum())
+            if parts["label_mass"] >= _LEAST_MASS:
+                return Verdict(_shares(logprobs), parts=parts)
+        if (index := _first_label(text, self._labels)) is None:
+            return Verdict(parts=parts | {"unreadable": 1.0})
+        return Verdict(tuple(float(other == index) for other in range(len(self._labels))), parts=parts)
+
+    def _label_of(self, token: str) -> int | None:
+        """Return the index of the label that a token begins, or with which it begins. None without a label."""
+        start = token.strip().casefold()
+        # At most one, since the labels differ in their first letter.
+        begun = [index for index, label in enumerate(self._labels) if start and label.startswith(start)]
+        return begun[0] if begun else _first_label(start, self._labels)
+
+    def _said(self, error: Exception) -> str:
+        """Return an error of the client as one line without the key: its text, and the cause of a lost connection."""
+        if isinstance(error, asyncio.TimeoutError | self._openai.APITimeoutError):
+            return f"no verdict within {self._config.timeout_s:g} s ({KEY}.timeout_s)"
+        cause = f" ({error.__cause__})" if error.__cause__ is not None and str(error.__cause__) else ""
+        text = f"{str(error) or type(error).__name__}{cause}"
+        text = text.replace(self._key, "***") if self._key else text
+        return printable(" ".join(text.split()))[:_SHOWN_CHARS]
+
+
+def _content(body: str) -> tuple[str, list[tuple[str, float]]]:
+    """Return (text without reasoning, log-probabilities of the most likely first tokens). Raises ValueError."""
+    try:
+        choice = json.loads(body)["choices"][0]
+        text = choice["message"].get("content") or ""
+        listed = (choice.get("logprobs") or {}).get("content") or [{}]
+        top = [(str(each["token"]), float(each["logprob"])) for each in listed[0].get("top_logprobs") or []]
+        return without_thoughts(text), top
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the reply is no chat completion: {body}") from error
+
+
+_EXAMPLE = '{"reason": "...", "verdict": "..."}'
+
+
+def _first_label(text: str, labels: Sequence[str]) -> int | None:
+    """Return the index of the label with which a text begins, after quotes and asterisks. None without a label."""
+    start = text.lstrip(" \t\r\n*\"'`([").casefold()
+    found = [index for index, label in enumerate(labels) if start.startswith(label)]
+    best = max(found, key=lambda index: len(labels[index]), default=None)
+    if best is None or start[len(labels[best]) :][:1].isalnum():
+        return None
+    return best
+
+
+def without_thoughts(text: str) -> str:
+    """Return a text without its reasoning between <think> and </think>, which may be unclosed.
+
+    Args:
+        text: A completion, or a reply of a judge.
+    """
+    return text.rpartition("</think>")[2].partition("<think>")[0].strip()
+
+
+def opens_thoughts(rendered: str) -> bool:
+    """Return whether a rendered prompt ends with <think>, so that a reply begins with reasoning.
+
+    Args:
+        rendered: The prompt, up to the start of the reply.
+    """
+    return rendered.rstrip().endswith("<think>")
