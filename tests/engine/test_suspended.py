@@ -78,6 +78,7 @@ def test_requests_go_on_under_new_weights(engine: Engine) -> None:
     assert {version for output in found[102] for version in output.versions} == {1}
 
 
+@pytest.mark.slow
 def test_nothing_changes_if_the_weights_do_not(folder: Path) -> None:
     frozen = OptimizerConfig(lr=0.0, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
     with Engine(spec(folder, exact=True, optimizer=frozen), "inline") as engine:
