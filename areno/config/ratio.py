@@ -178,6 +178,11 @@ class RatioConfig(PolicyConfig):
         """
         if not self.recompute_logprob:
             return "rollout"
+        return self.prox_of_loss
+
+    @property
+    def prox_of_loss(self) -> Literal["recompute", "loglinear"]:
+        """The argument `prox_logp_method` of loss functions, which do not know "metrics": it only adds a metric."""
         return "loglinear" if self.prox_logp_method == "loglinear" else "recompute"
 
     @property

@@ -112,16 +112,16 @@ class TeacherConfig(Section):
         """The divergence that training passes compute. None for the sampled form."""
         return None if self.loss_type == SAMPLED else Divergence(self.loss_type, self.jsd_beta, self.role)
 
-    def loss_settings(self, prox_logp_method: str = "recompute") -> dict[str, Any]:
+    def loss_settings(self, prox_logp_method: Literal["recompute", "loglinear"] = "recompute") -> dict[str, Any]:
         """Return the settings as keyword arguments of `distillation_loss_fn`.
 
         Args:
-            prox_logp_method: The actor's setting of this name, or "recompute".
+            prox_logp_method: The argument of `distillation_loss_fn`.
         """
         return {
             "rl_loss_weight": self.rl_loss_weight,
             "distill_loss_weight": self.distill_loss_weight,
             "sampled": self.loss_type == SAMPLED,
             "kl_discount": self.kl_discount,
-            "prox_logp_method": "loglinear" if prox_logp_method == "loglinear" else "recompute",
+            "prox_logp_method": prox_logp_method,
         }

@@ -1,6 +1,6 @@
 """The losses of distillation: a student q learns the next-token distribution of a teacher p.
 
-    loss = rl_loss_weight loss_RL + distill_loss_weight mean over trained tokens of D_t
+    loss = rl_loss_weight * loss_RL + distill_loss_weight * (mean of D_t over trained tokens)
 
 The whole-vocabulary forms of D_t are divergences between q and p at token t, given the earlier tokens of the row.
 `areno.kernels.logprobs.divergence` has their formulas, and computes them with their gradients.

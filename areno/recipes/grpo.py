@@ -67,7 +67,7 @@ class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
             "reduction": self.reduction,
             "norm_length": max_new_tokens,
             "importance_sampling_level": self.importance_sampling_level,
-            "prox_logp_method": "loglinear" if self.prox_logp_method == "loglinear" else "recompute",
+            "prox_logp_method": self.prox_of_loss,
         }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperi
 from areno.config.ratio import RatioConfig
 from areno.engine.spec import RoleSpec
 from areno.errors import ArenoError, ConfigError, Problem
-from areno.loss_fns import distillation_loss_fn
 from areno.plan.lora import with_model
 from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.report.recorded import RecordedRow, check_sample, recorded_row
+from areno.run.setup import with_teacher
 from areno.schema.values import value_at
 from areno.tracking.reader import RunReader
 from areno.trainers.rows import sample_rewards
@@ -366,12 +365,9 @@ def _add_loss(
         config: Settings of the run.
         algorithm: The algorithm of the run, which provides the loss function.
     """
-    loss_fn = algorithm.make_loss(config)
-    if config.teacher is not None:
-        if teacher is None or config.teacher.divergence is not None:
-            return  # `missing` says why
-        method = config.actor.prox_logp_method if isinstance(config.actor, RatioConfig) else "recompute"
-        loss_fn = partial(distillation_loss_fn, policy_loss_fn=loss_fn, **config.teacher.loss_settings(method))
+    if config.teacher is not None and (teacher is None or config.teacher.divergence is not None):
+        return  # `missing` says why
+    loss_fn = with_teacher(config, algorithm.make_loss(config))
     advantages = np.where(recorded.trained, recorded.advantages, 0.0)
     row = TrainSequence(
         prompt_mask=~recorded.trained,

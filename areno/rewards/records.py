@@ -96,7 +96,7 @@ def record_of_completion(
     step: int,
     epoch: int = 0,
 ) -> RewardRecord:
-    """Make the record that reward functions receive for a plain completion, which is not the work of an agent.
+    """Make the record that reward functions receive for a completion that no agent has produced.
 
     Args:
         item: The prompt, with the row of the dataset.

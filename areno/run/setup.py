@@ -184,7 +184,7 @@ class Setup(Generic[Config]):
     ):
         _check_config(config, loop)
         self.config: Config = config
-        self.loss_fn = _with_teacher(config, config.loss_fn() if loss_fn is None else loss_fn)
+        self.loss_fn = with_teacher(config, config.loss_fn() if loss_fn is None else loss_fn)
         self._loop, self._trackers = loop, trackers
         with ExitStack() as stack:
             stack.enter_context(RunLog())
@@ -382,13 +382,18 @@ def _check_config(config: ExperimentConfig, loop: LoopKind) -> None:
         raise ConfigError(f"{given} is for PPOTrainer, not for {name}: its critic would not be used")
 
 
-def _with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
-    """Return the loss function of a policy algorithm, joined with that of its teacher if the run has one."""
+def with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
+    """Return the loss function of a policy algorithm, joined with the loss of distillation if the run has a teacher.
+
+    Args:
+        config: Settings of the run.
+        loss_fn: Loss function of the algorithm.
+    """
     if not isinstance(config, PolicyExperimentConfig) or config.teacher is None:
         return loss_fn
     from areno.loss_fns import distillation_loss_fn
 
-    method = config.actor.prox_logp_method if isinstance(config.actor, RatioConfig) else "recompute"
+    method = config.actor.prox_of_loss if isinstance(config.actor, RatioConfig) else "recompute"
     return partial(distillation_loss_fn, policy_loss_fn=loss_fn, **config.teacher.loss_settings(method))
 
 

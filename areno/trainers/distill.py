@@ -106,7 +106,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
         return min(n_rows, after - before) if share < 1 else n_rows
 
     def given_rows(self, items: Sequence[PromptItem]) -> list[TrainSequence]:
-        """Make training rows of the answers that the dataset gives.
+        """Make training rows from the responses of dataset rows.
 
         Args:
             items: Rows of the dataset.

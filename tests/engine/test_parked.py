@@ -51,6 +51,7 @@ def test_interrupted_samples_have_the_bits_of_others(engine: Engine, n_steps: in
     assert {key: told(output) for key, output in found.items()} == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"devices": 2}, {"devices": 2, "tp_size": 2}])
 def test_in_processes_too(folder: Path, layout: dict[str, int]) -> None:
     with Engine(spec(folder, exact=True, **layout), "spawn") as engine:

@@ -104,6 +104,7 @@ def test_the_thread_of_the_streams_waits_while_the_phase_is_suspended(
         engine.end_rollout()
 
 
+@pytest.mark.slow
 def test_nothing_changes_if_the_weights_do_not(folder: Path) -> None:
     frozen = OptimizerConfig(lr=0.0, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
     with Engine(spec(folder, exact=True, optimizer=frozen), "inline") as engine:

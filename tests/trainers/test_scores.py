@@ -30,7 +30,7 @@ def figures(run: Played) -> list[Any]:
     return [*(run.series(name) for name in NAMES), repr(rows)]
 
 
-@pytest.mark.parametrize("reward", [slow, slow_or_none])
+@pytest.mark.parametrize("reward", [pytest.param(slow, marks=pytest.mark.slow), slow_or_none])
 @pytest.mark.parametrize(
     ("recipe", "settings", "names"),
     [

@@ -111,17 +111,17 @@ def keep_old_logprobs(
 
 
 def sharing_beside_teacher(sharing: Sharing, of_teacher: Sharing, rows: Sequence[Row], cp_size: int) -> Sharing:
-    """Return when an update with a teacher computes shared prefixes once.
+    """Return the rule by which an update with a teacher computes prefixes that rows have in common only once.
 
     Args:
-        sharing: When the trained model does.
-        of_teacher: When the model of the teacher does.
+        sharing: Rule of the trained model.
+        of_teacher: Rule of the teacher's model.
         rows: The rows of the update.
         cp_size: Number of context-parallel ranks that share a micro-batch.
 
     Returns:
-        `sharing`. Never, if the model of the teacher cannot share prefixes or the teacher has prompts of its own, since
-        rows with the same beginning may then have different divergences.
+        `sharing`. APART (never) if the model of the teacher cannot share prefixes, or if the teacher reads prompts of
+        its own, because rows with the same beginning may then have different divergences.
 
     Raises:
         EngineError: The teacher has prompts of its own, which context parallelism does not support.

@@ -80,13 +80,16 @@ class TeacherPasses:
 
 
 def listed_teacher(packed: PackedTokens, pack: DataPack, places_T: Tensor, divergence: Divergence) -> Teacher | None:
-    """Return the teacher that the rows of a micro-batch list. None if they list none.
+    """Return a teacher made of the log-probabilities that rows bring (`TrainSequence.teacher_top`).
 
     Args:
         packed: The student's input.
-        pack: The micro-batch, whose values are those of the tokens of the rows.
-        places_T: Indices of the tokens to predict among those of `packed`.
+        pack: The micro-batch, with one value for each token of the rows.
+        places_T: Indices, in `packed`, of the tokens to predict.
         divergence: The divergence.
+
+    Returns:
+        The teacher. None if the rows bring no log-probabilities of a teacher.
     """
     if pack.teacher_top_tokens is None or pack.teacher_top_logprobs is None:
         return None

@@ -162,8 +162,8 @@ class ListedTeacher:
         if not logits_CV.shape[1]:
             return
         listed_CJ, tail_C1 = saved_CS[:, :-1], saved_CS[:, -1:]
-        grad_CV = (logits_CV / head.temperature).sub_(lse_C.unsqueeze(-1)).exp_().mul_(tail_C1)
-        local_CJ, here_CJ = _local(self.tokens_KJ[part], head.first, logits_CV.shape[1])
+        grad_CV = reference.log_softmax_of(logits_CV, lse_C, head.temperature).exp_().mul_(tail_C1)
+        local_CJ, here_CJ = reference.local_rows(self.tokens_KJ[part], head.first, logits_CV.shape[1])
         more_CJ = (listed_CJ - grad_CV.gather(1, local_CJ)).where(here_CJ, 0.0)
         out_CV.copy_(grad_CV.scatter_add_(1, local_CJ, more_CJ))
 
@@ -172,8 +172,8 @@ class ListedTeacher:
         if not logits_CV.shape[1]:  # a rank whose part of the vocabulary is all padding
             sums_CJ = lse_C.new_zeros((len(logits_CV), self.tokens_KJ.shape[1] + 1))
         else:
-            x_CV = (logits_CV / head.temperature).sub_(lse_C.unsqueeze(-1))
-            local_CJ, here_CJ = _local(self.tokens_KJ[part], head.first, logits_CV.shape[1])
+            x_CV = reference.log_softmax_of(logits_CV, lse_C, head.temperature)
+            local_CJ, here_CJ = reference.local_rows(self.tokens_KJ[part], head.first, logits_CV.shape[1])
             listed_CJ = x_CV.gather(1, local_CJ).where(here_CJ, 0.0)
             # Listed tokens of other ranks have index 0 here, whose probability must stay in the tail.
             hit_CV = torch.zeros_like(x_CV).scatter_add_(1, local_CJ, here_CJ.to(x_CV.dtype))
@@ -188,13 +188,6 @@ def _with_tail(logprobs_CJ: Tensor) -> Tensor:
     """Append the log-probability of all tokens that are not listed, at least LEAST_TAIL."""
     tail_C1 = (1.0 - logprobs_CJ.exp().sum(-1, keepdim=True)).clamp(min=0.0).log().clamp(min=LEAST_TAIL)
     return torch.cat((logprobs_CJ, tail_C1), 1)
-
-
-def _local(tokens_CJ: Tensor, first: int, n_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each token on this rank, or 0 if another rank has it, and whether this rank has it."""
-    local_CJ = tokens_CJ - first
-    here_CJ = (local_CJ >= 0) & (local_CJ < n_rows)
-    return local_CJ.where(here_CJ, 0), here_CJ
 
 
 def logprobs_and_divergence(

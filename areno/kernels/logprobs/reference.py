@@ -31,8 +31,8 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
     x_CV = logits_CV / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
     top_C = x_CV.amax(-1)
     x_CV.sub_(top_C.unsqueeze(-1))
-    row_C1, here_C = local_rows(targets_C, first, logits_CV.shape[1])
-    target_C = x_CV.gather(-1, row_C1).squeeze(-1).where(here_C, 0.0)
+    row_C, here_C = local_rows(targets_C, first, logits_CV.shape[1])
+    target_C = x_CV.gather(-1, row_C.unsqueeze(-1)).squeeze(-1).where(here_C, 0.0)
     exp_CV = x_CV.exp()
     return torch.stack([top_C, exp_CV.sum(-1), exp_CV.mul_(x_CV).sum(-1), target_C])
 
@@ -52,26 +52,37 @@ def logprob_gradient(
     """
     if logits_CV.shape[1]:
         grad_CV = logits_CV.div_(temperature).sub_(lse_C.unsqueeze(-1)).exp_().neg_()
-        row_C1, here_C = local_rows(targets_C, first, logits_CV.shape[1])
-        grad_CV.scatter_add_(-1, row_C1, here_C.to(grad_CV.dtype).unsqueeze(-1))
+        row_C, here_C = local_rows(targets_C, first, logits_CV.shape[1])
+        grad_CV.scatter_add_(-1, row_C.unsqueeze(-1), here_C.to(grad_CV.dtype).unsqueeze(-1))
         out_CV.copy_(grad_CV)
 
 
-def local_rows(targets_C: Tensor, first: int, n_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the index of each target among this rank's rows of the vocabulary, and whether this rank has the target.
+def local_rows(tokens: Tensor, first: int, n_rows: int) -> tuple[Tensor, Tensor]:
+    """Return the index of each token among this rank's rows of the vocabulary, and whether this rank has the token.
 
     Args:
-        targets_C: int64, vocabulary index of each target.
+        tokens: int64, vocabulary index of each token, of any shape.
         first: vocabulary index of this rank's first row.
         n_rows: number of rows on this rank.
 
     Returns:
-        (indices, is_here): the local indices (C, 1) int64, which are 0 for targets of other ranks, and whether this
-        rank has the target, (C,) bool.
+        (indices, is_here), of the shape of `tokens`: the local indices, int64, which are 0 for tokens of other ranks,
+        and whether this rank has the token, bool.
     """
-    local_C = targets_C - first
-    here_C = (local_C >= 0) & (local_C < n_rows)
-    return local_C.where(here_C, 0).unsqueeze(-1), here_C
+    local = tokens - first
+    is_here = (local >= 0) & (local < n_rows)
+    return local.where(is_here, 0), is_here
+
+
+def log_softmax_of(logits_CV: Tensor, lse_C: Tensor, temperature: float) -> Tensor:
+    """Return log softmax(logits / temperature) for this rank's columns, in new memory.
+
+    Args:
+        logits_CV: this rank's columns of the logits. Not changed.
+        lse_C: log-sum-exp of logits / temperature over all ranks.
+        temperature: divisor of the logits.
+    """
+    return (logits_CV / temperature).sub_(lse_C.unsqueeze(-1))
 
 
 def divergence_terms(ours: Tensor, theirs: Tensor, kind: str, beta: float) -> Tensor:
@@ -145,8 +156,8 @@ def divergence_sums(
     """
     if not logits_CV.shape[1]:
         return lse_C.new_zeros((2, len(lse_C)))
-    ours = (logits_CV / temperature).sub_(lse_C.unsqueeze(-1))
-    theirs = (theirs_CV / temperature).sub_(their_lse_C.unsqueeze(-1))
+    ours = log_softmax_of(logits_CV, lse_C, temperature)
+    theirs = log_softmax_of(theirs_CV, their_lse_C, temperature)
     total_C = divergence_terms(ours, theirs, kind, beta).sum(-1)
     if kind == "forward_kl":
         return torch.stack((total_C, torch.zeros_like(total_C)))
@@ -179,8 +190,8 @@ def divergence_gradient(
     """
     if not logits_CV.shape[1]:
         return
-    ours = (logits_CV / temperature).sub_(lse_C.unsqueeze(-1))
-    theirs = (theirs_CV / temperature).sub_(their_lse_C.unsqueeze(-1))
+    ours = log_softmax_of(logits_CV, lse_C, temperature)
+    theirs = log_softmax_of(theirs_CV, their_lse_C, temperature)
     if kind == "forward_kl":
         out_CV.copy_(ours.exp_().sub_(theirs.exp_()))
         return
