@@ -238,12 +238,12 @@ class DecoderConfig(Section):
         gt=0,
     )
     eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
-    speculation: Literal["auto", "off"] = setting(
+    speculation: Literal["auto", "on", "off"] = setting(
         "auto",
-        help="auto: where it is expected to be faster, a decoding step computes several tokens of a sample, namely "
-        "those that followed the same tokens before, in the sample, in other samples of its prompt or, on GPUs, in "
-        "earlier rollouts. Only those are kept that sampling gives, so the samples do not change. Has no effect with "
-        "max_head_offpolicyness above 0. off: a step computes one token of a sample",
+        help="on: where a model of costs expects a gain, a decoding step computes several tokens of a sample: tokens "
+        "that followed the same tokens before, in the sample, in other samples of its prompt or, on GPUs, in earlier "
+        "rollouts. Tokens that sampling does not give are dropped, so the samples do not change. Has no effect with "
+        "max_head_offpolicyness above 0. auto: on for GPUs, off for CPUs. off: a step computes one token of a sample",
     )
 
 

@@ -151,8 +151,10 @@ class Worker:
             self.end_rollout(drop=True)
             self.decoder, self._decoder_spec = self._new_decoder(spec), spec
         self.decoder.drafter = None
-        if spec.decoder.speculation == "auto" and self.actor.config.delta is None:
-            n_params, on_cuda = _size(checkpoint_table(self.actor)), self.context.device.type == "cuda"
+        on_cuda = self.context.device.type == "cuda"
+        drafts = spec.decoder.speculation == "on" or (spec.decoder.speculation == "auto" and on_cuda)
+        if drafts and self.actor.config.delta is None:
+            n_params = _size(checkpoint_table(self.actor))
             self._drafter.costs = step_costs(n_params, on_cuda=on_cuda, use_graphs=not spec.decoder.eager_decode)
             self._drafter.begin()
             self.decoder.drafter = self._drafter

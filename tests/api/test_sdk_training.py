@@ -138,7 +138,8 @@ def test_what_a_role_name_stands_for(trainer: Trainer, tmp_path: Path) -> None:
         ModelRole("critic", MODEL, True, 3e-5),
         ModelRole("reward", str(judge), False),
         ModelRole("teacher", MODEL, False),
-        ModelRole("judge", str(judge), False),
+        ModelRole("judge", MODEL, False),
+        ModelRole("scorer", str(judge), False),
         ModelRole("value", MODEL, True),
     ]
     specs = script_roles({role.name: role for role in roles}, trainer.engine.spec.actor)
@@ -147,11 +148,12 @@ def test_what_a_role_name_stands_for(trainer: Trainer, tmp_path: Path) -> None:
         "critic": ("value", False),
         "reward": ("value", True),
         "teacher": ("lm", False),
-        "judge": ("value", False),
+        "judge": ("lm", False),
+        "scorer": ("value", False),
         "value": ("value", False),
     }
     rates = {name: spec.optimizer and spec.optimizer.lr for name, spec in specs.items()}
-    assert rates == {"ref": None, "critic": 3e-5, "reward": None, "teacher": None, "judge": None, "value": LR["lr"]}
+    assert {name: rate for name, rate in rates.items() if rate} == {"critic": 3e-5, "value": LR["lr"]}
     assert specs["critic"].optimizer == replace(specs["value"].optimizer, lr=3e-5)
 
 

@@ -145,6 +145,16 @@ def test_places_for_32_samples(case: Case, engine: Engine, params: dict[str, Any
     hold_equal(outputs, at_once)
 
 
+def test_prompts_cut_into_chunks(case: Case, engine: Engine, params: dict[str, Any], at_once: Outputs) -> None:
+    """Chunks of numbers of tokens for which a library may choose another kernel than for their neighbours."""
+    requests = case.requests(params)
+    expected = {number: at_once[number][:1] for number in at_once}
+    for n_tokens in (13, 45, 90, 97, 105, 111, 125, 143):
+        one_by_one = replace(case.roomy, max_running=1, decoder=DecoderConfig(max_prefill_tokens=n_tokens))
+        outputs, _ = sampled(engine, [[replace(each, n_samples=1) for each in requests]], one_by_one)
+        hold_equal(outputs, expected)
+
+
 @pytest.mark.parametrize("n_steps", [7, 64])
 def test_interrupted_and_continued(
     case: Case, engine: Engine, params: dict[str, Any], at_once: Outputs, n_steps: int

@@ -52,7 +52,7 @@ def test_samples_with_drafts_are_those_without(layout: dict[str, Any], tmp_path:
     with Engine(spec(tmp_path, exact=True, **layout), *(["spawn"] if layout else [])) as engine:
         expected, drafted, _ = rollouts(engine, "off")
         assert drafted == 0
-        got, drafted, accepted = rollouts(engine, "auto")
+        got, drafted, accepted = rollouts(engine, "on")
         assert drafted > 20
         assert accepted > 10
         assert got == expected
@@ -62,7 +62,7 @@ def test_a_held_engine_does_not_draft(tmp_path: Path) -> None:
     model_folder(tmp_path)
     with Engine(spec(tmp_path)) as engine:
         steps: list[int] = []
-        for speculation in ("off", "auto", "auto"):
+        for speculation in ("off", "on", "on"):
             engine.begin_rollout(replace(ROLLOUT, decoder=DecoderConfig(speculation=speculation)))
             engine.hold()
             engine.submit(REQUESTS)

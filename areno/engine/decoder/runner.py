@@ -135,8 +135,9 @@ class Runner:
             self.graphs = DecodeGraphs(self._decode, bucket_sizes(max_running), (max_running, 0, 0, 0), self.device)
             padding = max_running, 0, 0, 0, 0
             self.verification_graphs = DecodeGraphs(self._verify, verification_sizes(), padding, self.device)
-            # The experts of a pass depend on the host, and exact sums on the number of rows.
-            if not (exact or blocks.has_windows or model.config.delta or model.routing or model.tp.size > 1):
+            # "sdpa" pads rows on the host. Exact products choose their kernel by the number of rows.
+            can_capture = attn_backend in ("varlen", "flash")
+            if can_capture and not (blocks.has_windows or model.config.delta or model.routing or model.tp.size > 1):
                 scratch = blocks.scratch * blocks.block_size
                 self.prefill_graphs = PrefillGraphs(self._prefill_logits, scratch, self.device)
         elif use_graphs and on_cuda:  # the torch form of paged attention needs the longest length on the host

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areno.config.rollout import GenerationConfig, SamplingConfig
+from areno.config.rollout import GenerationConfig, RewardConfig, SamplingConfig
 from areno.engine.requests import RequestRefused
 from areno.plan.plan import sampling_params
 from areno.schema.fields import settings
@@ -75,7 +75,11 @@ def test_skip_special_tokens_is_of_texts(tokenizer_of: Any) -> None:
     scoring = SimpleNamespace(add=lambda records: texts.extend(record.completion for record in records.values()))
     rewards = SimpleNamespace(scoring=lambda: scoring)
     setup: Any = SimpleNamespace(
-        tokenizer=tokenizer, rewards=rewards, run=SimpleNamespace(step=0, progress=SimpleNamespace(epoch=0))
+        config=SimpleNamespace(reward=RewardConfig()),
+        judge=None,
+        tokenizer=tokenizer,
+        rewards=rewards,
+        run=SimpleNamespace(step=0, progress=SimpleNamespace(epoch=0)),
     )
     output = GenerationOutput(
         request_id=0,
