@@ -25,6 +25,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from areno.models.config import TransformerConfig
 
 _MAX_TABLES = 8  # each costs the host a table entry for every block that a sequence gets
@@ -372,29 +374,34 @@ class BlockManager:
                 self.n_available -= len(self._physical_blocks[group_block])
             self._ref_counts[group_block] += 1
 
-    def allocate(self, group: int = 0) -> int:
-        """Allocate the KV blocks for `block_size` tokens in one group of layers.
+    def allocate(self, n: int = 1, group: int = 0) -> list[int]:
+        """Allocate the KV blocks for `n` times `block_size` tokens in one group of layers.
 
-        Together these KV blocks are called a group block. Cached group blocks are evicted if necessary. The caller must
-        have checked that `n_available` suffices. The reference count of the new group block is 1.
+        The KV blocks for `block_size` tokens are called a group block. Cached group blocks are evicted if necessary.
+        The caller must have checked that `n_available` suffices. The reference count of a new group block is 1.
 
         Args:
+            n: Number of group blocks.
             group: Index of the group of layers.
 
         Returns:
-            The index of the first KV block. `physical_blocks` returns all of them.
+            For each group block, the index of its first KV block. `physical_blocks` returns all of them.
         """
-        n_blocks = self.groups[group].n_tables
-        while len(self.free_blocks) < n_blocks:
+        n_tables = self.groups[group].n_tables
+        free, physical, counts = self.free_blocks, self._physical_blocks, self._ref_counts
+        while len(free) < n * n_tables:
             evicted, _ = self.cached_group_blocks.popitem(last=False)
             where, key = self._content.pop(evicted)
             del where[key]
-            self.free_blocks.extend(self._physical_blocks[evicted])
-        blocks = tuple([self.free_blocks.popleft() for _ in range(n_blocks)])
-        self.n_available -= n_blocks
-        self._physical_blocks[blocks[0]] = blocks
-        self._ref_counts[blocks[0]] = 1
-        return blocks[0]
+            free.extend(physical[evicted])
+        self.n_available -= n * n_tables
+        found: list[int] = []
+        for _ in range(n):
+            blocks = (free.popleft(),) if n_tables == 1 else tuple([free.popleft() for _ in range(n_tables)])
+            physical[blocks[0]] = blocks
+            counts[blocks[0]] = 1
+            found.append(blocks[0])
+        return found
 
     def release(self, group_blocks: list[int]) -> None:
         """Decrement the reference count of group blocks.
@@ -463,6 +470,44 @@ class BlockManager:
         self.cached_group_blocks.clear()
 
 
+class BlockEntries:
+    """Block-table entries for the device, in four lists of equal length.
+
+    Attributes:
+        tables: Index of the block table of each entry.
+        slots: Row in the table.
+        columns: Column in the table.
+        blocks: KV block.
+    """
+
+    __slots__ = ("blocks", "columns", "slots", "tables")
+
+    def __init__(self) -> None:
+        self.tables: list[int] = []
+        self.slots: list[int] = []
+        self.columns: list[int] = []
+        self.blocks: list[int] = []
+
+    def append(self, table: int, slot: int, first: int, blocks: list[int]) -> None:
+        """Append consecutive entries of a row.
+
+        Args:
+            table: Index of the block table.
+            slot: Row in the table.
+            first: First column in the table.
+            blocks: KV blocks of the columns.
+        """
+        n = len(blocks)
+        self.tables += [table] * n
+        self.slots += [slot] * n
+        self.columns += range(first, first + n)
+        self.blocks += blocks
+
+    def packed(self) -> np.ndarray:
+        """Return the entries as an int64 array with the rows tables, slots, columns and blocks, (4, n)."""
+        return np.array((self.tables, self.slots, self.columns, self.blocks), dtype=np.int64)
+
+
 class BlockTables:
     """The KV blocks of one sequence, from its admission to the batch until it finishes or is preempted.
 
@@ -510,7 +555,7 @@ class BlockTables:
         for group, group_blocks in enumerate(self.group_blocks):
             if blocks.groups[group].window is None:
                 n_new = blocks.blocks_for(n_tokens) - len(group_blocks)
-                group_blocks += [blocks.allocate(group) for _ in range(n_new)]
+                group_blocks += blocks.allocate(n_new, group)
                 n_taken += n_new * blocks.groups[group].n_tables
         self._measure()
         return n_taken
@@ -522,7 +567,7 @@ class BlockTables:
         blocks of the prompt before this block.
         """
         for group, group_blocks in enumerate(self.group_blocks):
-            group_blocks.append(self._blocks.allocate(group))
+            group_blocks += self._blocks.allocate(1, group)
 
     def share_prefix(self, leader: BlockTables, n_shared: int) -> None:
         """Add the full KV blocks of a prompt that another sequence has computed, and increment their reference counts.
@@ -542,15 +587,22 @@ class BlockTables:
         """Allocate the missing KV blocks for the first `end` positions, in all layers."""
         blocks = self._blocks
         for group, group_blocks in enumerate(self.group_blocks):
-            for _ in range(blocks.blocks_for(end) - len(group_blocks)):
-                group_blocks.append(blocks.allocate(group))
+            group_blocks += blocks.allocate(max(0, blocks.blocks_for(end) - len(group_blocks)), group)
         self._measure()
 
-    def append_blocks(self) -> None:
-        """Allocate the KV blocks for the next `block_size` positions, in all layers."""
-        for group, group_blocks in enumerate(self.group_blocks):
-            group_blocks.append(self._blocks.allocate(group))
-        self.capacity += self._blocks.block_size
+    @staticmethod
+    def append_blocks(tables: Sequence[BlockTables]) -> None:
+        """Allocate the KV blocks for the next `block_size` positions of each of several sequences, in all layers.
+
+        Args:
+            tables: The KV blocks of at least one sequence, each at most once.
+        """
+        blocks = tables[0]._blocks
+        for group in range(len(blocks.groups)):
+            for each, group_block in zip(tables, blocks.allocate(len(tables), group), strict=True):
+                each.group_blocks[group].append(group_block)
+        for each in tables:
+            each.capacity += blocks.block_size
 
     def release_skipped(self, position: int) -> None:
         """Free the KV blocks before the sliding window of the token at `position`.
@@ -579,24 +631,25 @@ class BlockTables:
                 blocks.register_end(self.group_blocks[group][i], group, self.prefix_id)
             self.n_registered = i + 1
 
-    def new_entries(self, slot: int) -> list[tuple[int, int, int, int]]:
-        """Return the block-table entries that the device does not have yet, and mark them as uploaded.
+    def add_new_entries(self, slot: int, entries: BlockEntries) -> None:
+        """Append the block-table entries that the device does not have yet to `entries`, and mark them as uploaded.
 
         Args:
             slot: Row of the sequence in the block tables.
-
-        Returns:
-            Tuples (index of the block table, slot, column, block).
+            entries: Receives the entries.
         """
-        entries: list[tuple[int, int, int, int]] = []
         table = 0
         for group, group_blocks in enumerate(self.group_blocks):
-            for column in range(max(self.n_uploaded, self.n_skipped[group]), len(group_blocks)):
-                for i, block in enumerate(self._blocks.physical_blocks(group_blocks[column])):
-                    entries.append((table + i, slot, column, block))
-            table += self._blocks.groups[group].n_tables
+            n_tables, n_skipped = self._blocks.groups[group].n_tables, self.n_skipped[group]
+            first = n_skipped if n_skipped > self.n_uploaded else self.n_uploaded
+            new = group_blocks[first:]
+            if n_tables == 1:
+                entries.append(table, slot, first, new)
+            elif new:
+                for i, blocks in enumerate(zip(*map(self._blocks.physical_blocks, new), strict=True)):
+                    entries.append(table + i, slot, first, list(blocks))
+            table += n_tables
         self.n_uploaded = len(self.group_blocks[0])
-        return entries
 
     def release(self) -> None:
         """Release all KV blocks of the sequence. Blocks in the prefix cache stay there until they are evicted."""

@@ -320,9 +320,9 @@ class Decoder:
             finished += accept(pending, streams)
         if finished:
             cache = self.runner.routes
-            for each in finished:
-                each.settle()
-                if self.drafter is not None:
+            if self.drafter is not None:
+                for each in finished:
+                    each.settle()
                     self.drafter.finished(each)
             # While the blocks are theirs: what comes to the device later may write over them.
             routes = [cache.read(each.blocks, len(each.tokens) - 1) for each in finished] if cache is not None else None
@@ -441,6 +441,7 @@ class Decoder:
             if not all(bool(torch.stack(part.detach().aminmax()).isfinite().all()) for part in parts):
                 raise non_finite_logits()
             self._finite_version = self.weights_version
+        sequence.settle()
         sequence.finish_reason, self._has_bad_blocks = "error", True
 
     def _finish(self, sequences: list[Sequence], routes: list[PendingRoutes] | None = None) -> None:

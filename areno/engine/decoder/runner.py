@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.engine.decoder.attention_split import PrefixGroups, split_attention
-from areno.engine.decoder.block_manager import BlockManager, KVLayout
+from areno.engine.decoder.block_manager import BlockEntries, BlockManager, KVLayout
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
 from areno.engine.decoder.graphs import DecodeGraphs, bucket_sizes, verification_sizes
 from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillTensors
@@ -328,11 +328,11 @@ class Runner:
 
         `new` are the sequences that sample their first token in their slot, and `grown` others that got a block.
         """
-        entries: list[tuple[int, int, int, int]] = []
+        entries = BlockEntries()
         for sequence in (*new, *grown):
-            entries += sequence.block_tables.new_entries(sequence.slot)
-        if entries:
-            tables, slots, columns, blocks = self._upload_columns(entries)
+            sequence.block_tables.add_new_entries(sequence.slot, entries)
+        if entries.blocks:
+            tables, slots, columns, blocks = self._upload(entries.packed())
             self.cache.tables[tables, slots, columns] = blocks.int()
         if new:
             self.sampler.assign(self._upload(SlotSampler.pack(new)))

@@ -219,7 +219,7 @@ class Scheduler:
                 if self.blocks.n_available - self.blocks.blocks_over_all_groups < reserve:
                     draft = draft[:room]
                     break
-                sequence.block_tables.append_blocks()
+                BlockTables.append_blocks([sequence.block_tables])
                 table.capacity[sequence.slot] = sequence.block_tables.capacity
                 if sequence not in grown[-1:]:
                     grown.append(sequence)
@@ -347,7 +347,13 @@ class Scheduler:
         grown: list[Sequence] = []
         if len(rows) * self.blocks.blocks_over_all_groups > self.blocks.n_available:
             self.cache_left()
-        for sequence in [running[row] for row in rows]:
+        needy = [running[row] for row in rows]
+        has_room = len(rows) * self.blocks.blocks_over_all_groups <= self.blocks.n_available
+        if needy and has_room and not self.blocks.has_windows:
+            BlockTables.append_blocks([sequence.block_tables for sequence in needy])
+            table.capacity[slots_B[rows]] += self.blocks.block_size
+            grown, needy = needy, []
+        for sequence in needy:  # one by one: some may be preempted for others
             if sequence.slot < 0:  # preempted for an older one
                 continue
             if self.blocks.has_windows:
@@ -356,7 +362,7 @@ class Scheduler:
                 self._preempt_youngest()
                 self.cache_left()
             if sequence.slot >= 0:
-                sequence.block_tables.append_blocks()
+                BlockTables.append_blocks([sequence.block_tables])
                 table.capacity[sequence.slot] = sequence.block_tables.capacity
                 grown.append(sequence)
         # Those that were preempted are the youngest, so the rows of the others are as before.

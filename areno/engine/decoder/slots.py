@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-STAGED = 128  # arrived tokens of a slot that are kept here, before the sequence takes them over
+STAGED = 256  # arrived tokens of a slot that are kept here, before the sequence takes them over
 NEVER = 1 << 62
 
 
