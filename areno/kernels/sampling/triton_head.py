@@ -1,0 +1,205 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""Sampling from hidden states as Triton kernels: the LM head and the choice of a token, without logits in memory.
+
+`_scan_kernel` computes a tile of logits, and writes two statistics of each span of the vocabulary: its maximum, and the
+sum of exp((x - maximum) / temperature). `_draw_kernel` combines the spans of a row, which gives the normaliser, finds
+the span of the sampled token, and computes the logits of this span again to find the token. Writing and reading logits
+of 150,000 tokens takes longer than computing them if the hidden size is below about 1,000.
+
+Launches depend on shapes alone, so a CUDA graph can capture them. Shape letters as in `reference.py`; D hidden size,
+S spans.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels.jit import kernel
+from areno.kernels.sampling.reference import SamplingSettings
+from areno.kernels.sampling.triton import _LOG2_E, _ROW_POINTERS, _join, _uniform
+
+_SPAN, _ROWS = 128, 128
+
+
+def sample_hidden(
+    hidden_BD: Tensor,
+    weight_VD: Tensor,
+    slots_B: Tensor,
+    positions_B: Tensor,
+    settings: SamplingSettings,
+    *,
+    span: int = _SPAN,
+    rows: int = _ROWS,
+    inputs: int = 64,
+    n_warps: int = 8,
+    n_stages: int = 3,
+) -> Tensor:
+    """Sample one token for each row from the logits hidden W^T, which are never stored.
+
+    Args:
+        hidden_BD: final hidden states, half precision or float32.
+        weight_VD: weight of the LM head, in the dtype of the hidden states.
+        slots_B: int64, index of each row's entry (slot) in `settings`.
+        positions_B: int64, index in the completion of the token to sample.
+        settings: sampling settings of all slots. `last_token` is updated.
+        span: number of logits in a span of the vocabulary, a power of two.
+        rows: number of rows in a tile of logits, a power of two.
+
+    Returns:
+        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature).
+    """
+    hidden_BD = hidden_BD.contiguous()
+    (n_rows, n_inputs), vocab = hidden_BD.shape, len(weight_VD)
+    n_spans = triton.cdiv(vocab, span)
+    stats_2BS = hidden_BD.new_empty((2, n_rows, n_spans), dtype=torch.float32)
+    out_2B = hidden_BD.new_empty((2, n_rows), dtype=torch.float64)
+    # Programs that share a tile of the weight run one after another, while the tile is in the L2 cache.
+    _scan_kernel[(triton.cdiv(n_rows, rows), n_spans)](
+        hidden_BD,
+        weight_VD,
+        slots_B,
+        settings.temperature,
+        stats_2BS,
+        n_rows,
+        vocab,
+        n_inputs,
+        weight_VD.stride(0),
+        ROWS=rows,
+        SPAN=span,
+        INPUTS=inputs if hidden_BD.element_size() < 4 else 32,
+        num_warps=n_warps,
+        num_stages=n_stages if hidden_BD.element_size() < 4 else 2,
+    )
+    _draw_kernel[(n_rows,)](
+        hidden_BD,
+        weight_VD,
+        slots_B,
+        positions_B,
+        settings.key,
+        settings.temperature,
+        settings.greedy,
+        settings.last_token,
+        stats_2BS,
+        out_2B,
+        vocab,
+        n_spans,
+        n_inputs,
+        weight_VD.stride(0),
+        SPAN=span,
+        PADDED_SPANS=triton.next_power_of_2(n_spans),
+        INPUTS=64,
+        num_warps=8,
+    )
+    return out_2B
+
+
+@kernel(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=_ROW_POINTERS)
+def _scan_kernel(
+    hidden_ptr,
+    weight_ptr,
+    slots_ptr,
+    temperature_ptr,
+    stats_ptr,
+    n_rows,
+    vocab,
+    n_inputs,
+    stride,
+    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    span = tl.program_id(1)
+    column = span * SPAN + tl.arange(0, SPAN)
+    real_row, real_column = row < n_rows, column < vocab
+    hidden_place = hidden_ptr + row.to(tl.int64)[:, None] * n_inputs
+    weight_place = weight_ptr + column.to(tl.int64)[None, :] * stride
+    x = tl.zeros([ROWS, SPAN], tl.float32)
+    for start in range(0, n_inputs, INPUTS):
+        at = start + tl.arange(0, INPUTS)
+        inside = at < n_inputs
+        hidden = tl.load(hidden_place + at[None, :], mask=real_row[:, None] & inside[None, :], other=0.0)
+        weight = tl.load(weight_place + at[:, None], mask=inside[:, None] & real_column[None, :], other=0.0)
+        x = tl.dot(hidden, weight, acc=x, input_precision="ieee")
+    x = tl.where(real_column[None, :], x, float("-inf"))
+    slot = tl.load(slots_ptr + row, mask=real_row, other=0)
+    rate = _LOG2_E / tl.load(temperature_ptr + slot)
+    top = tl.max(x, axis=1)
+    total = tl.sum(tl.exp2((x - top[:, None]) * rate[:, None]), axis=1)
+    n_spans = tl.num_programs(1)
+    cell = row.to(tl.int64) * n_spans + span
+    tl.store(stats_ptr + cell, top, mask=real_row)
+    tl.store(stats_ptr + n_rows.to(tl.int64) * n_spans + cell, total, mask=real_row)
+
+
+@kernel(do_not_specialize_on_alignment=_ROW_POINTERS)
+def _draw_kernel(
+    hidden_ptr,
+    weight_ptr,
+    slots_ptr,
+    positions_ptr,
+    key_ptr,
+    temperature_ptr,
+    greedy_ptr,
+    last_token_ptr,
+    stats_ptr,
+    out_ptr,
+    vocab,
+    n_spans,
+    n_inputs,
+    stride,
+    SPAN: tl.constexpr,
+    PADDED_SPANS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    temperature = tl.load(temperature_ptr + slot)
+    rate = _LOG2_E / temperature
+    uniform = _uniform(tl.load(key_ptr + slot), tl.load(positions_ptr + row))
+    below_one = 1.0 - 8.881784197001252e-16  # 1 - 2^-50: targets stay below the last running sum
+
+    span_S = tl.arange(0, PADDED_SPANS)
+    n_cells = tl.num_programs(0).to(tl.int64) * n_spans
+    top, tops, sums = _join(stats_ptr, n_cells, row * n_spans + span_S, span_S < n_spans, rate)
+    running = tl.cumsum(sums, axis=0)
+    total = tl.max(running, axis=0)
+    target = tl.minimum(uniform * total, total * below_one)
+    passed = running <= target
+    span = tl.minimum(tl.sum(passed.to(tl.int32), axis=0), n_spans - 1)
+    target -= tl.max(tl.where(passed, running, 0.0), axis=0)
+    is_greedy = tl.load(greedy_ptr + slot)
+    best_span = tl.min(tl.where(tops == top, span_S, n_spans - 1), axis=0)
+    span = tl.where(is_greedy, best_span, span)
+
+    lane = tl.arange(0, SPAN)
+    index = span * SPAN + lane
+    inside = index < vocab
+    place = weight_ptr + index.to(tl.int64)[:, None] * stride
+    x = tl.zeros([SPAN], tl.float32)
+    for start in range(0, n_inputs, INPUTS):
+        at = start + tl.arange(0, INPUTS)
+        real = at < n_inputs
+        hidden = tl.load(hidden_ptr + row * n_inputs + at, mask=real, other=0.0).to(tl.float32)
+        weight = tl.load(place + at[None, :], mask=inside[:, None] & real[None, :], other=0.0).to(tl.float32)
+        x += tl.sum(weight * hidden[None, :], axis=1)
+    x = tl.where(inside, x, float("-inf"))
+    weights = tl.exp2((x - top) * rate)
+    inner = tl.cumsum(weights.to(tl.float64), axis=0)
+    target = tl.minimum(target, tl.max(inner, axis=0) * below_one)
+    drawn = tl.sum((inner <= target).to(tl.int32), axis=0)
+    # Rounding may give an entry of weight 0. Then, and for NaN, the most likely token of the span is taken.
+    is_drawable = tl.sum(tl.where(lane == drawn, weights, 0.0), axis=0) > 0
+    best = tl.minimum(tl.min(tl.where(x == tl.max(x, axis=0), lane, SPAN), axis=0), SPAN - 1)
+    drawn = tl.where(is_greedy | (is_drawable == 0), best, drawn)
+    token = tl.minimum(span * SPAN + drawn, vocab - 1)
+    chosen = tl.sum(tl.where(lane == drawn, x, 0.0), axis=0)
+    tl.store(out_ptr + row, token.to(tl.float64))
+    tl.store(
+        out_ptr + tl.num_programs(0) + row,
+        ((chosen - top) / temperature).to(tl.float64) - tl.log(tl.sum(sums, axis=0)),
+    )
+    tl.store(last_token_ptr + slot, token.to(tl.int64))

@@ -1,0 +1,51 @@
+"""Tokens drawn from hidden states without stored logits, against a draw from the logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from areno.kernels.sampling import SamplingFlags
+from areno.types import SamplingParams
+from tests.helpers.interpreted import run_interpreted
+from tests.helpers.slot_samplers import settings_of
+
+ROWS = [SamplingParams(), SamplingParams(temperature=0.5), SamplingParams(greedy=True), SamplingParams(temperature=2.0)]
+
+
+def compare_hidden(device: str, dtype: torch.dtype, n_copies: int, vocab: int, width: int) -> None:
+    from areno.kernels.sampling.reference import sample_slots
+    from areno.kernels.sampling.triton_head import sample_hidden
+
+    generator, rows = torch.Generator().manual_seed(0), ROWS * n_copies
+    weight = (torch.randn(vocab, width, generator=generator) / width**0.5).to(device, dtype)
+    hidden = (torch.randn(len(rows), width, generator=generator) * 3).to(device, dtype)
+    logits = hidden.float() @ weight.float().T
+    (ours, slots), (theirs, _) = (settings_of(len(rows) + 2, vocab, rows, device) for _ in range(2))
+    for position in range(3):
+        positions = torch.arange(len(rows), device=device) % 6 + position
+        found = sample_hidden(hidden, weight, slots, positions, ours.tensors)
+        expected = sample_slots(logits, slots, positions, theirs.tensors, SamplingFlags())
+        same = found[0] == expected[0]
+        assert (~same).sum() <= len(rows) // 100
+        torch.testing.assert_close(found[1][same], expected[1][same], atol=1e-5, rtol=1e-5)
+        assert torch.equal(ours.tensors.last_token[slots], found[0].long())
+    hidden[1] = torch.nan
+    found = sample_hidden(hidden, weight, slots, positions, ours.tensors)
+    assert found[1].isnan().tolist() == [False, True] + [False] * (len(rows) - 2)
+    assert ((found[0] >= 0) & (found[0] < vocab)).all()
+
+
+def test_draws_from_hidden_states_are_those_from_logits() -> None:
+    run_interpreted(
+        "import torch; from tests.kernels.test_sample_hidden import compare_hidden; "
+        "compare_hidden('cpu', torch.float32, 1, 300, 40); compare_hidden('cpu', torch.float32, 33, 130, 16)"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("vocab", "width"), [(151_936, 384), (1_000, 1_024), (32_001, 100)])
+def test_on_the_gpu(dtype: torch.dtype, vocab: int, width: int) -> None:
+    for n_copies in (1, 50, 300):
+        compare_hidden("cuda", dtype, n_copies, vocab, width)
