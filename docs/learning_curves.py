@@ -43,13 +43,17 @@ GROUPS: dict[str, dict[str, list[str]]] = {  # group -> name -> module and setti
         },
     },
     "controls": {
-        "random reward": [*GRPO, "reward.fn=examples/countdown/reward.py:random_reward"],
-        "shuffled advantages": ["examples/algorithms/shuffled_grpo.py", "--config-name=countdown"],
+        f"{name}{text}": [*run, *settings]
+        for text, settings in (("", []), (", lr 1e-5", ["actor.optimizer.lr=1e-5"]))
+        for name, run in (
+            ("random reward", [*GRPO, "reward.fn=examples/countdown/reward.py:random_reward"]),
+            ("shuffled advantages", ["examples/algorithms/shuffled_grpo.py", "--config-name=countdown"]),
+        )
     },
     "baselines": {"rejection sampling": [*GRPO, "actor.adv_norm=null"]},  # trains on right answers alone
     "rates": {
         **{f"lr {rate}": [*GRPO, f"actor.optimizer.lr={rate}"] for rate in ("1e-5", "1e-4", "3e-4", "1e-3")},
-        **{f"4 steps, clip {clip}": [*FOUR_STEPS, f"actor.eps_clip={clip}"] for clip in ("0.05", "0.2", "0.8")},
+        **{f"4 steps, clip {clip}": [*FOUR_STEPS, f"actor.eps_clip={clip}"] for clip in ("0.05", "0.2", "0.4", "0.8")},
     },
     "features": {
         "exact": [*GRPO, "engine.exact=true"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import time
@@ -160,6 +161,7 @@ class Worker:
             self.decoder.drafter = self._drafter
         self._use_weights(self.decoder)
         profiling.set_anchor()
+        gc.freeze()  # a collection would look through all objects of torch for a tenth of a second, between two steps
         return self.decoder.limits
 
     def _use_weights(self, decoder: Decoder) -> None:
@@ -368,6 +370,7 @@ class Worker:
             drop: Whether to free the KV cache and the CUDA graphs. False keeps them for the next phase.
         """
         self._is_held = False
+        gc.unfreeze()
         if self.decoder is None:
             return
         self.decoder.clear()

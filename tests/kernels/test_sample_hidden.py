@@ -28,7 +28,7 @@ def compare_hidden(device: str, dtype: torch.dtype, n_copies: int, vocab: int, w
         expected = sample_slots(logits, slots, positions, theirs.tensors, SamplingFlags())
         same = found[0] == expected[0]
         assert (~same).sum() <= len(rows) // 100
-        torch.testing.assert_close(found[1][same], expected[1][same], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[1][same], expected[1][same], atol=1e-4, rtol=1e-4)
         assert torch.equal(ours.tensors.last_token[slots], found[0].long())
     hidden[1] = torch.nan
     found = sample_hidden(hidden, weight, slots, positions, ours.tensors)

@@ -29,7 +29,7 @@ from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
 from areno.kernels.delta import DeltaWeights, RowChunks
 from areno.kernels.paged import PagedBatch, decode_attention, max_group_rows
-from areno.kernels.sampling import SamplingFlags, can_sample_columns
+from areno.kernels.sampling import SamplingFlags, can_sample_columns, can_sample_hidden
 from areno.layers.adapter import sampling
 from areno.layers.attention import Attend, CachedAttend
 from areno.models.transformer import Transformer
@@ -628,6 +628,9 @@ class Runner:
         hidden_BD = self._forward(tokens_B, positions_B, mix, places_B)
         sampler = self.sampler if of_rows is None else of_rows
         drawn_B = slots_B if of_rows is None else torch.arange(len(slots_B), device=slots_B.device)
+        may_skip_logits = edits is None and not self.is_exact and self.model.tp.size == 1
+        if may_skip_logits and can_sample_hidden(hidden_BD, flags):
+            return sampler.sample_hidden(hidden_BD, self.model.output.weight, drawn_B, index_B)
         if self.model.tp.size > 1 and edits is None:
             return self._sample_shares(self.model.logit_columns(hidden_BD), drawn_B, index_B, flags, sampler)
         return self._sample(self.model.logits(hidden_BD), drawn_B, index_B, flags, edits, sampler)

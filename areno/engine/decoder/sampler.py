@@ -23,7 +23,7 @@ from areno.engine.decoder.grammar import masks
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.kernels.logprobs import sampled_logprobs
-from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_columns, sample_slots
+from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_columns, sample_hidden, sample_slots
 from areno.kernels.sampling.reference import apply_masks, policy_logprobs, without_banned
 from areno.layers.parallel import ParallelGroup
 from areno.types import TokenScores
@@ -284,6 +284,20 @@ class SlotSampler:
         policy_B = policy_logprobs(logits_BV, self.tensors.temperature[slots_B], tokens_B.long())
         is_masked_B = (self.masks_SW[slots_B] != -1).any(-1)
         return torch.stack((tokens_B, torch.where(is_masked_B, policy_B, logprobs_B)))
+
+    def sample_hidden(self, hidden_BD: Tensor, weight_VD: Tensor, slots_B: Tensor, index_B: Tensor) -> Tensor:
+        """Sample a token for each row from hidden states, for which `can_sample_hidden` is True.
+
+        Args:
+            hidden_BD: Final hidden states.
+            weight_VD: Weight of the LM head.
+            slots_B: int64, slot of each row (index of the row's sampling settings).
+            index_B: int64, index of the sampled token in its completion.
+
+        Returns:
+            (2, B) float64: tokens and log-probabilities.
+        """
+        return sample_hidden(hidden_BD, weight_VD, slots_B, index_B, self.tensors)
 
     def sample_columns(
         self,

@@ -17,7 +17,20 @@ from areno.kernels.backend import use_triton
 from areno.kernels.sampling import reference
 from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, sample_key
 
-__all__ = ["SamplingFlags", "SamplingSettings", "can_sample_columns", "sample_columns", "sample_key", "sample_slots"]
+__all__ = [
+    "SamplingFlags",
+    "SamplingSettings",
+    "can_sample_columns",
+    "can_sample_hidden",
+    "sample_columns",
+    "sample_hidden",
+    "sample_key",
+    "sample_slots",
+]
+
+# On an H100, 1,024 rows of 152k logits take 330 instead of 569 us with 384 inputs, 699 instead of 781 us with 1,024,
+# and 1,734 instead of 1,384 us with 2,560: the product without stored logits is slower than the library's.
+_LEAST_ROWS, _MOST_INPUTS = 32, 1024
 
 
 def sample_slots(
@@ -41,6 +54,41 @@ def sample_slots(
     from areno.kernels.sampling import triton
 
     return triton.sample_slots(logits_BV, slots_B, positions_B, settings, flags)
+
+
+def can_sample_hidden(hidden_BD: Tensor, flags: SamplingFlags) -> bool:
+    """Return whether `sample_hidden` supports the optional steps that the rows need, and is faster than logits.
+
+    `sample_hidden` needs Triton. It does not support top-k, top-p, banned tokens, penalties and masks.
+
+    Args:
+        hidden_BD: final hidden states.
+        flags: the optional steps of sampling that at least one row needs.
+    """
+    n_rows, width = hidden_BD.shape
+    is_faster = n_rows >= _LEAST_ROWS and width <= _MOST_INPUTS and hidden_BD.element_size() == 2
+    return is_faster and flags == SamplingFlags() and use_triton(hidden_BD)
+
+
+def sample_hidden(
+    hidden_BD: Tensor, weight_VD: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings
+) -> Tensor:
+    """Sample one token for each row from the logits hidden W^T, without storing logits.
+
+    Args:
+        hidden_BD: final hidden states, for which `can_sample_hidden` is True.
+        weight_VD: weight of the LM head, in the dtype of the hidden states.
+        slots_B: int64, index of each row's entry (slot) in `settings`.
+        positions_B: int64, index in the completion of the token to sample.
+        settings: sampling settings of all slots. `last_token` is updated.
+
+    Returns:
+        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature). A
+        log-probability is NaN if the row's logits have a NaN or +inf.
+    """
+    from areno.kernels.sampling import triton_head
+
+    return triton_head.sample_hidden(hidden_BD, weight_VD, slots_B, positions_B, settings)
 
 
 def can_sample_columns(logits_BV: Tensor, flags: SamplingFlags) -> bool:

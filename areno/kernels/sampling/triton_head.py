@@ -3,8 +3,8 @@
 
 `_scan_kernel` computes a tile of logits, and writes two statistics of each span of the vocabulary: its maximum, and the
 sum of exp((x - maximum) / temperature). `_draw_kernel` combines the spans of a row, which gives the normaliser, finds
-the span of the sampled token, and computes the logits of this span again to find the token. Writing and reading logits
-of 150,000 tokens takes longer than computing them if the hidden size is below about 1,000.
+the span of the sampled token, and computes the logits of this span again to find the token. For a
+small hidden size, logits take longer to write and to read than to compute.
 
 Launches depend on shapes alone, so a CUDA graph can capture them. Shape letters as in `reference.py`; D hidden size,
 S spans.
@@ -21,7 +21,7 @@ from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton import _LOG2_E, _ROW_POINTERS, _join, _uniform
 
-_SPAN, _ROWS = 128, 128
+_SPAN, _INPUTS = 128, 64
 
 
 def sample_hidden(
@@ -30,12 +30,6 @@ def sample_hidden(
     slots_B: Tensor,
     positions_B: Tensor,
     settings: SamplingSettings,
-    *,
-    span: int = _SPAN,
-    rows: int = _ROWS,
-    inputs: int = 64,
-    n_warps: int = 8,
-    n_stages: int = 3,
 ) -> Tensor:
     """Sample one token for each row from the logits hidden W^T, which are never stored.
 
@@ -45,15 +39,13 @@ def sample_hidden(
         slots_B: int64, index of each row's entry (slot) in `settings`.
         positions_B: int64, index in the completion of the token to sample.
         settings: sampling settings of all slots. `last_token` is updated.
-        span: number of logits in a span of the vocabulary, a power of two.
-        rows: number of rows in a tile of logits, a power of two.
 
     Returns:
         (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature).
     """
     hidden_BD = hidden_BD.contiguous()
     (n_rows, n_inputs), vocab = hidden_BD.shape, len(weight_VD)
-    n_spans = triton.cdiv(vocab, span)
+    n_spans, rows, is_half = triton.cdiv(vocab, _SPAN), 64 if n_rows <= 64 else 128, hidden_BD.element_size() == 2
     stats_2BS = hidden_BD.new_empty((2, n_rows, n_spans), dtype=torch.float32)
     out_2B = hidden_BD.new_empty((2, n_rows), dtype=torch.float64)
     # Programs that share a tile of the weight run one after another, while the tile is in the L2 cache.
@@ -68,10 +60,10 @@ def sample_hidden(
         n_inputs,
         weight_VD.stride(0),
         ROWS=rows,
-        SPAN=span,
-        INPUTS=inputs if hidden_BD.element_size() < 4 else 32,
-        num_warps=n_warps,
-        num_stages=n_stages if hidden_BD.element_size() < 4 else 2,
+        SPAN=_SPAN,
+        INPUTS=_INPUTS if is_half else 32,
+        num_warps=4 if rows == 64 else 8,
+        num_stages=3 if is_half else 2,  # more stages of fp32 do not fit into shared memory
     )
     _draw_kernel[(n_rows,)](
         hidden_BD,
@@ -88,9 +80,9 @@ def sample_hidden(
         n_spans,
         n_inputs,
         weight_VD.stride(0),
-        SPAN=span,
+        SPAN=_SPAN,
         PADDED_SPANS=triton.next_power_of_2(n_spans),
-        INPUTS=64,
+        INPUTS=_INPUTS,
         num_warps=8,
     )
     return out_2B
