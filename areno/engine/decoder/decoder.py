@@ -325,7 +325,11 @@ class Decoder:
                     each.settle()
                     self.drafter.finished(each)
             # While the blocks are theirs: what comes to the device later may write over them.
-            routes = [cache.read(each.blocks, len(each.tokens) - 1) for each in finished] if cache is not None else None
+            routes = (
+                [cache.read(each.blocks, each.n_prompt + each.n_new - 1) for each in finished]
+                if cache is not None
+                else None
+            )
             self._scheduler.remove_finished()
             self._finish(finished, routes)
 
@@ -354,12 +358,14 @@ class Decoder:
         reasons = dict(zip(plain[needed].tolist(), zip(stops[needed], is_last[needed], strict=True), strict=True))
         by_host = np.flatnonzero(by_host_B).tolist()
         top = pending.top() if by_host else []
+        self._keep_completions([pending.sequences[row] for row, ends in reasons.items() if any(ends)])
         finished: list[Sequence] = []
         for row in sorted([*reasons, *by_host]):
             sequence = pending.sequences[row]
             if row in reasons:
                 stopped, ended = reasons[row]
-                sequence.settle()
+                if sequence.completion is None:
+                    sequence.settle()
                 sequence.finish_reason = "stop" if stopped else "length" if ended else None
             elif not math.isfinite(logprobs_B[row]):
                 self._fail(sequence)
@@ -375,6 +381,17 @@ class Decoder:
             if self._scheduler.caches_early:
                 self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
         return finished
+
+    def _keep_completions(self, finished: list[Sequence]) -> None:
+        """Take the tokens of finished sequences from the slot table as arrays.
+
+        Sequences that already have completion tokens in their lists are left out.
+        """
+        whole = [sequence for sequence in finished if sequence.is_fresh]
+        if whole:
+            arrays = self._scheduler.table.unstage([sequence.slot for sequence in whole])
+            for sequence, completion in zip(whole, arrays, strict=True):
+                sequence.completion = completion
 
     def _propose(self, sequences: list[Sequence]) -> list[list[int]]:
         """Return a draft of the drafter for each sequence."""

@@ -375,7 +375,8 @@ class Runner:
             return logits_KV
         last = [row for row, chunk in enumerate(chunks) if chunk.is_last]
         prompt_of_row = np.repeat(np.arange(len(last)), [len(chunks[row].prefill.sequences) for row in last])
-        table, edits = scheduled.table, LogitEdits.of(prefilled, self._upload)
+        table = scheduled.table
+        edits = LogitEdits.of(prefilled, self._upload) if table.needs_edits[slots_B].any() else None
         drawn = np.stack([slots_B, table.n_sampled[slots_B] - 1, prompt_of_row])
         on_device_B, index_B, prompts_B = self._upload(drawn)
         flags = self.sampler.flags(table, slots_B)

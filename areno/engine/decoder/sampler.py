@@ -11,6 +11,7 @@ Shape letters: B rows of the batch, R rows among them with edits, V vocabulary.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -147,19 +148,22 @@ class SlotSampler:
         n_banned = 1 << (n_banned - 1).bit_length() if n_banned else 0
         packed = np.full((8 + n_banned, len(sequences)), -1, dtype=np.int64)
         floats = packed.view(np.float64)
-        for column, sequence in enumerate(sequences):
-            params = sequence.request.params
-            packed[0, column] = sequence.slot
-            packed[1, column] = sequence.key
-            packed[2, column] = params.is_greedy
+        packed[0] = [sequence.slot for sequence in sequences]
+        packed[1] = [sequence.key for sequence in sequences]
+        end = 0
+        for _, group in itertools.groupby(sequences, key=lambda sequence: id(sequence.request)):
+            sequence, *others = group  # samples of a request have the same settings
+            start, end = end, end + 1 + len(others)
+            params, columns = sequence.request.params, slice(start, end)
+            packed[2, columns] = params.is_greedy
             # Top-k and top-p do not change a greedy draw; without them the row skips the slow path.
-            packed[3, column] = params.top_k if sequence.is_filtered else -1
-            floats[4, column] = params.logprob_temperature
-            floats[5, column] = params.top_p if sequence.is_filtered else 1.0
-            floats[6, column] = params.frequency_penalty
-            packed[7, column] = sequence.min_new
+            packed[3, columns] = params.top_k if sequence.is_filtered else -1
+            floats[4, columns] = params.logprob_temperature
+            floats[5, columns] = params.top_p if sequence.is_filtered else 1.0
+            floats[6, columns] = params.frequency_penalty
+            packed[7, columns] = sequence.min_new
             if sequence.min_new > 0:
-                packed[8 : 8 + len(sequence.stop_ids), column] = sorted(sequence.stop_ids)
+                packed[8 : 8 + len(sequence.stop_ids), columns] = np.array(sorted(sequence.stop_ids))[:, None]
         return packed
 
     def assign(self, packed: Tensor) -> None:

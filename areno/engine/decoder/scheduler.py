@@ -154,7 +154,7 @@ class Scheduler:
         self._prefilled: list[Sequence] = []  # sequences of the last step's chunks, only with windows
         # Of sequences that have left the batch: blocks, tokens, number of tokens with keys and values. The blocks enter
         # the prefix cache when a prompt may match them or blocks run out, so never if the rollout ends before.
-        self._left: list[tuple[BlockTables, list[int], int]] = []
+        self._left: list[tuple[BlockTables, Sequence, int]] = []
         self.n_preemptions = 0
         self.n_cached_tokens = 0
 
@@ -481,15 +481,19 @@ class Scheduler:
             leader.n_cached = leader.n_kv
             n_own = self.blocks.blocks_over_all_groups if n_tokens % size else 0
             reserve += n_new - n_taken  # of which chunks to come take the rest
+            slots: list[int] = []
             while self._slots and self._can_follow(leader) and self.blocks.can_allocate((), n_own, reserve):
                 follower = self.waiting.popleft()
+                slots.append(self._slots.pop())
                 follower.block_tables = BlockTables(self.blocks)
                 if n_own:
                     follower.block_tables.allocate_last_block()
-                follower.join(self.table, self._slots.pop())
+                follower.join_like(leader, slots[-1])
                 follower.n_cached = leader.n_cached
                 follower.enter("prefill")
                 prefill.followers.append(follower)
+            if slots:
+                self.table.take_like(slots, leader.slot)
         return prefill
 
     def _max_new_blocks(self, match: PrefixMatch, n_tokens: int) -> int:
@@ -526,13 +530,14 @@ class Scheduler:
         self._slots.append(sequence.slot)
         sequence.leave_cache()
         if self.reuses_prefixes and not self.caches_early and sequence.finish_reason != "error":
-            self._left.append((block_tables, sequence.tokens, n_tokens))
+            self._left.append((block_tables, sequence, n_tokens))
         else:
             block_tables.release()
 
     def cache_left(self) -> None:
         """Add the blocks of sequences that have left the batch to the prefix cache, and release these blocks."""
         left, self._left = self._left, []
-        for block_tables, tokens, n_tokens in left:
-            block_tables.register(tokens, n_tokens)
+        for block_tables, sequence, n_tokens in left:
+            sequence.settle()
+            block_tables.register(sequence.tokens, n_tokens)
             block_tables.release()

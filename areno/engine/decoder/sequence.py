@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from areno import trace
 from areno.engine.decoder.block_manager import BlockTables
@@ -102,7 +105,8 @@ class Sequence:
         slot: Row of the sequence in the block tables and sampling settings on the device. -1 while it waits.
         table: The numbers of all slots. None while the sequence is not in the batch.
         block_tables: KV blocks of the sequence. Only set while it has a slot.
-        needs_edits: Whether sampling needs LogitEdits, as for a logit bias, min-p or top log-probabilities.
+        completion: Tokens, log-probabilities and versions of the whole completion as arrays, for a finished sample
+            whose tokens are not in the lists. None otherwise.
         phases: (name, start) of each phase so far, such as "prefill". Empty unless the run is traced.
     """
 
@@ -128,11 +132,10 @@ class Sequence:
     _n_kv: int = field(default=0, init=False)
     _n_sampled: int = field(default=0, init=False)
     block_tables: BlockTables = field(init=False)  # its blocks, there while it has a slot
-    needs_edits: bool = field(init=False)  # whether its draws need more than the sampling kernel: see LogitEdits
+    completion: tuple[np.ndarray, np.ndarray, np.ndarray] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.enter("queued")
-        self.needs_edits = self.request.edits_logits or self.request.top_logprobs > 0
 
     def enter(self, phase: str) -> None:
         """Note that a phase of the sample begins, for the trace. Does nothing unless the run is traced.
@@ -165,13 +168,27 @@ class Sequence:
         )
         self.table, self.slot = table, slot
 
+    def join_like(self, leader: Sequence, slot: int) -> None:
+        """Enter the batch in a slot whose numbers `SlotTable.take_like` has set.
+
+        Args:
+            leader: Another sample of the request, which is in the batch.
+            slot: The slot.
+        """
+        self.table, self.slot = leader.table, slot
+
     def settle(self) -> None:
-        """Append the staged tokens to the lists of the sequence."""
-        if self.table is not None and self.table.n_staged[self.slot]:
-            tokens, logprobs, versions = self.table.unstage(self.slot)
-            self.tokens += tokens
-            self.logprobs += logprobs
-            self.versions += versions
+        """Append the arrived tokens that are not in the lists of the sequence."""
+        new = self.completion
+        if new is not None:
+            self.completion = None
+        elif self.table is not None and self.table.n_staged[self.slot]:
+            [new] = self.table.unstage([self.slot])
+        if new is not None:
+            tokens, logprobs, versions = new
+            self.tokens += tokens.tolist()
+            self.logprobs += logprobs.tolist()
+            self.versions += versions.tolist()
 
     def go_on(self, begun: Begun) -> None:
         """Take over the completion tokens that the sample has from an earlier rollout.
@@ -243,6 +260,11 @@ class Sequence:
         return not params.is_greedy and (params.top_k > 0 or params.top_p < 1)
 
     @property
+    def needs_edits(self) -> bool:
+        """Whether sampling needs LogitEdits, as for a logit bias, min-p or top log-probabilities."""
+        return self.request.edits_logits or self.request.top_logprobs > 0
+
+    @property
     def is_penalized(self) -> bool:
         """Whether a frequency or presence penalty changes the logits."""
         return self.request.params.frequency_penalty != 0 or self.request.params.presence_penalty != 0
@@ -306,11 +328,12 @@ class Sequence:
 
         Arrived tokens stay.
         """
-        self.settle()
+        if self.completion is None:
+            self.settle()
         if (table := self.table) is not None:
             self._n_sampled, table.owner[self.slot] = int(table.n_sampled[self.slot]), 0
         self.table, self.slot, self._n_kv = None, -1, 0
-        if self.is_fresh:  # its prompt will be scored again from the first token on, maybe for other samples, too
+        if self.is_fresh and self.completion is None:  # its prompt will be scored again, maybe for other samples, too
             self.prompt_logprobs = []
         del self.block_tables
 
@@ -320,7 +343,8 @@ class Sequence:
         Returns:
             The whole completion if the sample is finished. Otherwise the completion tokens since the previous call.
         """
-        self.settle()
+        if self.completion is None:
+            self.settle()
         if self.finish_reason is not None:
             self.enter("end")
         start = self.n_streamed if self.finish_reason is None else 0
@@ -334,12 +358,15 @@ class Sequence:
 
     def _output(self, start: int, phases: trace.Phases) -> GenerationOutput:
         """Return an output with the completion tokens from index `start` on, and the given phases."""
+        numbers: Any = self.completion
+        if numbers is None:
+            numbers = self.tokens[self.n_prompt + start :], self.logprobs[start:], self.versions[start:]
         return GenerationOutput(
             request_id=self.request.request_id,
             sample=self.sample,
-            tokens=self.tokens[self.n_prompt + start :],
-            logprobs=self.logprobs[start:],
-            versions=self.versions[start:],
+            tokens=numbers[0],
+            logprobs=numbers[1],
+            versions=numbers[2],
             finish_reason=self.finish_reason,
             cached_tokens=self.n_cached,
             top_logprobs=self.top_logprobs[start:],

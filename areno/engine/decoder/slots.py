@@ -46,16 +46,10 @@ class SlotTable:
     def __init__(self, n_slots: int):
         self._n_admitted = 0
 
-        def numbers() -> np.ndarray:
-            return np.zeros(n_slots, dtype=np.int64)
-
-        def flags() -> np.ndarray:
-            return np.zeros(n_slots, dtype=bool)
-
-        self.owner, self.n_kv, self.n_sampled, self.n_new, self.n_prompt = (numbers() for _ in range(5))
-        self.max_new, self.min_new, self.capacity, self.register_at = (numbers() for _ in range(4))
-        self.needs_host, self.has_grammar, self.is_filtered, self.is_penalized = (flags() for _ in range(4))
-        self.needs_edits, self.n_staged = flags(), numbers()
+        self._numbers, self._flags = np.zeros((10, n_slots), dtype=np.int64), np.zeros((5, n_slots), dtype=bool)
+        self.owner, self.n_kv, self.n_sampled, self.n_new, self.n_prompt = self._numbers[:5]
+        self.max_new, self.min_new, self.capacity, self.register_at, self.n_staged = self._numbers[5:]
+        self.needs_host, self.has_grammar, self.is_filtered, self.is_penalized, self.needs_edits = self._flags
         self.stop_ids = np.full((n_slots, 1), -1, dtype=np.int64)
         self.tokens, self.versions = (np.empty((n_slots, STAGED), dtype=np.int64) for _ in range(2))
         self.logprobs = np.empty((n_slots, STAGED), dtype=np.float64)
@@ -73,6 +67,20 @@ class SlotTable:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, more)), constant_values=-1)
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stop_ids)] = list(stop_ids)
+
+    def take_like(self, slots: list[int], like: int) -> None:
+        """Give free slots to new samples of the request to which another slot belongs.
+
+        Args:
+            slots: The free slots.
+            like: The other slot, whose sample has no completion tokens.
+        """
+        self._numbers[:, slots] = self._numbers[:, like, None]
+        self._flags[:, slots] = self._flags[:, like, None]
+        self.n_kv[slots] = 0
+        self.stop_ids[slots] = self.stop_ids[like]
+        self.owner[slots] = self._n_admitted + 1 + np.arange(len(slots))
+        self._n_admitted += len(slots)
 
     def is_done(self, slots_B: np.ndarray) -> np.ndarray:
         """Return whether `max_new` tokens have been sampled, even if the last ones have not arrived, (B,) bool.
@@ -123,11 +131,20 @@ class SlotTable:
         """
         return (self.stop_ids[slots_B] == tokens_B[:, None]).any(1)
 
-    def unstage(self, slot: int) -> tuple[list[int], list[float], list[int]]:
-        """Remove and return the staged tokens of a slot, their log-probabilities and their versions.
+    def unstage(self, slots: list[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Remove the staged tokens of slots.
 
         Args:
-            slot: The slot.
+            slots: The slots, each at most once.
+
+        Returns:
+            For each slot the tokens, their log-probabilities and their versions.
         """
-        n, self.n_staged[slot] = int(self.n_staged[slot]), 0
-        return self.tokens[slot, :n].tolist(), self.logprobs[slot, :n].tolist(), self.versions[slot, :n].tolist()
+        lengths = self.n_staged[slots]
+        n_most = int(lengths.max())
+        self.n_staged[slots] = 0
+        arrays = self.tokens[slots, :n_most], self.logprobs[slots, :n_most], self.versions[slots, :n_most]
+        return [
+            (tokens[:n], logprobs[:n], versions[:n])
+            for tokens, logprobs, versions, n in zip(*arrays, lengths.tolist(), strict=True)
+        ]

@@ -6,7 +6,6 @@ any exception into an exception that can be pickled.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import traceback
 from collections.abc import Sequence
@@ -85,14 +84,16 @@ class Outputs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Send two arrays: the driver needs arrays, and would take longer to unpickle lists of each sample.
-        lengths = [len(output.tokens) for output in self.outputs]
-        tokens, logprobs = ([getattr(output, name) for output in self.outputs] for name in ("tokens", "logprobs"))
+        tokens, logprobs, versions = (
+            [np.asarray(vars(output)[name], dtype) for output in self.outputs]
+            for name, dtype in (("tokens", np.int32), ("logprobs", np.float64), ("versions", np.int64))
+        )
         return _outputs_of, (
-            np.fromiter(itertools.chain.from_iterable(tokens), np.int32, sum(lengths)),
-            np.fromiter(itertools.chain.from_iterable(logprobs), np.float64, sum(lengths)),
+            np.concatenate(tokens) if tokens else np.empty(0, np.int32),
+            np.concatenate(logprobs) if logprobs else np.empty(0, np.float64),
             # Versions never decrease within a sample. If the first equals the last, all are equal.
-            [each.versions[: 1 if each.versions[:1] == each.versions[-1:] else None] for each in self.outputs],
-            lengths,
+            [each[: 1 if len(each) and each[0] == each[-1] else None].tolist() for each in versions],
+            [len(each) for each in tokens],
             [_rest_of(output) for output in self.outputs],
             self.stats,
         )
