@@ -133,7 +133,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=8192,
         help="maximum number of prompt tokens per forward pass",
     )
-    add("--eager-decode", action="store_true", help="decode without CUDA graphs")
+    add("--eager-decode", action="store_true", help="decode and prefill without CUDA graphs")
     add("--disable-thinking", action="store_true", help="pass enable_thinking=false to the chat template")
     add(
         "--allow-control-tokens",

@@ -237,13 +237,13 @@ class DecoderConfig(Section):
         "the run needs, within mem_fraction",
         gt=0,
     )
-    eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
+    eager_decode: bool = setting(False, help="Decode and prefill without CUDA graphs", flag="--eager-decode")
     speculation: Literal["auto", "on", "off"] = setting(
-        "auto",
-        help="on: where a model of costs expects a gain, a decoding step computes several tokens of a sample: tokens "
-        "that followed the same tokens before, in the sample, in other samples of its prompt or, on GPUs, in earlier "
-        "rollouts. Tokens that sampling does not give are dropped, so the samples do not change. Has no effect with "
-        "max_head_offpolicyness above 0. auto: on for GPUs, off for CPUs. off: a step computes one token of a sample",
+        "off",
+        help="auto: on for GPUs, off for CPUs. on: where faster, guess the next tokens of a sample from what followed "
+        "the same tokens before (in samples of its prompt, on GPUs without engine.deterministic also in earlier steps) "
+        "and check several at once. Samples change no more than with another batch size. off: do not guess. Without "
+        "agents, prompts_ahead, max_head_offpolicyness and dynamic_sampling also switch guesses off",
     )
 
 

@@ -109,9 +109,10 @@ def end_deterministic() -> None:
 def without_deterministic_mode() -> Iterator[None]:
     """Switch torch's deterministic mode off inside a `with` block. The decoder runs in such a block.
 
-    The decoder is deterministic without this mode, because its indexed writes have distinct indices or add integers.
-    torch cannot know this, so its deterministic mode would sort all indices first. Sorting takes time, and in some
-    releases of torch it waits for the device, which is forbidden while a CUDA graph is captured.
+    The decoder is deterministic without this mode: its indexed writes have distinct indices, or add integers, or write
+    what nobody reads, as those of padding tokens. torch cannot know this, so its deterministic mode would sort all
+    indices first. Sorting takes time, and in some releases of torch it waits for the device, which is forbidden while a
+    CUDA graph is captured.
     """
     mode = torch.get_deterministic_debug_mode()
     if mode:

@@ -16,6 +16,7 @@ from typing import Any
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig
+from areno.engine.decoder.cache_size import may_draft
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError, Key
 
@@ -319,6 +320,8 @@ def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
     yield from smaller_cache(decoder)
     yield ("lower {}", Key("rollout.max_prefill_tokens"))
     yield FEWER_AT_ONCE
+    if may_draft(decoder, on_cuda=on_cuda):
+        yield ("set {}=off, so that a step computes the logits of fewer tokens", Key("rollout.speculation"))
     if on_cuda and not decoder.eager_decode:
         yield ("set {}=true to do without CUDA graphs", Key("rollout.eager_decode"))
 

@@ -430,7 +430,7 @@ class RolloutStats:
         generated_tokens: Sampled tokens.
         preemptions: Times that a sample left the batch because KV blocks ran out.
         cached_prompt_tokens: Prompt tokens found in the prefix cache, which need no prefill.
-        graph_replays: Decode steps that ran as a CUDA graph.
+        graph_replays: Passes over the model that ran as a CUDA graph: decode steps and prefills.
         drafted_tokens: Drafted tokens that were verified (rollout.speculation).
         accepted_tokens: Those of the drafted tokens that were sampled.
     """

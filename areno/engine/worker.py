@@ -21,7 +21,7 @@ import torch
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec
 from areno.engine import memory, profiling
-from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache
+from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
 from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.drafts import SuffixDrafter, step_costs
@@ -151,14 +151,7 @@ class Worker:
         else:
             self.end_rollout(drop=True)
             self.decoder, self._decoder_spec = self._new_decoder(spec), spec
-        self.decoder.drafter = None
-        on_cuda = self.context.device.type == "cuda"
-        drafts = spec.decoder.speculation == "on" or (spec.decoder.speculation == "auto" and on_cuda)
-        if drafts and self.actor.config.delta is None:
-            n_params = _size(checkpoint_table(self.actor))
-            self._drafter.costs = step_costs(n_params, on_cuda=on_cuda, use_graphs=not spec.decoder.eager_decode)
-            self._drafter.begin()
-            self.decoder.drafter = self._drafter
+        self.decoder.use_drafter(self._begun_drafter(spec, self.decoder))
         self._use_weights(self.decoder)
         profiling.set_anchor()
         gc.freeze()  # a collection would look through all objects of torch for a tenth of a second, between two steps
@@ -192,12 +185,26 @@ class Worker:
                 runs_ahead=self.context.device.type != "cpu",
             )
 
+    def _begun_drafter(self, spec: RolloutSpec, decoder: Decoder) -> SuffixDrafter | None:
+        """Return the drafter for a rollout. None if the rollout does not draft."""
+        on_cuda = self.context.device.type == "cuda"
+        if not may_draft(spec.decoder, on_cuda=on_cuda):
+            return None
+        costs = step_costs(
+            _size(checkpoint_table(self.actor)),
+            verification_rows(self._max_running(spec)),
+            on_cuda=on_cuda,
+            use_graphs=bool(decoder.runner.all_graphs),
+        )
+        self._drafter.begin(costs)
+        return self._drafter
+
     @cached_property
     def _drafter(self) -> SuffixDrafter:
         """The drafter of all rollouts.
 
-        It knows the samples of earlier rollouts where a resumed run need not have the bits of one that was never
-        interrupted.
+        On GPUs without engine.deterministic, samples of earlier rollouts stay in its index. Elsewhere a resumed run,
+        which lacks these samples, must have the bits of an uninterrupted one.
         """
         remembers = self.context.device.type == "cuda" and not self.spec.engine.deterministic
         return SuffixDrafter(remembers=remembers)
@@ -293,7 +300,7 @@ class Worker:
         """
         self._is_held = True
         if self.decoder is not None:
-            self.decoder.drafter = None
+            self.decoder.use_drafter(None)
 
     def suspend(self) -> list[int]:
         """Interrupt all samples of the decoder, which stay in the decoder, until `resume`.

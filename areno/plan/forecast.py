@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
-from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache
+from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
 from areno.engine.footprint import Footprint, Model, footprint_of
 from areno.engine.memory import RESERVE
 from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec, Sharing
@@ -413,7 +413,10 @@ class _Step:
             seconds += _DROPPED_S
         n_prefill = min(config.rollout.max_prefill_tokens, -(-work.n_prompts // copies) * lengths.prompt)
         forward = self.footprint.scoring_pass(model)
-        logits = -(-at_once // copies) * self.layout.share_up(model.config.vocab_size) * 4
+        n_logits = max_running = -(-at_once // copies)
+        if may_draft(config.rollout, on_cuda=self.hardware.is_cuda) and model.config.delta is None:
+            n_logits = max(max_running, verification_rows(max_running))
+        logits = n_logits * self.layout.share_up(model.config.vocab_size) * 4
         terms = self._resident() | {"KV cache": cache_bytes}
         terms["activations"] = forward.expected(n_prefill, 0, 0) + logits + _GRAPH_BYTES * self.hardware.is_cuda
         n_tokens = config.rows_per_step * lengths.answer

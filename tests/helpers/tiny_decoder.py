@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from areno.engine.decoder.decoder import Decoder
+from areno.engine.decoder.verification import Drafter
 from areno.kernels.attention import choose_backend
 from areno.layers.attention import PackedAttend
 from areno.models.registry import build_model, load_config
@@ -59,9 +60,11 @@ def model(device: str = "cpu", dtype: torch.dtype = torch.float32, folder: Path 
     return built
 
 
-def make_decoder(of: Transformer | None = None, **settings) -> Decoder:
+def make_decoder(of: Transformer | None = None, drafter: Drafter | None = None, **settings) -> Decoder:
     options = {"n_blocks": 128, "block_size": 4, "max_running": 32, "max_prefill_tokens": 256, "eos_token_ids": [EOS]}
-    return Decoder(of or model(), **{**options, **settings})
+    decoder = Decoder(of or model(), **{**options, **settings})
+    decoder.use_drafter(drafter)
+    return decoder
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -123,6 +123,16 @@ def ways_of(found: Forecast) -> list[Way]:
     return ways_to_fit(found, lambda config, n: forecast(config, found.hardware, n, 256, 256))
 
 
+def test_drafts_take_memory_for_logits() -> None:
+    """A step with drafts computes up to 4 tokens of each of few samples."""
+
+    def peak(*settings: str) -> int:
+        found = predicted("grpo", "actor.path=Qwen/Qwen3-0.6B", "rollout.max_concurrent_rollouts=64", *settings)
+        return next(phase.terms["activations"] for phase in found.phases if phase.name == "rollout")
+
+    assert peak() - peak("rollout.speculation=off") == (256 - 64) * 151936 * 4
+
+
 def test_a_run_that_does_not_fit_gets_ways_that_fit() -> None:
     found = predicted("grpo", "actor.path=Qwen/Qwen3-8B")
     assert not found.fits

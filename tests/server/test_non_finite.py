@@ -16,7 +16,7 @@ from openai import OpenAI
 from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
 from areno.config.rollout import MIN_TEMPERATURE, GenerationConfig
-from areno.engine.decoder.runner import PendingTokens
+from areno.engine.decoder.sampler import PendingTokens
 from areno.errors import ConfigError, EngineError
 from tests.helpers.agent_model import EOS, made
 from tests.helpers.processes import worker_of

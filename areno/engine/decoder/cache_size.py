@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from areno.config.rollout import DecoderConfig
 from areno.engine.decoder.block_manager import KVLayout
 from areno.engine.spec import EngineSpec, RolloutSpec
 from areno.models.config import TransformerConfig
@@ -95,3 +96,24 @@ class WantedCache:
         """
         blocks = self.blocks if self.mem_fraction is None else min(self.blocks, self.affordable(free_bytes))
         return max(0, blocks) * self.block_bytes + self.states
+
+
+def may_draft(decoder: DecoderConfig, *, on_cuda: bool) -> bool:
+    """Return whether the settings let a decoding step compute several tokens of a sample.
+
+    Args:
+        decoder: Settings of the decoder.
+        on_cuda: Whether the device is a GPU.
+    """
+    return decoder.speculation == "on" or (decoder.speculation == "auto" and on_cuda)
+
+
+def verification_rows(max_running: int) -> int:
+    """Return the largest number of rows of a decoding step with drafts.
+
+    The logits of the rows take memory, like those of the `max_running` rows of other steps.
+
+    Args:
+        max_running: Largest number of samples that decode at the same time on this data-parallel rank.
+    """
+    return min(1024, max(64, 4 * max_running))

@@ -13,7 +13,8 @@ import torch
 from areno.engine.decoder.block_manager import BlockManager, KVLayout
 from areno.engine.decoder.caches import PendingRoutes
 from areno.engine.decoder.grammar import Grammar
-from areno.engine.decoder.runner import PendingTokens, Runner
+from areno.engine.decoder.runner import Runner
+from areno.engine.decoder.sampler import PendingTokens
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Detokenize, Sequence, StopStrings
 from areno.engine.decoder.slots import STAGED
@@ -76,15 +77,12 @@ class Decoder:
         keeps_routes: Whether the output of a finished sample contains the experts that its tokens were routed to.
         runs_ahead: Whether a step is launched before the tokens of the previous step are read. On a CPU, which computes
             a step at its launch, this would only cost time.
-        drafter: Proposes tokens, of which a step then computes several for a sequence. It changes no token. None
-            computes one token of each sequence in a step. Unused for models with recurrent states, which cannot be
-            rolled back.
 
     Attributes:
         limits: Limits of the requests that the decoder accepts.
         blocks: The allocator of KV blocks.
         runner: Runs the model, and holds the tensors of the KV cache and of sampling.
-        drafter: Proposes tokens. None for no drafts. May be replaced between steps.
+        drafter: Proposes the next tokens of sequences, set by `use_drafter`. None for no drafts.
         unfinished: Request id -> number of the request's samples that have not finished.
         weights_version: Version of the weights, set by the caller between steps. Each token is returned with the
             version at the launch of the step that sampled it.
@@ -108,7 +106,6 @@ class Decoder:
         stream_every_s: float = 0.0,
         keeps_routes: bool = False,
         runs_ahead: bool = True,
-        drafter: Drafter | None = None,
     ):
         self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # kept: results for tokens serve later requests
@@ -138,7 +135,7 @@ class Decoder:
         )
         self.weights_version = 0
         self._runs_ahead = runs_ahead
-        self.drafter = drafter if config.delta is None else None
+        self.drafter: Drafter | None = None
         self._n_drafted = self._n_accepted = 0
         self._in_flight: list[PendingTokens] = []
         self._in_flight_version = 0
@@ -158,17 +155,27 @@ class Decoder:
     @property
     def stats(self) -> RolloutStats:
         """Numbers of running and waiting samples now, and counts of tokens and events since the last `reset_stats`."""
-        graphs = [each for each in (self.runner.graphs, self.runner.verification_graphs) if each is not None]
         return RolloutStats(
             running=self._scheduler.n_running,
             waiting=len(self._scheduler.waiting),
             generated_tokens=self._n_generated,
             preemptions=self._scheduler.n_preemptions,
             cached_prompt_tokens=self._scheduler.n_cached_tokens,
-            graph_replays=sum(each.n_replays for each in graphs),
+            graph_replays=sum(graphs.n_replays for graphs in self.runner.all_graphs),
             drafted_tokens=self._n_drafted,
             accepted_tokens=self._n_accepted,
         )
+
+    def use_drafter(self, drafter: Drafter | None) -> None:
+        """Set what proposes the next tokens of sequences.
+
+        Models with recurrent states, which cannot be rolled back, do without.
+
+        Args:
+            drafter: Proposes tokens, of which a step then checks several of a sequence at once. The sampled tokens are
+                the same as without. None: each step computes one token of each sequence.
+        """
+        self.drafter = drafter if self.runner.model.config.delta is None else None
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. It joins the batch in one of the next steps.
@@ -302,9 +309,8 @@ class Decoder:
         """Set the counts of tokens and events in `stats` to 0."""
         self._n_drafted = self._n_accepted = 0
         self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0
-        for graphs in (self.runner.graphs, self.runner.verification_graphs):
-            if graphs is not None:
-                graphs.n_replays = 0
+        for graphs in self.runner.all_graphs:
+            graphs.n_replays = 0
 
     def _collect(self) -> None:
         """Wait for the tokens of the previous step, append them to their sequences, and queue outputs for `step`."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from areno.engine.decoder.sequence import Sequence
-from areno.engine.decoder.verification import MAX_ROWS
 
 SHORTEST, LONGEST = 3, 8  # tokens of a suffix
 SEGMENT = 256  # tokens of a text that are stored together
@@ -185,25 +184,28 @@ class StepCosts:
     Attributes:
         fixed: Time of a step without rows, which mostly reads the weights.
         verification: Time that a step with drafts takes beyond that of a step with the same number of rows.
+        most_rows: Largest number of rows of a step with drafts.
     """
 
     fixed: float
     verification: float
+    most_rows: int
 
 
-def step_costs(n_params: int, *, on_cuda: bool, use_graphs: bool) -> StepCosts:
+def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -> StepCosts:
     """Return the costs of a decoding step for a model.
 
     They are rough. Where drafts are often right, they pay by far, and elsewhere few are made.
 
     Args:
         n_params: Number of parameters of the model.
+        n_rows: Largest number of rows of a step with drafts.
         on_cuda: Whether the model is on a GPU, where the host cannot launch a step with drafts ahead.
         use_graphs: Whether steps run as CUDA graphs. Without them, launching a step takes longer than reading weights.
     """
     if on_cuda:
-        return StepCosts(fixed=240 if use_graphs else 1000, verification=80)
-    return StepCosts(fixed=max(4, 100_000_000 // max(1, n_params)), verification=2)
+        return StepCosts(fixed=240 if use_graphs else 1000, verification=80, most_rows=n_rows)
+    return StepCosts(fixed=max(4, 100_000_000 // max(1, n_params)), verification=2, most_rows=n_rows)
 
 
 @dataclass(slots=True)
@@ -224,15 +226,15 @@ class SuffixDrafter:
     drafts that were not. If drafts would not pay, the drafter pauses, at first for 2 steps and finally for 64.
 
     Args:
-        costs: Time of a step. May be replaced between rollouts.
         remembers: Whether the index keeps samples of earlier rollouts. If not, the drafts of a rollout do not depend on
             whether the run was resumed before it. Drafts change no token, but the number of rows in a matrix product,
             and so the last bits of its results.
     """
 
-    def __init__(self, costs: StepCosts = StepCosts(1, 1), *, remembers: bool = True):
+    def __init__(self, *, remembers: bool = True):
         self._n_tokens = 1 << (20 if remembers else 16)
-        self.costs, self.index, self._remembers = costs, DraftIndex(self._n_tokens), remembers
+        self.index, self._remembers = DraftIndex(self._n_tokens), remembers
+        self._costs: StepCosts
         self._rows: dict[Sequence, _Row] = {}
         self._ended: deque[Sequence] = deque()
         self._n_ended_tokens = 0
@@ -240,8 +242,13 @@ class SuffixDrafter:
         self._tried, self._right = (np.zeros(LONGEST + 1) for _ in range(2))
         self._pause = self._waits = 0
 
-    def begin(self) -> None:
-        """Begin a rollout. Samples of the last one that have not finished are forgotten."""
+    def begin(self, costs: StepCosts) -> None:
+        """Begin a rollout. Samples of the last one that have not finished are forgotten.
+
+        Args:
+            costs: Time of a step.
+        """
+        self._costs = costs
         self._rows.clear()
         if not self._remembers:
             self.index.clear()
@@ -304,10 +311,10 @@ class SuffixDrafter:
 
         A drafted token pays if it adds more expected tokens for its row's time than the step has in that time.
         """
-        n_rows, costs = len(lengths_R), self.costs
+        n_rows, costs = len(lengths_R), self._costs
         right_L = (self._right + 2) / (self._tried + 4)  # without a try: as likely right as wrong
         right_RJ = np.cumprod(np.repeat(right_L[lengths_R][:, None], MOST, 1), axis=1)
-        right_RJ[np.arange(MOST) >= np.minimum(available_R, MAX_ROWS // n_rows - 1)[:, None]] = 0
+        right_RJ[np.arange(MOST) >= np.minimum(available_R, costs.most_rows // n_rows - 1)[:, None]] = 0
         plain = rate = n_rows / (costs.fixed + n_rows)
         counts_R = np.zeros(n_rows, dtype=np.int64)
         for _ in range(3):

@@ -1,16 +1,17 @@
-"""Decode steps as CUDA graphs, captured for a list of batch sizes. A batch is padded to the next size in the list."""
+"""CUDA graphs of the passes of a decoder, and of decode steps, whose batch is padded to the next of a list of sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from areno.engine.decoder.attention_split import AttentionSplit
-from areno.engine.decoder.verification import MAX_ROWS
+from areno.engine.memory import is_out_of_memory
 from areno.kernels.sampling import SamplingFlags
 
 DecodeBody = Callable[[Tensor, Tensor, Tensor | None, tuple[int, int], SamplingFlags], Tensor]
@@ -29,37 +30,167 @@ def bucket_sizes(max_running: int) -> list[int]:
     return [*sizes, max_running]
 
 
-def verification_sizes() -> list[int]:
-    """Return the batch sizes of the CUDA graphs of steps with drafts, whose sizes change from step to step: few."""
-    return [8, *(each for power in (16, 32, 64, 128, 256, 512) for each in (power, power * 3 // 2)), MAX_ROWS]
+def verification_sizes(max_rows: int) -> list[int]:
+    """Return the batch sizes of the CUDA graphs of steps with drafts: powers of two from 8 on, and last `max_rows`.
+
+    There are few, because the number of rows changes in each step.
+    """
+    return [*(1 << i for i in range(3, (max_rows - 1).bit_length())), max_rows]
+
+
+class Captures:
+    """Captures functions as CUDA graphs, which share one memory pool and the workspaces of one stream.
+
+    Graphs can share memory because they are replayed one after the other, and nothing but their outputs, which stay
+    referenced, must outlive a replay.
+
+    Args:
+        device: The GPU.
+        may_fail: Whether a graph may be left out if memory runs out. False if other ranks take part in the passes, and
+            would wait for this one.
+
+    Attributes:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device, *, may_fail: bool):
+        self.device, self._may_fail = device, may_fail
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def of(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor] | None:
+        """Run a function once, then capture it as a CUDA graph.
+
+        Args:
+            body: The function.
+
+        Returns:
+            Function that replays the graph, and the output of `body`, which a replay overwrites. None if memory ran
+            out.
+        """
+        try:
+            return self._captured(body)
+        except RuntimeError as error:
+            if not self._may_fail or not is_out_of_memory(error):
+                raise
+        torch.cuda.empty_cache()  # here, where no traceback refers to the tensors of the body
+        return None
+
+    def _captured(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self.device)
+        # Begin and end by hand: torch.cuda.graph would give the allocator's memory back each time, which takes longer
+        # than the capture.
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                body()  # outside the capture first: kernels are compiled, workspaces allocated
+                self._stream.synchronize()
+                # Other threads of the process (NCCL's watchdog, say) may call CUDA meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    out = body()
+                except BaseException:
+                    with suppress(RuntimeError):  # an error of the end would hide that of the body
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            current.wait_stream(self._stream)
+        return graph.replay, out
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class GraphCache(Generic[Key]):
+    """Runs passes as CUDA graphs, one for each kind of pass.
+
+    Args:
+        captures: Captures the graphs.
+        at_once: Whether the first pass of a kind is captured. If not, it runs without a graph, and the second one is
+            captured, because a capture takes as long as many passes.
+
+    Attributes:
+        n_replays: Number of passes that ran as a CUDA graph.
+    """
+
+    def __init__(self, captures: Captures, *, at_once: bool):
+        self._captures, self._at_once = captures, at_once
+        self._graphs: dict[Key, tuple[Callable[[], None], Tensor, Tensor] | None] = {}  # replay, inputs, output
+        self._seen: set[Key] = set()
+        self.n_replays = 0
+
+    def host_memory(self, n: int) -> Tensor:
+        """Return uninitialised host memory for the inputs of a pass, (n,) int64."""
+        return torch.empty(n, dtype=torch.int64, pin_memory=self._captures.device.type == "cuda")
+
+    def run(
+        self,
+        key: Key,
+        packed: Tensor,
+        body: Callable[[Tensor], Tensor],
+        idle: Callable[[], np.ndarray] | None = None,
+    ) -> Tensor:
+        """Run a pass.
+
+        Args:
+            key: The kind of pass.
+            packed: All inputs in `host_memory`, for one copy to the device.
+            body: Function that computes passes of this kind from the inputs on the device.
+            idle: Returns inputs with which the runs of a capture change nothing. None if passes may be repeated.
+
+        Returns:
+            The result of `body`. The next call overwrites this tensor.
+        """
+        device = self._captures.device
+        if key not in self._graphs and (self._at_once or key in self._seen):
+            inputs = (packed if idle is None else torch.from_numpy(idle())).to(device, copy=True)
+            graph = self._captures.of(lambda: body(inputs))
+            self._graphs[key] = None if graph is None else (graph[0], inputs, graph[1])
+        self._seen.add(key)
+        found = self._graphs.get(key)
+        if found is None:  # the first one, or there was no memory for a graph
+            return body(packed.to(device, non_blocking=True))
+        replay, inputs, out = found
+        inputs.copy_(packed, non_blocking=True)
+        replay()
+        self.n_replays += 1
+        return out
 
 
 class DecodeGraphs:
-    """Captures the decode step as CUDA graphs, one for each kind of batch, and replays them.
+    """Runs decode steps as CUDA graphs, one for each kind of batch.
 
     Batches are of the same kind if they agree in padded batch size, shape of the shared-prefix groups, numbers of
-    splits and sampling flags. A graph is captured when its kind of batch first occurs. The decode step may read only
-    its arguments, and tensors whose memory never moves. The weights are such tensors, because training updates them in
-    place. So a graph stays valid for the whole run.
+    splits and sampling flags. The decode step may read only its arguments, and tensors whose memory never moves. The
+    weights are such tensors, because training updates them in place. So a graph stays valid for the whole run.
 
     Args:
         body: Function that computes the decode step.
         sizes: The batch sizes, in ascending order.
-        padding: The I inputs of a padding row: the scratch slot, which comes after all others, then position 0, the
-            first token of a completion, and no shared prefix. More inputs may follow.
-        device: The GPU.
+        padding: Inputs of a padding row: slot (the scratch slot, which comes after all others), position, index of the
+            token, length of the shared prefix, then those that `body` expects beyond them.
+        captures: Captures the graphs.
+        at_once: Whether the first batch of a kind is captured, or the second.
 
     Attributes:
-        n_replays: Number of replayed steps.
+        graphs: The graphs by GraphKey.
+        most: The largest batch size.
     """
 
-    def __init__(self, body: DecodeBody, sizes: Sequence[int], padding: Sequence[int], device: torch.device):
-        self._body, self._sizes, self._device = body, sizes, device
+    def __init__(
+        self,
+        body: DecodeBody,
+        sizes: Sequence[int],
+        padding: Sequence[int],
+        captures: Captures,
+        *,
+        at_once: bool = True,
+    ):
+        self._body, self._sizes, self.most = body, sizes, sizes[-1]
         self._padding = np.array(padding, dtype=np.int64)[:, None]
-        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # graph, inputs, output
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-        self.n_replays = 0
+        self.graphs = GraphCache[GraphKey](captures, at_once=at_once)
 
     def size_for(self, n_rows: int) -> int:
         """Return the smallest batch size in the list of graph sizes that has room for `n_rows` rows."""
@@ -77,81 +208,24 @@ class DecodeGraphs:
         Returns:
             (2, B) float64: sampled tokens and their log-probabilities. The next call overwrites this tensor.
         """
-        n_rows = rows.shape[1]
+        (n_inputs, n_rows), groups = rows.shape, split.prefix_groups_GR
         size = self.size_for(n_rows)
-        groups = split.prefix_groups_GR
-        key = (size, None if groups is None else groups.shape, split.splits, flags)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(*key)
-        graph, inputs, out = self._graphs[key]
-        # All inputs of a step go to the device in one copy.
-        host = torch.empty(inputs.shape, dtype=torch.int64, pin_memory=True)
+        end, group_shape, splits = 2 + n_inputs * size, None if groups is None else groups.shape, split.splits
+        host = self.graphs.host_memory(end + (0 if groups is None else groups.size))
         packed = host.numpy()
         packed[:2] = split.split_lens
-        end = 2 + len(rows) * size
-        columns = packed[2:end].reshape(len(rows), size)
+        columns = packed[2:end].reshape(n_inputs, size)
         columns[:, :n_rows] = rows
         columns[:, n_rows:] = self._padding
         if groups is not None:
             packed[end:] = groups.ravel()
-        inputs.copy_(host, non_blocking=True)
-        graph.replay()
-        self.n_replays += 1
-        return out[:, :n_rows]
 
-    def _capture(
-        self, size: int, group_shape: tuple[int, ...] | None, splits: tuple[int, int], flags: SamplingFlags
-    ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """Capture the decode step as a CUDA graph.
+        def body(inputs: Tensor) -> Tensor:
+            prefix_groups_GR = None if group_shape is None else inputs[end:].view(group_shape)
+            return self._body(inputs[2:end].view(n_inputs, size), inputs[:2], prefix_groups_GR, splits, flags)
 
-        Args:
-            size: Batch size.
-            group_shape: Shape of `AttentionSplit.prefix_groups_GR`. None without shared-prefix groups.
-            splits: As in AttentionSplit: largest numbers of splits of a row, and of a shared-prefix group.
-            flags: Sampling operations that at least one row needs.
+        def idle() -> np.ndarray:
+            of_rows = self._padding.repeat(size, 1).ravel()
+            return np.concatenate((np.ones(2, np.int64), of_rows, np.full(len(packed) - end, -1, dtype=np.int64)))
 
-        Returns:
-            The graph, the int64 buffer that holds its inputs, and its output (2, size) float64.
-        """
-        split_lens, rows = np.ones(2, dtype=np.int64), self._padding.repeat(size, 1)
-        groups = np.full(group_shape or 0, -1, dtype=np.int64)
-        inputs = torch.from_numpy(np.concatenate((split_lens, rows.ravel(), groups.ravel()))).to(self._device)
-        end = 2 + rows.size
-        args = (
-            inputs[2:end].view(rows.shape),
-            inputs[:2],
-            None if group_shape is None else inputs[end:].view(group_shape),
-            splits,
-            flags,
-        )
-        graph, out = captured(lambda: self._body(*args), self._pool, self._stream)
-        return graph, inputs, out
-
-
-def captured(body: Callable[[], Tensor], pool: Any, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Run a function once, then capture it as a CUDA graph.
-
-    Args:
-        body: The function.
-        pool: Memory pool of the graphs of this kind.
-        stream: Stream of all captures of this kind, on which they find each other's memory and workspaces.
-
-    Returns:
-        The graph, and the output of the function, which a replay of the graph overwrites.
-    """
-    graph = torch.cuda.CUDAGraph()
-    current = torch.cuda.current_stream(stream.device)
-    # Begin and end by hand: torch.cuda.graph would give the allocator's memory back each time, which takes longer than
-    # the capture.
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        body()  # outside the capture first: kernels are compiled, workspaces allocated
-        stream.synchronize()
-        # Other threads of the process (NCCL's watchdog, say) may call CUDA meanwhile.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            out = body()
-        finally:
-            graph.capture_end()
-    current.wait_stream(stream)
-    return graph, out
+        return self.graphs.run((size, group_shape, splits, flags), host, body, idle)[:, :n_rows]

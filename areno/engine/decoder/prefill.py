@@ -1,13 +1,15 @@
 """The prefill of prompt chunks: its inputs, which go to the device in one copy, and CUDA graphs of small prefills.
 
 The host takes longer to launch the kernels of a small prefill than the device to compute them. A CUDA graph launches
-them at once. Graphs have fixed sizes, so a prefill is padded: its last row consists of tokens that write to the scratch
-block of the KV cache.
+them at once. Graphs have fixed sizes, so a prefill is padded: behind its chunks follow a row of padding tokens, which
+write to the scratch block of the KV cache, and rows without tokens.
+
+Shape letters: N computed tokens, M attended tokens, T block tables of a group of layers, K completed prompts, R chunks.
+Places in the KV cache are indices of tokens: block * block_size + offset.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,33 +18,30 @@ import torch
 from torch import Tensor
 
 from areno.engine.decoder.block_manager import BlockManager, KVGroup
-from areno.engine.decoder.graphs import captured
+from areno.engine.decoder.graphs import Captures, GraphCache
 from areno.engine.decoder.scheduler import Chunk
 
-_MOST_TOKENS = 2048  # larger prefills keep the device busy while the host launches them
-_MOST_KEYS = 16384
-_ROWS = (4, 16, 64)
+# The sizes of prefills with a CUDA graph. With few sizes, few graphs exist, so none is ever dropped. Larger prefills
+# keep the device busy while the host launches them.
+_TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
+_KEYS = (1024, 4096, 16384)
+_ROWS = 64
 
 
 @dataclass(slots=True)
 class PrefillPlaces:
     """Where a prefill writes and reads keys and values in the KV cache, for one group of layers.
 
-    Each token is given by its index in the cache, which is block * block_size + offset. N is the number of tokens that
-    all chunks compute, M the number of tokens that the chunks attend to, and T the number of block tables of the group.
-
     Attributes:
-        stored_TN: int64, cache index of each computed token in each block table.
-        keys_TM: int64, cache index of each attended token in each block table. None if the chunks attend only to the
-            tokens that they compute.
-        cu_k: (chunks + 1,) int32, cumulative number of attended tokens of the chunks, from 0 to M.
-        max_k: Largest number of tokens that a chunk attends to.
+        stored_TN: int64, place of each computed token in each block table.
+        keys_TM: int64, place of each attended token in each block table. None if the chunks attend only to the tokens
+            that they compute.
+        cu_k: (R + 1,) int32, cumulative number of attended tokens of the chunks, from 0 to M.
     """
 
     stored_TN: np.ndarray
     keys_TM: np.ndarray | None
     cu_k: np.ndarray
-    max_k: int
 
 
 def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first: bool) -> list[PrefillPlaces]:
@@ -89,13 +88,12 @@ def _of_group(
         stored_TN=np.concatenate(stored, axis=1),
         keys_TM=np.concatenate(keys, axis=1) if sees_earlier else None,
         cu_k=np.cumsum([0, *lengths], dtype=np.int32),
-        max_k=max(lengths),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """The sizes of a prefill, by which its inputs lie in one array.
+    """The sizes of a prefill, which give the place of each input in the packed array.
 
     Attributes:
         n_tokens: Number of computed tokens.
@@ -103,8 +101,8 @@ class PrefillShape:
         n_last: Number of prompts that the prefill completes.
         n_tables: For each group of layers, the number of its block tables.
         n_keys: For each group of layers, the number of attended tokens. None if these are the computed tokens.
-        max_q: Largest number of computed tokens of a chunk.
-        max_k: For each group of layers, the largest number of attended tokens of a chunk.
+        max_q: Bound of the number of computed tokens of a chunk.
+        max_k: For each group of layers, a bound of the number of attended tokens of a chunk.
     """
 
     n_tokens: int
@@ -127,16 +125,15 @@ class PrefillShape:
 class PrefillTensors:
     """The inputs of a prefill on the device.
 
-    N is the number of computed tokens, R of chunks, M of attended tokens, K of completed prompts. Lists have an entry
-    for each block table.
+    Lists have an entry for each block table.
 
     Attributes:
         tokens_N: int64, token ids.
         positions_N: int64, position of each token in its sequence.
         last_K: int64, index among the N tokens of the last token of each prompt that the prefill completes.
-        stored: (N,) int64, index of each computed token in the KV cache.
-        keys: (M,) int64, index of each attended token in the KV cache. None if these are the computed tokens.
-        borders: (cumulative numbers of queries, cumulative numbers of keys: (R + 1,) int32; largest numbers of both).
+        stored: (N,) int64, place of each computed token in the KV cache.
+        keys: (M,) int64, place of each attended token in the KV cache. None if these are the computed tokens.
+        borders: The arguments cu_seqlens_q, cu_seqlens_k, max_q and max_k of `varlen_attention`.
     """
 
     tokens_N: Tensor
@@ -172,10 +169,9 @@ class PrefillBatch:
     Attributes:
         tokens: (N,) int64, token ids of all chunks.
         positions: (N,) int64, position of each token in its sequence.
-        cu_q: (chunks + 1,) int64, cumulative number of tokens of the chunks.
+        cu_q: (R + 1,) int64, cumulative number of tokens of the chunks.
         last: (K,) int64, index among the N tokens of the last token of each prompt that the prefill completes.
-        places: Cache indices, for each group of layers.
-        max_q: Largest number of tokens of a chunk.
+        places: Places in the KV cache, for each group of layers.
     """
 
     tokens: np.ndarray
@@ -183,7 +179,6 @@ class PrefillBatch:
     cu_q: np.ndarray
     last: np.ndarray
     places: list[PrefillPlaces]
-    max_q: int
 
     @staticmethod
     def of(chunks: list[Chunk], blocks: BlockManager, *, from_the_first: bool) -> PrefillBatch:
@@ -205,7 +200,6 @@ class PrefillBatch:
             cu_q=cu_q,
             last=cu_q[1:][[chunk.is_last for chunk in chunks]] - 1,
             places=prefill_places(chunks, blocks, from_the_first=from_the_first),
-            max_q=max(lengths),
         )
 
     @property
@@ -217,8 +211,8 @@ class PrefillBatch:
             n_last=len(self.last),
             n_tables=tuple(len(each.stored_TN) for each in self.places),
             n_keys=tuple(None if each.keys_TM is None else each.keys_TM.shape[1] for each in self.places),
-            max_q=self.max_q,
-            max_k=tuple(each.max_k for each in self.places),
+            max_q=int(np.diff(self.cu_q).max()),
+            max_k=tuple(int(np.diff(each.cu_k).max()) for each in self.places),
         )
 
     def packed(self) -> np.ndarray:
@@ -229,103 +223,90 @@ class PrefillBatch:
             parts += [each.stored_TN.ravel(), keys, each.cu_k]
         return np.concatenate(parts).astype(np.int64, copy=False)
 
-    def padded(self, scratch: int) -> PrefillBatch | None:
-        """Return an equal prefill of a size for which there can be a CUDA graph.
+    def padded(self, scratch: int) -> tuple[PrefillBatch, PrefillShape] | None:
+        """Return an equal prefill of a size for which there can be a CUDA graph, and this size.
 
-        A row of padding tokens follows, then empty rows. Padding prompts complete at the first token.
+        Behind the chunks follow a row of padding tokens, a row without queries that has the padding of the keys, and
+        empty rows. The logits of missing prompts are those of the first token, which nobody reads.
 
         Args:
-            scratch: Index in the KV cache that padding tokens write to and read.
+            scratch: Place in the KV cache that padding tokens write to and read.
 
         Returns:
-            The padded prefill. None if the prefill is too large, or if layers have sliding windows.
+            The padded prefill and its shape. None if the prefill is too large, or if layers have sliding windows.
         """
         n_tokens, n_rows = len(self.tokens), len(self.cu_q) - 1
-        if n_tokens > _MOST_TOKENS or n_rows > _ROWS[-1] or len(self.places) > 1:
+        if n_tokens > _TOKENS[-1] or n_rows > _ROWS or len(self.places) > 1:
             return None
-        size, rows = _size_for(n_tokens), next(each for each in _ROWS if each >= n_rows)
-        more, [place] = size - n_tokens, self.places
-        n_keys, keys = size, place.keys_TM
+        size, [place] = next(each for each in _TOKENS if each >= n_tokens), self.places
+        more, n_keys, keys = size - n_tokens, size, place.keys_TM
         if keys is not None:
-            n_keys = _size_for(keys.shape[1] + more)  # a row has at least as many keys as queries
-            if n_keys > _MOST_KEYS:
+            wanted = keys.shape[1] + more  # a row has at least as many keys as queries
+            if wanted > _KEYS[-1]:
                 return None
+            n_keys = next(each for each in _KEYS if each >= wanted)
             keys = np.pad(keys, ((0, 0), (0, n_keys - keys.shape[1])), constant_values=scratch)
-        empty = rows - n_rows
-        return PrefillBatch(
+        batch = PrefillBatch(
             tokens=np.pad(self.tokens, (0, more)),
             positions=np.pad(self.positions, (0, more)),
-            cu_q=np.pad(self.cu_q, (0, 1 + empty), constant_values=size),
-            last=np.pad(self.last, (0, rows - len(self.last))),
+            cu_q=np.pad(self.cu_q, (0, 2 + _ROWS - n_rows), constant_values=size),
+            last=np.pad(self.last, (0, _ROWS - len(self.last))),
             places=[
                 replace(
                     place,
                     stored_TN=np.pad(place.stored_TN, ((0, 0), (0, more)), constant_values=scratch),
                     keys_TM=keys,
-                    cu_k=np.pad(place.cu_k, (0, 1 + empty), constant_values=n_keys),
-                    max_k=n_keys,
+                    cu_k=np.concatenate(
+                        [place.cu_k, [place.cu_k[-1] + more], np.full(1 + _ROWS - n_rows, n_keys)], dtype=np.int32
+                    ),
                 )
             ],
-            max_q=size,
         )
-
-
-def _size_for(n: int) -> int:
-    """Return the smallest size of at least `n` in the series 16, 24, 32, 48, 64, 96 and so on."""
-    power = max(16, 1 << (n - 1).bit_length())
-    return power * 3 // 4 if n <= power * 3 // 4 and power > 16 else power
+        return batch, replace(batch.shape, max_q=size, max_k=(n_keys,))
 
 
 class PrefillGraphs:
-    """Captures prefills of small sizes as CUDA graphs, one for each padded size, and replays them.
+    """Computes small prefills padded to one of few sizes, with a CUDA graph for each size that occurs again.
 
-    A graph is captured when its size occurs for the second time. As for DecodeGraphs, the prefill may read only its
-    argument, and tensors whose memory never moves.
+    All are padded, also the first of a size, so the bits of a prefill do not depend on which prefills came before. As
+    for DecodeGraphs, the prefill may read only its argument, and tensors whose memory never moves.
 
     Args:
         body: Function that computes a prefill and returns the logits of the last tokens, (K, V).
-        scratch: Index in the KV cache that padding tokens write to and read.
-        device: The GPU.
+        scratch: Place in the KV cache that padding tokens write to and read.
+        captures: Captures the graphs.
 
     Attributes:
-        n_replays: Number of replayed prefills.
+        graphs: The graphs by PrefillShape.
     """
 
-    def __init__(self, body: Callable[[PrefillTensors], Tensor], scratch: int, device: torch.device):
-        self._body, self._scratch, self._device = body, scratch, device
-        self._seen = Counter[PrefillShape]()
-        self._graphs: dict[PrefillShape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # graph, inputs, logits
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-        self.n_replays = 0
+    def __init__(self, body: Callable[[PrefillTensors], Tensor], scratch: int, captures: Captures):
+        self._body, self._scratch = body, scratch
+        self.graphs = GraphCache[PrefillShape](captures, at_once=False)
+        self._logits_KV: Tensor | None = None  # of all graphs
 
     def run(self, batch: PrefillBatch) -> Tensor | None:
-        """Run a prefill as a CUDA graph.
+        """Run a prefill, padded and as a CUDA graph if its size has one.
 
         Args:
             batch: The inputs.
 
         Returns:
             Logits of the last token of each completed prompt, (K, V). The next call overwrites this tensor. None if
-            there is no graph for the prefill.
+            the prefill completes no prompt or is too large.
         """
         padded = batch.padded(self._scratch) if len(batch.last) else None
         if padded is None:
             return None
-        shape = padded.shape
-        self._seen[shape] += 1
-        if self._seen[shape] == 1:
-            return None
-        if shape not in self._graphs:
-            self._graphs[shape] = self._capture(padded.packed(), shape)
-        graph, inputs, logits_KV = self._graphs[shape]
-        inputs.copy_(torch.from_numpy(padded.packed()).pin_memory(), non_blocking=True)
-        graph.replay()
-        self.n_replays += 1
-        return logits_KV[: len(batch.last)]
+        whole, shape = padded
+        packed = whole.packed()
+        host = self.graphs.host_memory(len(packed))
+        host.numpy()[:] = packed
+        return self.graphs.run(shape, host, lambda inputs: self._logits(inputs, shape))[: len(batch.last)]
 
-    def _capture(self, packed: np.ndarray, shape: PrefillShape) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """Capture a prefill as a CUDA graph, and return the graph, its input and its output."""
-        inputs = torch.from_numpy(packed).to(self._device)
-        graph, logits_KV = captured(lambda: self._body(PrefillTensors.of(inputs, shape)), self._pool, self._stream)
-        return graph, inputs, logits_KV
+    def _logits(self, inputs: Tensor, shape: PrefillShape) -> Tensor:
+        """Compute a padded prefill. All graphs return their logits in the same memory."""
+        logits_KV = self._body(PrefillTensors.of(inputs, shape))
+        if self._logits_KV is None:  # in the first prefill, which runs without a graph
+            self._logits_KV = torch.empty_like(logits_KV)
+        return self._logits_KV.copy_(logits_KV)

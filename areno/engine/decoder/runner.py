@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +18,14 @@ from torch.nn import functional as F
 
 from areno.engine.decoder.attention_split import PrefixGroups, split_attention
 from areno.engine.decoder.block_manager import BlockEntries, BlockManager, KVLayout
+from areno.engine.decoder.cache_size import verification_rows
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
-from areno.engine.decoder.graphs import DecodeGraphs, bucket_sizes, verification_sizes
+from areno.engine.decoder.graphs import Captures, DecodeGraphs, GraphCache, bucket_sizes, verification_sizes
 from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillTensors
-from areno.engine.decoder.sampler import LogitEdits, SlotSampler, sample_edited, scores_of, token_scores
+from areno.engine.decoder.sampler import LogitEdits, PendingTokens, SlotSampler, sample_edited, scores_of
 from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
-from areno.engine.decoder.verification import MAX_ROWS, DraftedRows
+from areno.engine.decoder.verification import DraftedRows
 from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
@@ -33,49 +35,10 @@ from areno.kernels.sampling import SamplingFlags, can_sample_columns, can_sample
 from areno.layers.adapter import sampling
 from areno.layers.attention import Attend, CachedAttend
 from areno.models.transformer import Transformer
-from areno.types import TokenScores
 
 logger = logging.getLogger("areno")
 
 _SCORED_ROWS = 256  # prompt tokens whose logits exist at once
-
-
-@dataclass(slots=True)
-class PendingTokens:
-    """The sampled tokens of one forward pass, while they are copied to the host.
-
-    Attributes:
-        sequences: The sequences that get a token.
-        slots_B: int64, their slots.
-        owners_B: int64, entry `owner` of these slots in the SlotTable at the launch.
-        sampled: (2 + 2K, len(sequences)) float64 on the host: token, log-probability, then the ids and the
-            log-probabilities of the K most likely tokens. K is 0 if no sequence requests most likely tokens. Valid
-            after `ready`.
-        ready: CUDA event that marks the end of the copy. None on a CPU.
-        drafts: For each sequence, the drafted tokens that the pass verified. `sampled` then has a column for each row
-            of a DraftedRows. None if no draft was verified.
-    """
-
-    sequences: list[Sequence]
-    slots_B: np.ndarray
-    owners_B: np.ndarray
-    sampled: Tensor
-    ready: torch.cuda.Event | None
-    drafts: list[list[int]] | None = None
-
-    def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for the copy, and return the sampled tokens (int64) and their log-probabilities (float64), (B,) each."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        sampled = self.sampled.numpy()
-        return sampled[0].astype(np.int64), sampled[1]
-
-    def top(self) -> list[TokenScores]:
-        """Return, for each sampled token, the most likely tokens as (token id, log-probability) pairs.
-
-        Call `wait` first. The lists are empty if no sequence requests most likely tokens.
-        """
-        return token_scores(self.sampled.numpy()[2:], self.sampled.shape[1])
 
 
 class Runner:
@@ -132,16 +95,33 @@ class Runner:
         self.verification_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
-            self.graphs = DecodeGraphs(self._decode, bucket_sizes(max_running), (max_running, 0, 0, 0), self.device)
-            padding = max_running, 0, 0, 0, 0
-            self.verification_graphs = DecodeGraphs(self._verify, verification_sizes(), padding, self.device)
-            # "sdpa" pads rows on the host. Exact products choose their kernel by the number of rows.
-            can_capture = attn_backend in ("varlen", "flash")
-            if can_capture and not (blocks.has_windows or model.config.delta or model.routing or model.tp.size > 1):
+            captures = Captures(self.device, may_fail=model.tp.size == 1)
+            self.graphs = DecodeGraphs(self._decode, bucket_sizes(max_running), (max_running, 0, 0, 0), captures)
+            sizes, padding = verification_sizes(verification_rows(max_running)), (max_running, 0, 0, 0, 0)
+            self.verification_graphs = DecodeGraphs(self._verify, sizes, padding, captures, at_once=False)
+            if self._pads_prefills:
                 scratch = blocks.scratch * blocks.block_size
-                self.prefill_graphs = PrefillGraphs(self._prefill_logits, scratch, self.device)
+                self.prefill_graphs = PrefillGraphs(self._prefill_logits, scratch, captures)
         elif use_graphs and on_cuda:  # the torch form of paged attention needs the longest length on the host
             logger.warning("decode without CUDA graphs, which need triton, and a GPU of compute capability 7.0 or more")
+
+    @property
+    def _pads_prefills(self) -> bool:
+        """Whether small prefills are padded, to be run as CUDA graphs.
+
+        Attention with "sdpa" divides rows into batches on the host, and so do recurrent layers. Exact products choose
+        their kernel by the number of rows. Prefills without graphs store the experts of tokens, and read other keys for
+        layers with sliding windows. With tensor parallelism, a rank without memory for a graph could not go on alone.
+        """
+        config = self.model.config
+        can_pad = self.attn_backend in ("varlen", "flash") and config.delta is None and self.model.routing is None
+        return can_pad and not self.blocks.has_windows and self.model.tp.size == 1
+
+    @property
+    def all_graphs(self) -> list[GraphCache[Any]]:
+        """The CUDA graphs of decode steps, steps with drafts, and prefills. Empty if passes run without graphs."""
+        found = (self.graphs, self.verification_graphs, self.prefill_graphs)
+        return [each.graphs for each in found if each is not None]
 
     def _sample(
         self,
@@ -514,7 +494,7 @@ class Runner:
         lengths_N, graphs = drafted.positions_N + 1, self.verification_graphs
         flags = self.sampler.flags(table, slots_N, drafted.index_N)
         needs_edits = table.needs_edits[scheduled.slots_B].any()
-        if needs_edits or flags.masked or flags.penalized or len(slots_N) > MAX_ROWS:
+        if graphs is not None and (needs_edits or flags.masked or flags.penalized or len(slots_N) > graphs.most):
             graphs = None  # the inputs of such a step have no fixed size
         size = len(slots_N) if graphs is None else graphs.size_for(len(slots_N))
         may_group = self.uses_prefix_groups and not self.blocks.has_windows  # rows are not sorted by their own length

@@ -509,3 +509,41 @@ def token_scores(top: np.ndarray, n: int) -> list[TokenScores]:
     ids, logprobs = np.split(top, 2)
     pairs = zip(ids.T.astype(np.int64).tolist(), logprobs.T.tolist(), strict=True)
     return [list(zip(*pair, strict=True)) for pair in pairs]
+
+
+@dataclass(slots=True)
+class PendingTokens:
+    """The sampled tokens of one forward pass, while they are copied to the host.
+
+    Attributes:
+        sequences: The sequences that get a token.
+        slots_B: int64, their slots.
+        owners_B: int64, entry `owner` of these slots in the SlotTable at the launch.
+        sampled: (2 + 2K, len(sequences)) float64 on the host: token, log-probability, then the ids and the
+            log-probabilities of the K most likely tokens. K is 0 if no sequence requests most likely tokens. Valid
+            after `ready`.
+        ready: CUDA event that marks the end of the copy. None on a CPU.
+        drafts: For each sequence, the drafted tokens that the pass verified. `sampled` then has a column for each row
+            of a DraftedRows. None if no draft was verified.
+    """
+
+    sequences: list[Sequence]
+    slots_B: np.ndarray
+    owners_B: np.ndarray
+    sampled: Tensor
+    ready: torch.cuda.Event | None
+    drafts: list[list[int]] | None = None
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for the copy, and return the sampled tokens (int64) and their log-probabilities (float64), (B,) each."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        sampled = self.sampled.numpy()
+        return sampled[0].astype(np.int64), sampled[1]
+
+    def top(self) -> list[TokenScores]:
+        """Return, for each sampled token, the most likely tokens as (token id, log-probability) pairs.
+
+        Call `wait` first. The lists are empty if no sequence requests most likely tokens.
+        """
+        return token_scores(self.sampled.numpy()[2:], self.sampled.shape[1])

@@ -19,8 +19,6 @@ from areno.engine.decoder.grammar import masks_along
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 
-MAX_ROWS = 1024  # of a step with drafts, in a CUDA graph
-
 
 class Drafter(Protocol):
     """Proposes the next tokens of sequences. Wrong proposals cost time, but never change a token."""

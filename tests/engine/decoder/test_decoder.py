@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from areno.engine.decoder.graphs import bucket_sizes
-from areno.engine.decoder.runner import PendingTokens
+from areno.engine.decoder.sampler import PendingTokens
 from areno.engine.decoder.scheduler import SchedulerOutput
 from areno.errors import EngineError
 from areno.kernels.sampling.reference import sample_key, uniform

@@ -21,7 +21,13 @@ from areno.engine.decoder.sequence import Sequence
 from areno.types import GenerationRequest
 from tests.helpers.tiny_decoder import Outputs, make_decoder, model, request, run
 
-COSTS = StepCosts(fixed=40, verification=4)
+COSTS = StepCosts(fixed=40, verification=4, most_rows=1024)
+
+
+def begun(costs: StepCosts = COSTS, **how: bool) -> SuffixDrafter:
+    drafter = SuffixDrafter(**how)
+    drafter.begin(costs)
+    return drafter
 
 
 def longest_suffix(text: list[int], texts: list[tuple[int, list[int]]]) -> tuple[int, list[list[int]]]:
@@ -111,10 +117,10 @@ def sequence(tokens: list[int], prompt: list[int] | None = None) -> Sequence:
 
 
 def test_other_samples_and_earlier_rollouts_of_the_prompt_are_drafts() -> None:
-    drafter = SuffixDrafter(COSTS)
+    drafter = begun()
     completion = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]
     drafter.finished(sequence(completion))
-    drafter.begin()
+    drafter.begin(COSTS)
     new, other_prompt = sequence([]), sequence([], [9, 2, 3, 4])
     assert drafter.is_due(2)
     (draft, none) = drafter.propose([new, other_prompt])
@@ -139,7 +145,7 @@ def test_other_samples_and_earlier_rollouts_of_the_prompt_are_drafts() -> None:
 
 def test_drafts_that_are_wrong_stop() -> None:
     """Texts repeat parts of three tokens, and go on otherwise each time."""
-    rng, drafter = random.Random(1), SuffixDrafter(COSTS)
+    rng, drafter = random.Random(1), begun()
     rows = [sequence([rng.randrange(1000) for _ in range(50)]) for _ in range(4)]
     n_drafted: list[int] = []
     for _ in range(200):
@@ -152,7 +158,7 @@ def test_drafts_that_are_wrong_stop() -> None:
 
 
 def test_a_row_costs_few_microseconds() -> None:
-    rng, drafter = random.Random(0), SuffixDrafter(COSTS)
+    rng, drafter = random.Random(0), begun()
     rows = [sequence([rng.randrange(9) for _ in range(300)], [row, 1, 2]) for row in range(128)]
     drafter.propose(rows)
     seconds: list[float] = []
@@ -170,12 +176,12 @@ def test_the_second_rollout_of_the_same_samples_takes_fewer_steps(runs_ahead: bo
     requests = [request(i, 9, n_samples=2, max_new_tokens=40) for i in (1, 2, 3)]
     n_steps: list[int] = []
     results: list[Outputs] = []
-    drafter = SuffixDrafter(StepCosts(fixed=100, verification=1))
+    drafter = SuffixDrafter()
     decoder = make_decoder(model(), drafter=drafter, runs_ahead=runs_ahead)
     schedule = decoder._scheduler.schedule
     decoder._scheduler.schedule = lambda *given: n_steps.append(1) or schedule(*given)  # type: ignore[method-assign,func-returns-value]
     for _ in range(2):
-        drafter.begin()
+        drafter.begin(StepCosts(fixed=100, verification=1, most_rows=128))
         decoder.reset_stats()
         n_steps.clear()
         for item in requests:

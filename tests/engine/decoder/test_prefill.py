@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from areno.engine.decoder.decoder import Decoder
-from areno.engine.decoder.prefill import PrefillBatch, PrefillTensors
+from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillPlaces, PrefillShape, PrefillTensors
+from tests.helpers.cpu_graphs import CpuCaptures
+from tests.helpers.family_cases import random_model
 from tests.helpers.tiny_decoder import Outputs, assert_same, make_decoder, model, request, run
+from tests.helpers.two_ranks import load
 
-
-class Padded:
-    """Computes padded prefills as PrefillGraphs does, without graphs."""
-
-    def __init__(self, decoder: Decoder):
-        self.runner, self.n_replays = decoder.runner, 0
-        self.scratch = decoder.blocks.scratch * decoder.blocks.block_size
-
-    def run(self, batch: PrefillBatch) -> torch.Tensor | None:
-        padded = batch.padded(self.scratch) if len(batch.last) else None
-        if padded is None:
-            return None
-        assert len(padded.tokens) > len(batch.tokens) or padded.shape != batch.shape
-        self.n_replays += 1
-        given = PrefillTensors.of(torch.from_numpy(padded.packed()), padded.shape)
-        return self.runner._prefill_logits(given)[: len(batch.last)]
+SCRATCH = 999
 
 
 def played(pads: bool, **settings: object) -> tuple[Outputs, Decoder]:
     """Prompts of many lengths, several samples of each, and second turns that find the first ones in the cache."""
     decoder = make_decoder(**settings)
     if pads:
-        decoder.runner.prefill_graphs = Padded(decoder)  # type: ignore[assignment]
+        runner, scratch = decoder.runner, decoder.blocks.scratch * decoder.blocks.block_size
+        runner.prefill_graphs = PrefillGraphs(runner._prefill_logits, scratch, CpuCaptures())
     outputs: Outputs = {}
     for length in (1, 7, 16, 23):
         decoder.submit(request(length, length, n_samples=1 + length % 3))
@@ -50,16 +42,88 @@ def test_padding_changes_nothing(settings: dict[str, int]) -> None:
     plain, _ = played(False, **settings)
     padded, decoder = played(True, **settings)
     assert decoder.runner.prefill_graphs is not None
-    assert decoder.runner.prefill_graphs.n_replays >= 2
+    if settings == {"max_prefill_tokens": 10}:
+        assert decoder.stats.graph_replays >= 2
+        decoder.reset_stats()
+        assert decoder.stats.graph_replays == 0
     assert_same(padded, plain)
 
 
-def test_large_prefills_are_not_padded() -> None:
-    places = np.zeros((1, 1))
-    batch = PrefillBatch(
-        np.zeros(3000, np.int64), np.zeros(3000), np.array([0, 3000]), np.array([2999]), [places], 3000
-    )  # type: ignore[list-item]
-    assert batch.padded(0) is None
+def batch_of(n_tokens: int, n_rows: int = 1, n_earlier: int = 0) -> PrefillBatch:
+    """A prefill of rows that complete their prompts, and that attend to `n_earlier` tokens of earlier steps."""
+    cu_q = np.append(np.arange(n_rows), n_tokens)
+    stored = np.arange(n_tokens)[None]
+    keys = np.arange(n_tokens + n_earlier)[None] if n_earlier else None
+    cu_k = np.append(cu_q[:-1], n_tokens + n_earlier)
+    place = PrefillPlaces(stored, keys, cu_k.astype(np.int32))
+    return PrefillBatch(np.arange(n_tokens), np.arange(n_tokens), cu_q, cu_q[1:] - 1, [place])
+
+
+def test_the_first_prefill_of_a_size_is_computed_like_later_ones() -> None:
+    """A resumed run has another first one, and a kernel for another number of rows may round otherwise."""
+    shapes: list[tuple[int, ...]] = []
+
+    def body(given: PrefillTensors) -> Tensor:
+        shapes.append((len(given.tokens_N), len(given.last_K), *given.stored[0].shape))
+        return given.tokens_N[given.last_K, None].float()
+
+    graphs = PrefillGraphs(body, SCRATCH, CpuCaptures())
+    for n_tokens in (20, 21, 31, 17):
+        logits = graphs.run(batch_of(n_tokens))
+        assert logits is not None
+        assert logits.tolist() == [[n_tokens - 1]]
+    assert set(shapes) == {(32, 64, 32)}
+    assert graphs.graphs.n_replays == 3
+
+
+def test_without_memory_for_a_graph_prefills_are_computed_padded() -> None:
+    shapes: list[int] = []
+
+    def body(given: PrefillTensors) -> Tensor:
+        shapes.append(len(given.tokens_N))
+        return given.tokens_N[given.last_K, None].float()
+
+    graphs = PrefillGraphs(body, SCRATCH, CpuCaptures(room=0))
+    for n_tokens in (20, 21, 31):
+        logits = graphs.run(batch_of(n_tokens))
+        assert logits is not None
+        assert logits.tolist() == [[n_tokens - 1]]
+    assert set(shapes) == {32}
+    assert graphs.graphs.n_replays == 0
+
+
+def test_there_are_few_shapes() -> None:
+    shapes: set[PrefillShape] = set()
+    for n_tokens in range(1, 2049, 5):
+        for n_rows in (1, 3, 64):
+            for n_earlier in (0, 1, 100, 2000, 14000):
+                found = batch_of(n_tokens, min(n_rows, n_tokens), n_earlier).padded(SCRATCH)
+                if found is not None:
+                    batch, shape = found
+                    assert len(batch.packed()) == sum(shape.lengths())
+                    assert shape.max_q >= batch.shape.max_q
+                    assert shape.max_k >= batch.shape.max_k
+                    shapes.add(shape)
+    assert 20 < len(shapes) <= 64
+
+
+@pytest.mark.parametrize(("size", "is_padded"), [((2048,), 1), ((2049,), 0), ((70, 64), 1), ((70, 65), 0)])
+def test_large_prefills_are_not_padded(size: tuple[int, ...], is_padded: int) -> None:
+    assert (batch_of(*size).padded(SCRATCH) is not None) == is_padded
+    assert batch_of(20, 1, 16352).padded(SCRATCH) is not None
+    assert batch_of(20, 1, 16353).padded(SCRATCH) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "pads"),
+    [("smollm3", True), ("mistral-window", False), ("gemma3-tied", False), ("qwen3.5", False)],
+)
+def test_which_models_pad(case: str, pads: bool, tmp_path: Path) -> None:
+    random_model(case, tmp_path)
+    of = load(tmp_path)
+    assert make_decoder(of, attn_backend="varlen").runner._pads_prefills == pads
+    for backend in ("sdpa", "fixed_order"):
+        assert not make_decoder(of, attn_backend=backend).runner._pads_prefills
 
 
 @pytest.mark.gpu
@@ -75,7 +139,7 @@ def test_graphs_on_the_gpu() -> None:
             found |= run(decoder)
         outputs.append(found)
         graphs = decoder.runner.prefill_graphs
-        assert (graphs is not None and graphs.n_replays == 3) == use_graphs
+        assert (graphs is not None and graphs.graphs.n_replays == 3) == use_graphs
     for key, output in outputs[0].items():
         assert len(output.logprobs) == len(outputs[1][key].logprobs)
         assert output.logprobs[0] == pytest.approx(outputs[1][key].logprobs[0], abs=0.1)

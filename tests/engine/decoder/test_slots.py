@@ -63,5 +63,5 @@ def test_a_token_in_flight_is_not_given_to_the_next_sequence_of_the_slot() -> No
     assert table.has_stopped(both, tokens).tolist() == [False, True]
     table.stage(both, tokens, np.array([-1.0, -2.0]), 3)
     assert [each.tolist() for each in table.unstage([1])[0]] == [[9], [-2.0], [3]]
-    assert table.unstage(1) == ([], [], [])
+    assert [each.tolist() for each in table.unstage([1])[0]] == [[], [], []]
     assert table.n_new.tolist() == [1, 1]
