@@ -30,14 +30,14 @@ class Bands:
     """The results that are expected of a reproduction. Rates are shares of sampled answers to the test problems.
 
     Attributes:
-        base: Smallest and largest solve rate of the base model. None: not measured yet, so it is not judged.
-        trained: Smallest and largest solve rate after reinforcement learning. None: not measured yet.
+        base: Smallest and largest solve rate of the base model.
+        trained: Smallest and largest solve rate after reinforcement learning.
         factor: The solve rate must grow at least by this factor.
     """
 
-    base: tuple[float, float] | None = None
-    trained: tuple[float, float] | None = None
-    factor: float = 2.0
+    base: tuple[float, float]
+    trained: tuple[float, float]
+    factor: float
 
     def judge(self, base: float, trained: float) -> Iterator[tuple[bool, str]]:
         """Compare solve rates with the bands, and yield (whether the rate is in its band, text) for each comparison.
@@ -47,9 +47,8 @@ class Bands:
             trained: Solve rate after reinforcement learning.
         """
         for name, rate, band in (("base model", base, self.base), ("after RL", trained, self.trained)):
-            if band is not None:
-                met = band[0] <= rate <= band[1]
-                yield met, f"solve rate, {name}: {rate:.3f}; expected {band[0]:g} to {band[1]:g}"
+            met = band[0] <= rate <= band[1]
+            yield met, f"solve rate, {name}: {rate:.3f}; expected {band[0]:g} to {band[1]:g}"
         grown = trained / base if base else float("inf") if trained else 0.0
         yield grown >= self.factor, f"growth of the solve rate: {grown:.2f} times; expected at least {self.factor:g}"
 
