@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areno.kernels.sampling import SamplingFlags
+from areno.kernels.sampling import SamplingFlags, can_sample_hidden
 from areno.types import SamplingParams
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.slot_samplers import settings_of
@@ -41,6 +41,17 @@ def test_draws_from_hidden_states_are_those_from_logits() -> None:
         "import torch; from tests.kernels.test_sample_hidden import compare_hidden; "
         "compare_hidden('cpu', torch.float32, 1, 300, 40); compare_hidden('cpu', torch.float32, 33, 130, 16)"
     )
+
+
+def test_few_rows_wide_models_and_settings_need_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areno.kernels.sampling.use_triton", lambda x: True)
+    hidden = torch.zeros(64, 512, dtype=torch.bfloat16)
+    assert can_sample_hidden(hidden, SamplingFlags())
+    assert not can_sample_hidden(hidden[:16], SamplingFlags())
+    assert not can_sample_hidden(hidden.float(), SamplingFlags())
+    assert not can_sample_hidden(torch.zeros(64, 2048, dtype=torch.bfloat16), SamplingFlags())
+    for flags in ({"filtered": True}, {"n_banned": 1}, {"penalized": True}, {"masked": True}):
+        assert not can_sample_hidden(hidden, SamplingFlags(**flags))
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import torch
 
 from areno.engine.decoder.attention_split import AttentionSplit, split_attention
 from areno.kernels.attention import choose_backend
+from areno.kernels.sampling import SamplingFlags, can_sample_hidden
 from areno.kernels.sampling.reference import sample_key, uniform
 from areno.models.registry import build_model
 from tests.helpers.interpreted import run_interpreted
@@ -87,6 +88,29 @@ def test_graphs_replay_what_eager_runs(dtype: torch.dtype) -> None:
         agreeing = sum(other[key].tokens == output.tokens for key, output in results[0].items())
         # Padding a batch may round a bfloat16 product otherwise, and then a draw near a border goes the other way.
         assert agreeing == len(results[0]) if dtype == torch.float32 else agreeing >= len(results[0]) - 3
+
+
+@pytest.mark.gpu
+def test_samples_drawn_from_hidden_states_are_those_drawn_from_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = model("cuda", torch.bfloat16)
+    found = []
+    for needs_logits in (False, True):
+        calls: list[int] = []
+
+        def chosen(hidden_BD: torch.Tensor, flags: SamplingFlags, calls=calls, needs_logits=needs_logits) -> bool:
+            calls.append(len(hidden_BD))
+            return not needs_logits and can_sample_hidden(hidden_BD, flags)
+
+        monkeypatch.setattr("areno.engine.decoder.runner.can_sample_hidden", chosen)
+        decoder = make_decoder(of, use_graphs=True, attn_backend="varlen", max_running=64, n_blocks=512)
+        for number in range(1, 9):
+            decoder.submit(request(number, n_samples=8, temperature=0.5 + number / 8))
+        found.append(run(decoder))
+        assert max(calls) == 64
+    same = [key for key, output in found[0].items() if output.tokens == found[1][key].tokens]
+    assert len(same) >= 60  # a draw near the border of two tokens may go the other way
+    for key in same:
+        assert found[0][key].logprobs == pytest.approx(found[1][key].logprobs, abs=1e-3)
 
 
 @pytest.mark.gpu
