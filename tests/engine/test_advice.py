@@ -128,7 +128,8 @@ def test_masters_and_moments_may_leave_the_device() -> None:
         ({}, True, FRACTION, True),
         ({"max_kv_tokens": 64}, True, "lower rollout.max_kv_tokens", True),
         ({"eager_decode": True}, True, FRACTION, False),
-        ({"speculation": "off"}, True, FRACTION, True),
+        ({"speculation": "auto"}, True, FRACTION, True),
+        ({"speculation": "auto"}, False, FRACTION, False),
         ({"speculation": "on"}, False, FRACTION, False),
         ({}, False, FRACTION, False),
     ],
@@ -137,5 +138,5 @@ def test_rollout_runs_out(decoder: Any, on_cuda: bool, first: str, graphs: bool)
     text = told(memory.in_rollout(DecoderConfig(**decoder), on_cuda=on_cuda))
     assert text.startswith(f"{first}, lower rollout.max_prefill_tokens")
     assert text.endswith("set rollout.eager_decode=true to do without CUDA graphs") == graphs
-    drafts = decoder.get("speculation", "on" if on_cuda else "off") == "on"
+    drafts = decoder.get("speculation") == "on" or (decoder.get("speculation") == "auto" and on_cuda)
     assert ("set rollout.speculation=off" in text) == drafts

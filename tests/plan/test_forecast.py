@@ -130,7 +130,7 @@ def test_drafts_take_memory_for_logits() -> None:
         found = predicted("grpo", "actor.path=Qwen/Qwen3-0.6B", "rollout.max_concurrent_rollouts=64", *settings)
         return next(phase.terms["activations"] for phase in found.phases if phase.name == "rollout")
 
-    assert peak() - peak("rollout.speculation=off") == (256 - 64) * 151936 * 4
+    assert peak("rollout.speculation=on") - peak() == (256 - 64) * 151936 * 4
 
 
 def test_a_run_that_does_not_fit_gets_ways_that_fit() -> None:
