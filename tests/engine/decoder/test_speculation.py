@@ -19,6 +19,7 @@ from areno.models.transformer import Transformer
 from areno.types import Begun, GenerationOutput, GenerationRequest
 from tests.helpers.drafters import KnownDrafter
 from tests.helpers.family_cases import random_model
+from tests.helpers.moe_models import random_reference
 from tests.helpers.tiny_decoder import EOS, VOCAB, Outputs, make_decoder, model, request
 from tests.helpers.two_ranks import load
 
@@ -196,18 +197,28 @@ def random_requests(rng: random.Random) -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 9))])
-@pytest.mark.parametrize("case", ["gemma3-tied", "mistral-window", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["gemma3-tied", "mistral-window", pytest.param("experts", marks=pytest.mark.slow)])
 def test_random_rollouts(case: str, seed: int, tmp_path: Path) -> None:
-    """In a small cache, with aborts, new weights and parked samples on the way."""
-    random_model(case, tmp_path)
-    of, rng = load(tmp_path), random.Random(seed)
+    """In a small cache, with aborts, new weights and parked samples on the way. Routes are those without drafts."""
+    if case == "experts":
+        random_reference("qwen3", tmp_path)
+    else:
+        random_model(case, tmp_path)
+    of, rng, keeps_routes = load(tmp_path), random.Random(seed), case == "experts"
     requests = random_requests(rng)
-    expected = sampled(of, requests, n_blocks=400, max_prefill_tokens=512)
+    expected = sampled(of, requests, n_blocks=400, max_prefill_tokens=512, keeps_routes=keeps_routes)
     completions = {key: output.tokens for key, output in expected.items()}
     longest = max(len(item.prompt) + item.params.max_new_tokens for item in requests)
     how = {"max_running": rng.randrange(3, 9), "max_prefill_tokens": rng.choice([3, 7, 16])}
     drafter = KnownDrafter(completions, 101, 0.3, seed=seed)
-    decoder = make_decoder(of, n_blocks=longest // 4 + 8, drafter=drafter, runs_ahead=rng.random() < 0.5, **how)
+    decoder = make_decoder(
+        of,
+        n_blocks=longest // 4 + 8,
+        drafter=drafter,
+        runs_ahead=rng.random() < 0.5,
+        keeps_routes=keeps_routes,
+        **how,
+    )
     waiting, aborted = list(requests), set[int]()
     found: dict[tuple[int, int], GenerationOutput] = {}
     while waiting or decoder.has_work:
@@ -227,6 +238,10 @@ def test_random_rollouts(case: str, seed: int, tmp_path: Path) -> None:
         other, n = expected[key], len(output.tokens)
         assert output.tokens == other.tokens[:n]
         assert output.logprobs == pytest.approx(other.logprobs[:n], abs=1e-3)
+        if keeps_routes and output.finish_reason != "abort":
+            assert output.routes is not None
+            assert other.routes is not None
+            assert output.routes.tolist() == other.routes[: len(output.routes)].tolist()
         if key[0] not in aborted:
             assert (n, output.finish_reason) == (len(other.tokens), other.finish_reason)
 
