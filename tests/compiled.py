@@ -112,8 +112,11 @@ def launch_alone(dtype: torch.dtype) -> None:
     from areno.kernels.logprobs import triton as logprobs
     from areno.kernels.matmul import fixed_order_matmul
     from areno.kernels.paged import decode_attention
+    from areno.kernels.sampling.triton_head import sample_hidden
     from areno.kernels.symmetric_memory import triton as symmetric_memory
+    from areno.types import SamplingParams
     from tests.helpers.paged_rows import SHAPES, make_case
+    from tests.helpers.slot_samplers import settings_of
 
     logits, of_rows = torch.zeros(4, 300), torch.zeros(4)
     for kind in ("forward_kl", "reverse_kl", "jsd"):
@@ -125,6 +128,9 @@ def launch_alone(dtype: torch.dtype) -> None:
         decode_attention(*qkv, blocks, batch, window=16)
     some = torch.zeros(16, 128, dtype=dtype)
     fixed_order_matmul(some, some, dtype)
+    for n_rows in (32, 128):  # small and large tiles
+        sampler, slots = settings_of(n_rows + 1, 300, [SamplingParams()] * n_rows, "cpu")
+        sample_hidden(some.repeat(n_rows // 16, 1), some.repeat(20, 1)[:300], slots, slots, sampler.tensors)
     numbers = torch.zeros(4, 16, dtype=torch.int32)
     shared = symmetric_memory.GroupMemory(
         rank=0, size=2, inboxes=1 << 40, turns=numbers, outboxes=1 << 40, signals=1 << 40, counts=numbers

@@ -57,12 +57,12 @@ def sample_slots(
 
 
 def can_sample_hidden(hidden_BD: Tensor, flags: SamplingFlags) -> bool:
-    """Return whether `sample_hidden` supports the optional steps that the rows need, and is faster than logits.
+    """Return whether `sample_hidden` can sample the rows, and is faster than `sample_slots` with stored logits.
 
-    `sample_hidden` needs Triton. It does not support top-k, top-p, banned tokens, penalties and masks.
+    `sample_hidden` needs Triton and half precision. Top-k, top-p, bans, penalties and masks need stored logits.
 
     Args:
-        hidden_BD: final hidden states.
+        hidden_BD: final hidden states. Their values do not matter.
         flags: the optional steps of sampling that at least one row needs.
     """
     n_rows, width = hidden_BD.shape

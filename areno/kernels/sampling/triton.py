@@ -293,6 +293,18 @@ def _uniform(key, position):
     return (value >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
 
+@triton.jit
+def _first_above(running, target):
+    """Return (index of the first running sum above `target`, `target` minus the running sum before this index).
+
+    A target that is not below the last running sum is lowered first, so that there is such an index. All numbers are
+    float64.
+    """
+    target = tl.minimum(target, tl.max(running, axis=0) * (1.0 - 8.881784197001252e-16))  # 1 - 2^-50
+    passed = running <= target
+    return tl.sum(passed.to(tl.int32), axis=0), target - tl.max(tl.where(passed, running, 0.0), axis=0)
+
+
 @kernel(do_not_specialize_on_alignment=_ROW_POINTERS)
 def _draw_kernel(
     logits_ptr,
@@ -328,7 +340,6 @@ def _draw_kernel(
     temperature = tl.load(temperature_ptr + slot)
     rate = _LOG2_E / temperature
     uniform = _uniform(tl.load(key_ptr + slot), tl.load(positions_ptr + row))
-    below_one = 1.0 - 8.881784197001252e-16  # 1 - 2^-50: targets stay below the last running sum
 
     span_S = tl.arange(0, PADDED_SPANS)
     n_spans = N_RANKS * rank_spans
@@ -360,11 +371,8 @@ def _draw_kernel(
             sums += n_taken.to(tl.float64) * weight.to(tl.float64)
 
     running = tl.cumsum(sums, axis=0)
-    total = tl.max(running, axis=0)
-    target = tl.minimum(uniform * total, total * below_one)
-    passed = running <= target
-    span = tl.minimum(tl.sum(passed.to(tl.int32), axis=0), n_spans - 1)
-    target -= tl.max(tl.where(passed, running, 0.0), axis=0)
+    span, target = _first_above(running, uniform * tl.max(running, axis=0))
+    span = tl.minimum(span, n_spans - 1)
 
     own_span = span - rank * rank_spans
     lane = tl.arange(0, SPAN)
@@ -380,9 +388,7 @@ def _draw_kernel(
             place = before + tl.cumsum(is_equal, axis=0) - is_equal
             is_kept = (number > least) | ((number == least) & (place < n_equal))
             weights = tl.where(is_kept, weights, 0.0)
-    inner = tl.cumsum(weights.to(tl.float64), axis=0)
-    target = tl.minimum(target, tl.max(inner, axis=0) * below_one)
-    drawn = tl.sum((inner <= target).to(tl.int32), axis=0)
+    drawn, _ = _first_above(tl.cumsum(weights.to(tl.float64), axis=0), target)
     is_drawable = (
         tl.sum(tl.where(lane == drawn, weights, 0.0), axis=0) > 0
     )  # false for NaN, and if rounding gave an entry of weight 0

@@ -1,9 +1,9 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Sampling from hidden states as Triton kernels: the LM head and the choice of a token, without logits in memory.
 
-`_scan_kernel` computes a tile of logits, and writes two statistics of each span of the vocabulary: its maximum, and the
-sum of exp((x - maximum) / temperature). `_draw_kernel` combines the spans of a row, which gives the normaliser, finds
-the span of the sampled token, and computes the logits of this span again to find the token. For a
+`_scan_hidden_kernel` computes a tile of logits, and writes two statistics of each span of the vocabulary: its maximum,
+and the sum of exp((x - maximum) / temperature). `_draw_hidden_kernel` combines the spans of a row, which gives the
+normaliser, finds the span of the sampled token, and computes the logits of this span again to find the token. For a
 small hidden size, logits take longer to write and to read than to compute.
 
 Launches depend on shapes alone, so a CUDA graph can capture them. Shape letters as in `reference.py`; D hidden size,
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingSettings
-from areno.kernels.sampling.triton import _LOG2_E, _ROW_POINTERS, _join, _uniform
+from areno.kernels.sampling.triton import _LOG2_E, _ROW_POINTERS, _first_above, _join, _uniform
 
 _SPAN, _INPUTS = 128, 64
 
@@ -49,7 +49,7 @@ def sample_hidden(
     stats_2BS = hidden_BD.new_empty((2, n_rows, n_spans), dtype=torch.float32)
     out_2B = hidden_BD.new_empty((2, n_rows), dtype=torch.float64)
     # Programs that share a tile of the weight run one after another, while the tile is in the L2 cache.
-    _scan_kernel[(triton.cdiv(n_rows, rows), n_spans)](
+    _scan_hidden_kernel[(triton.cdiv(n_rows, rows), n_spans)](
         hidden_BD,
         weight_VD,
         slots_B,
@@ -65,7 +65,7 @@ def sample_hidden(
         num_warps=4 if rows == 64 else 8,
         num_stages=3 if is_half else 2,  # more stages of fp32 do not fit into shared memory
     )
-    _draw_kernel[(n_rows,)](
+    _draw_hidden_kernel[(n_rows,)](
         hidden_BD,
         weight_VD,
         slots_B,
@@ -89,7 +89,7 @@ def sample_hidden(
 
 
 @kernel(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=_ROW_POINTERS)
-def _scan_kernel(
+def _scan_hidden_kernel(
     hidden_ptr,
     weight_ptr,
     slots_ptr,
@@ -128,7 +128,7 @@ def _scan_kernel(
 
 
 @kernel(do_not_specialize_on_alignment=_ROW_POINTERS)
-def _draw_kernel(
+def _draw_hidden_kernel(
     hidden_ptr,
     weight_ptr,
     slots_ptr,
@@ -152,17 +152,13 @@ def _draw_kernel(
     temperature = tl.load(temperature_ptr + slot)
     rate = _LOG2_E / temperature
     uniform = _uniform(tl.load(key_ptr + slot), tl.load(positions_ptr + row))
-    below_one = 1.0 - 8.881784197001252e-16  # 1 - 2^-50: targets stay below the last running sum
 
     span_S = tl.arange(0, PADDED_SPANS)
     n_cells = tl.num_programs(0).to(tl.int64) * n_spans
     top, tops, sums = _join(stats_ptr, n_cells, row * n_spans + span_S, span_S < n_spans, rate)
     running = tl.cumsum(sums, axis=0)
-    total = tl.max(running, axis=0)
-    target = tl.minimum(uniform * total, total * below_one)
-    passed = running <= target
-    span = tl.minimum(tl.sum(passed.to(tl.int32), axis=0), n_spans - 1)
-    target -= tl.max(tl.where(passed, running, 0.0), axis=0)
+    span, target = _first_above(running, uniform * tl.max(running, axis=0))
+    span = tl.minimum(span, n_spans - 1)
     is_greedy = tl.load(greedy_ptr + slot)
     best_span = tl.min(tl.where(tops == top, span_S, n_spans - 1), axis=0)
     span = tl.where(is_greedy, best_span, span)
@@ -180,9 +176,7 @@ def _draw_kernel(
         x += tl.sum(weight * hidden[None, :], axis=1)
     x = tl.where(inside, x, float("-inf"))
     weights = tl.exp2((x - top) * rate)
-    inner = tl.cumsum(weights.to(tl.float64), axis=0)
-    target = tl.minimum(target, tl.max(inner, axis=0) * below_one)
-    drawn = tl.sum((inner <= target).to(tl.int32), axis=0)
+    drawn, _ = _first_above(tl.cumsum(weights.to(tl.float64), axis=0), target)
     # Rounding may give an entry of weight 0. Then, and for NaN, the most likely token of the span is taken.
     is_drawable = tl.sum(tl.where(lane == drawn, weights, 0.0), axis=0) > 0
     best = tl.minimum(tl.min(tl.where(x == tl.max(x, axis=0), lane, SPAN), axis=0), SPAN - 1)
