@@ -182,7 +182,7 @@ class RatioConfig(PolicyConfig):
 
     @property
     def prox_of_loss(self) -> Literal["recompute", "loglinear"]:
-        """The argument `prox_logp_method` of loss functions, which do not know "metrics": it only adds a metric."""
+        """Argument `prox_logp_method` of loss functions. "metrics" has the same loss as "recompute"."""
         return "loglinear" if self.prox_logp_method == "loglinear" else "recompute"
 
     @property

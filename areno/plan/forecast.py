@@ -74,12 +74,12 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """The rows of a pass over a model.
+    """Number and lengths of the token sequences (rows) that a model scores or trains on in a step.
 
     Attributes:
-        n: Number of rows, over all devices.
-        lengths: Their lengths. Rows may share the prompt.
-        n_same: Number of rows with the same prompt.
+        n: Number of rows on all devices together.
+        lengths: Number of tokens of the prompt and of the answer of a row.
+        n_same: Number of rows with the same prompt, which may be computed only once.
     """
 
     n: int
@@ -88,7 +88,7 @@ class _Rows:
 
     @property
     def each(self) -> int:
-        """The tokens of a row."""
+        """Number of tokens of a row."""
         return self.lengths.prompt + self.lengths.answer
 
 
@@ -491,9 +491,9 @@ class _Step:
         )
 
     def _n_sharing(self, model: Model, rows: _Rows, n_rows: int, phase: str, budget: int) -> int:
-        """Return how many of the `n_rows` rows of a device have a prompt that another row has computed.
+        """Return how many of the `n_rows` rows of a device use the prompt of another row, which computes it for them.
 
-        `budget` is the number of tokens in a micro-batch.
+        `budget` is the number of tokens in a micro-batch. The result is 0 if each row computes its own prompt.
         """
         config, lengths, trains = self.config, rows.lengths, phase == TRAIN
         rule = Sharing.of(

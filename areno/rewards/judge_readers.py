@@ -1,7 +1,6 @@
-"""The readers of a judge, which answer its questions.
+"""The two ways to ask a judge: `RoleReader` scores labels with a model of the run, `EndpointReader` asks a server.
 
-`RoleReader` asks a model of the run, and `EndpointReader` a server. Both give a probability for each label of a
-question.
+The answer to a question is a Verdict, which has a probability for each label.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class RoleReader:
         self._labels = _labels_of(config.names, tokenizer)
 
     def ask(self, question: str) -> Future[Verdict]:
-        """Take a question, which `complete` answers. Returns the future of its verdict.
+        """Keep a question until `complete` is called, and return the future of its verdict.
 
         Args:
             question: The text of the question.
@@ -225,7 +224,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def ask(self, question: str) -> Future[Verdict]:
-        """Begin to ask the endpoint a question. Returns the future of the verdict.
+        """Send a question to the endpoint without waiting for the reply, and return the future of the verdict.
 
         Args:
             question: The text of the question.
@@ -366,7 +365,10 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         return Verdict(tuple(float(other == index) for other in range(len(self._labels))), parts=parts)
 
     def _label_of(self, token: str) -> int | None:
-        """Return the index of the label that a token begins, or with which it begins. None without a label."""
+        """Return the index of the label that a reply beginning with `token` names. None if there is no such label.
+
+        The token may be the start of a label, or a whole label with text behind it.
+        """
         start = token.strip().casefold()
         # At most one, since the labels differ in their first letter.
         begun = [index for index, label in enumerate(self._labels) if start and label.startswith(start)]

@@ -375,10 +375,10 @@ class BlockManager:
             self._ref_counts[group_block] += 1
 
     def allocate(self, n: int = 1, group: int = 0) -> list[int]:
-        """Allocate the KV blocks for `n` times `block_size` tokens in one group of layers.
+        """Allocate group blocks in one group of layers, with a reference count of 1.
 
-        The KV blocks for `block_size` tokens are called a group block. Cached group blocks are evicted if necessary.
-        The caller must have checked that `n_available` suffices. The reference count of a new group block is 1.
+        A group block is the KV blocks for `block_size` tokens. Cached group blocks are evicted if necessary. The caller
+        must have checked that `n_available` suffices.
 
         Args:
             n: Number of group blocks.

@@ -25,6 +25,7 @@ from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillTen
 from areno.engine.decoder.sampler import LogitEdits, PendingTokens, SlotSampler, sample_edited, scores_of
 from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
+from areno.engine.decoder.slots import SlotTable
 from areno.engine.decoder.verification import DraftedRows
 from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
@@ -74,7 +75,7 @@ class Runner:
         self.fixed_order = attn_backend == "fixed_order"
         self.device = model.device
         n_blocks, n_slots = blocks.n_blocks, max_running + 1
-        self.n_slots, self.blocks = n_slots, blocks
+        self.blocks = blocks
         self.cache = KVCache(model, n_blocks, layout, n_slots)
         self.states = None if model.config.delta is None else StateCache(model, n_slots)
         self.routes: RouteCache | None = None
@@ -355,8 +356,7 @@ class Runner:
             return logits_KV
         last = [row for row, chunk in enumerate(chunks) if chunk.is_last]
         prompt_of_row = np.repeat(np.arange(len(last)), [len(chunks[row].prefill.sequences) for row in last])
-        table = scheduled.table
-        edits = LogitEdits.of(prefilled, self._upload) if table.needs_edits[slots_B].any() else None
+        table, edits = scheduled.table, self._edits_of(prefilled, slots_B, scheduled.table)
         drawn = np.stack([slots_B, table.n_sampled[slots_B] - 1, prompt_of_row])
         on_device_B, index_B, prompts_B = self._upload(drawn)
         flags = self.sampler.flags(table, slots_B)
@@ -472,7 +472,7 @@ class Runner:
         self._last_groups = slots_B, split.groups
         rows[3] = split.shared_lens_B
         flags = self.sampler.flags(table, slots_B)
-        edits = LogitEdits.of(sequences, self._upload) if table.needs_edits[slots_B].any() else None
+        edits = self._edits_of(sequences, slots_B, table)
         if self.graphs is not None and edits is None:
             return self.graphs.run(rows, split, flags)
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
@@ -480,6 +480,10 @@ class Runner:
         return self._decode(
             self._upload(rows), self._upload(split.split_lens), groups, split.splits, flags, max_len, edits
         )
+
+    def _edits_of(self, sequences: list[Sequence], slots_B: np.ndarray, table: SlotTable) -> LogitEdits | None:
+        """Return the edits of the logits of some sequences, given their slots. None if none of them needs edits."""
+        return LogitEdits.of(sequences, self._upload) if table.needs_edits[slots_B].any() else None
 
     def _launch_verification(self, scheduled: SchedulerOutput) -> Tensor:
         """Launch the decode pass of a step with drafts.

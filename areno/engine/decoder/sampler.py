@@ -542,7 +542,7 @@ class PendingTokens:
         return sampled[0].astype(np.int64), sampled[1]
 
     def top(self) -> list[TokenScores]:
-        """Return, for each sampled token, the most likely tokens as (token id, log-probability) pairs.
+        """Return the most likely tokens at the position of each sampled token, as (token id, log-probability) pairs.
 
         Call `wait` first. The lists are empty if no sequence requests most likely tokens.
         """

@@ -152,7 +152,7 @@ class Scheduler:
         self._filled: tuple[int, int] | None = None  # (number of sequences, step) when no more could be admitted
         self._step = 0
         self._prefilled: list[Sequence] = []  # sequences of the last step's chunks, only with windows
-        # Of sequences that have left the batch: blocks, tokens, number of tokens with keys and values. The blocks enter
+        # (blocks, sequence, number of tokens with keys and values) of those that have left the batch. The blocks enter
         # the prefix cache when a prompt may match them or blocks run out, so never if the rollout ends before.
         self._left: list[tuple[BlockTables, Sequence, int]] = []
         self.n_preemptions = 0

@@ -251,7 +251,7 @@ class Sequence:
     @property
     def is_fresh(self) -> bool:
         """Whether no completion token has arrived. Such a sample can share the prefill of another sample."""
-        return len(self.tokens) == self.n_prompt
+        return self.completion is None and len(self.tokens) == self.n_prompt
 
     @property
     def is_filtered(self) -> bool:
@@ -333,7 +333,7 @@ class Sequence:
         if (table := self.table) is not None:
             self._n_sampled, table.owner[self.slot] = int(table.n_sampled[self.slot]), 0
         self.table, self.slot, self._n_kv = None, -1, 0
-        if self.is_fresh and self.completion is None:  # its prompt will be scored again, maybe for other samples, too
+        if self.is_fresh:  # its prompt will be scored again from the first token on, maybe for other samples, too
             self.prompt_logprobs = []
         del self.block_tables
 
