@@ -1,7 +1,7 @@
-"""The prefill of prompt chunks: its inputs, which go to the device in one copy, and CUDA graphs of small prefills.
+"""The prefill of prompt chunks: its inputs, which go to the device in one copy, and CUDA graphs of prefills.
 
-The host takes longer to launch the kernels of a small prefill than the device to compute them. A CUDA graph launches
-them at once. Graphs have fixed sizes, so a prefill is padded: behind its chunks follow a row of padding tokens, which
+The host takes longer to launch the kernels of a prefill than the device to compute them, if the prefill or the model is
+small. A CUDA graph launches them at once. Graphs have fixed sizes, so a prefill is padded: behind its chunks follow a row of padding tokens, which
 write to the scratch block of the KV cache, and rows without tokens.
 
 Shape letters: N computed tokens, M attended tokens, T block tables of a group of layers, K completed prompts, R chunks.
@@ -21,9 +21,12 @@ from areno.engine.decoder.block_manager import BlockManager, KVGroup
 from areno.engine.decoder.graphs import Captures, GraphCache
 from areno.engine.decoder.scheduler import Chunk
 
-# The sizes of prefills with a CUDA graph. With few sizes, few graphs exist, so none is ever dropped. Larger prefills
-# keep the device busy while the host launches them.
-_TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
+# The sizes of prefills with a CUDA graph. With few sizes, few graphs exist, so none is ever dropped.
+_TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+_FEW_TOKENS = 2048  # prefills of at most these have graphs for every model
+# Larger prefills have graphs if they have at most this product of tokens and parameters. On an H100, 8,192 tokens of
+# Qwen3-0.6B, 3.6e12, keep the device busy for 19 ms, and the host, which launches each kernel, for over 30 ms.
+_MOST_WORK = 5e12
 _KEYS = (1024, 4096, 16384)
 _ROWS = 64
 
@@ -223,7 +226,7 @@ class PrefillBatch:
             parts += [each.stored_TN.ravel(), keys, each.cu_k]
         return np.concatenate(parts).astype(np.int64, copy=False)
 
-    def padded(self, scratch: int) -> tuple[PrefillBatch, PrefillShape] | None:
+    def padded(self, scratch: int, most_tokens: int) -> tuple[PrefillBatch, PrefillShape] | None:
         """Return an equal prefill of a size for which there can be a CUDA graph, and this size.
 
         Behind the chunks follow a row of padding tokens, a row without queries that has the padding of the keys, and
@@ -231,12 +234,13 @@ class PrefillBatch:
 
         Args:
             scratch: Place in the KV cache that padding tokens write to and read.
+            most_tokens: Largest number of tokens with padding.
 
         Returns:
             The padded prefill and its shape. None if the prefill is too large, or if layers have sliding windows.
         """
         n_tokens, n_rows = len(self.tokens), len(self.cu_q) - 1
-        if n_tokens > _TOKENS[-1] or n_rows > _ROWS or len(self.places) > 1:
+        if n_tokens > most_tokens or n_rows > _ROWS or len(self.places) > 1:
             return None
         size, [place] = next(each for each in _TOKENS if each >= n_tokens), self.places
         more, n_keys, keys = size - n_tokens, size, place.keys_TM
@@ -262,11 +266,14 @@ class PrefillBatch:
                 )
             ],
         )
-        return batch, replace(batch.shape, max_q=size, max_k=(n_keys,))
+        shape = batch.shape
+        # Attention launches programs for `max_q` queries of every row, most of which end at once.
+        max_q = size if size <= _FEW_TOKENS else min(size, 1 << (shape.max_q - 1).bit_length())
+        return batch, replace(shape, max_q=max_q, max_k=(n_keys,))
 
 
 class PrefillGraphs:
-    """Computes small prefills padded to one of few sizes, with a CUDA graph for each size that occurs again.
+    """Computes prefills padded to one of few sizes, with a CUDA graph for each size that occurs again.
 
     All are padded, also the first of a size, so the bits of a prefill do not depend on which prefills came before. As
     for DecodeGraphs, the prefill may read only its argument, and tensors whose memory never moves.
@@ -275,13 +282,16 @@ class PrefillGraphs:
         body: Function that computes a prefill and returns the logits of the last tokens, (K, V).
         scratch: Place in the KV cache that padding tokens write to and read.
         captures: Captures the graphs.
+        n_params: Number of parameters of the layers, on which the largest size depends.
 
     Attributes:
         graphs: The graphs by PrefillShape.
     """
 
-    def __init__(self, body: Callable[[PrefillTensors], Tensor], scratch: int, captures: Captures):
+    def __init__(self, body: Callable[[PrefillTensors], Tensor], scratch: int, captures: Captures, n_params: int):
         self._body, self._scratch = body, scratch
+        most = max(_FEW_TOKENS, min(_TOKENS[-1], int(_MOST_WORK / n_params)))
+        self._most_tokens = max(size for size in _TOKENS if size <= most)
         self.graphs = GraphCache[PrefillShape](captures, at_once=False)
         self._logits_KV: Tensor | None = None  # of all graphs
 
@@ -295,7 +305,7 @@ class PrefillGraphs:
             Logits of the last token of each completed prompt, (K, V). The next call overwrites this tensor. None if
             the prefill completes no prompt or is too large.
         """
-        padded = batch.padded(self._scratch) if len(batch.last) else None
+        padded = batch.padded(self._scratch, self._most_tokens) if len(batch.last) else None
         if padded is None:
             return None
         whole, shape = padded

@@ -102,13 +102,14 @@ class Runner:
             self.verification_graphs = DecodeGraphs(self._verify, sizes, padding, captures, at_once=False)
             if self._pads_prefills:
                 scratch = blocks.scratch * blocks.block_size
-                self.prefill_graphs = PrefillGraphs(self._prefill_logits, scratch, captures)
+                n_params = sum(parameter.numel() for parameter in model.layers.parameters())
+                self.prefill_graphs = PrefillGraphs(self._prefill_logits, scratch, captures, n_params)
         elif use_graphs and on_cuda:  # the torch form of paged attention needs the longest length on the host
             logger.warning("decode without CUDA graphs, which need triton, and a GPU of compute capability 7.0 or more")
 
     @property
     def _pads_prefills(self) -> bool:
-        """Whether small prefills are padded, to be run as CUDA graphs.
+        """Whether prefills are padded, to be run as CUDA graphs.
 
         Attention with "sdpa" divides rows into batches on the host, and so do recurrent layers. Exact products choose
         their kernel by the number of rows. Prefills without graphs store the experts of tokens, and read other keys for

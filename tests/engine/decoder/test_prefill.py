@@ -24,7 +24,7 @@ def played(pads: bool, **settings: object) -> tuple[Outputs, Decoder]:
     decoder = make_decoder(**settings)
     if pads:
         runner, scratch = decoder.runner, decoder.blocks.scratch * decoder.blocks.block_size
-        runner.prefill_graphs = PrefillGraphs(runner._prefill_logits, scratch, CpuCaptures())
+        runner.prefill_graphs = PrefillGraphs(runner._prefill_logits, scratch, CpuCaptures(), n_params=1)
     outputs: Outputs = {}
     for length in (1, 7, 16, 23):
         decoder.submit(request(length, length, n_samples=1 + length % 3))
@@ -67,7 +67,7 @@ def test_the_first_prefill_of_a_size_is_computed_like_later_ones() -> None:
         shapes.append((len(given.tokens_N), len(given.last_K), *given.stored[0].shape))
         return given.tokens_N[given.last_K, None].float()
 
-    graphs = PrefillGraphs(body, SCRATCH, CpuCaptures())
+    graphs = PrefillGraphs(body, SCRATCH, CpuCaptures(), n_params=1)
     for n_tokens in (20, 21, 31, 17):
         logits = graphs.run(batch_of(n_tokens))
         assert logits is not None
@@ -83,7 +83,7 @@ def test_without_memory_for_a_graph_prefills_are_computed_padded() -> None:
         shapes.append(len(given.tokens_N))
         return given.tokens_N[given.last_K, None].float()
 
-    graphs = PrefillGraphs(body, SCRATCH, CpuCaptures(room=0))
+    graphs = PrefillGraphs(body, SCRATCH, CpuCaptures(room=0), n_params=1)
     for n_tokens in (20, 21, 31):
         logits = graphs.run(batch_of(n_tokens))
         assert logits is not None
@@ -97,7 +97,7 @@ def test_there_are_few_shapes() -> None:
     for n_tokens in range(1, 2049, 5):
         for n_rows in (1, 3, 64):
             for n_earlier in (0, 1, 100, 2000, 14000):
-                found = batch_of(n_tokens, min(n_rows, n_tokens), n_earlier).padded(SCRATCH)
+                found = batch_of(n_tokens, min(n_rows, n_tokens), n_earlier).padded(SCRATCH, 2048)
                 if found is not None:
                     batch, shape = found
                     assert len(batch.packed()) == sum(shape.lengths())
@@ -109,9 +109,25 @@ def test_there_are_few_shapes() -> None:
 
 @pytest.mark.parametrize(("size", "is_padded"), [((2048,), 1), ((2049,), 0), ((70, 64), 1), ((70, 65), 0)])
 def test_large_prefills_are_not_padded(size: tuple[int, ...], is_padded: int) -> None:
-    assert (batch_of(*size).padded(SCRATCH) is not None) == is_padded
-    assert batch_of(20, 1, 16352).padded(SCRATCH) is not None
-    assert batch_of(20, 1, 16353).padded(SCRATCH) is None
+    assert (batch_of(*size).padded(SCRATCH, 2048) is not None) == is_padded
+    assert batch_of(20, 1, 16352).padded(SCRATCH, 2048) is not None
+    assert batch_of(20, 1, 16353).padded(SCRATCH, 2048) is None
+
+
+@pytest.mark.parametrize(("n_params", "most"), [(10**6, 16384), (440_000_000, 8192), (7 * 10**9, 2048)])
+def test_larger_prefills_are_padded_for_smaller_models(n_params: int, most: int) -> None:
+    graphs = PrefillGraphs(lambda given: given.tokens_N[given.last_K, None].float(), SCRATCH, CpuCaptures(), n_params)
+    assert graphs.run(batch_of(most)) is not None
+    assert graphs.run(batch_of(most + 1)) is None
+
+
+def test_attention_of_many_tokens_launches_programs_for_the_longest_row() -> None:
+    lengths = [300] * 13  # 3,900 tokens, and 196 of padding
+    cu_q = np.cumsum([0, *lengths])
+    place = PrefillPlaces(np.arange(3900)[None], None, cu_q.astype(np.int32))
+    found = PrefillBatch(np.arange(3900), np.arange(3900), cu_q, cu_q[1:] - 1, [place]).padded(SCRATCH, 8192)
+    assert found is not None
+    assert (found[1].n_tokens, found[1].max_q) == (4096, 512)
 
 
 @pytest.mark.parametrize(
