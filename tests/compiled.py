@@ -107,10 +107,11 @@ def _fill_new_tensors() -> None:
     torch.Tensor.new_empty = with_zeros(torch.Tensor.new_zeros)
 
 
-def launch_alone(dtype: torch.dtype) -> None:
+def launch_alone(dtype: torch.dtype, capability: int) -> None:
     """Kernels that no command launches without GPUs."""
     from areno.kernels.logprobs import triton as logprobs
     from areno.kernels.matmul import fixed_order_matmul
+    from areno.kernels.matmul import triton_few_rows as few_rows
     from areno.kernels.paged import decode_attention
     from areno.kernels.sampling.triton_head import sample_hidden
     from areno.kernels.symmetric_memory import triton as symmetric_memory
@@ -131,6 +132,13 @@ def launch_alone(dtype: torch.dtype) -> None:
     for n_rows in (32, 128):  # small and large tiles
         sampler, slots = settings_of(n_rows + 1, 300, [SamplingParams()] * n_rows, "cpu")
         sample_hidden(some.repeat(n_rows // 16, 1), some.repeat(20, 1)[:300], slots, slots, sampler.tensors)
+    if capability >= 90 and dtype == torch.bfloat16:
+        for n_rows in (4, 64):
+            for weight in (torch.zeros(96, 128, dtype=dtype), torch.zeros(50, 100, dtype=dtype)):
+                x = torch.zeros(n_rows, weight.shape[1], dtype=dtype)
+                few_rows.product(x, weight, weight[:, 0].contiguous())
+                few_rows.partial_products(x, weight)
+                few_rows.gated_product(x, weight)
     numbers = torch.zeros(4, 16, dtype=torch.int32)
     shared = symmetric_memory.GroupMemory(
         rank=0, size=2, inboxes=1 << 40, turns=numbers, outboxes=1 << 40, signals=1 << 40, counts=numbers
@@ -158,7 +166,7 @@ def main(capability: str, dtype: str, *commands: str) -> int:
     for command in commands or [command.replace("bfloat16", dtype) for command in COMMANDS]:
         print(f"python -m areno.bench {command}", flush=True)
         bench.main(command.split())
-    launch_alone(getattr(torch, dtype))
+    launch_alone(getattr(torch, dtype), int(capability))
     print(f"{sum(counts.values())} launches of {len(counts)} kernels compiled")
     print("not launched:", " ".join(sorted(set(kernels_of(KERNELS)) - set(counts))))
     for error in errors:

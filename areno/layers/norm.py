@@ -56,19 +56,21 @@ class RMSNorm(nn.Module):
 
     # Methods for fused layers, outside autograd and with Triton.
 
-    def add_and_norm(self, x_ND: Tensor, delta_ND: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x_ND: Tensor, delta: Tensor | None, pdl: bool = False) -> tuple[Tensor, Tensor]:
         """Add delta to x, and normalise the sum.
 
         Args:
             x_ND: the residual stream.
-            delta_ND: the output of attention or MLP, which is added to x. None means that x itself is normalised.
+            delta: the output of attention or MLP, which is added to x: (N, D), or summands (parts, N, D). None means
+                that x itself is normalised.
+            pdl: whether the kernel may begin before the previous one has ended (`kernels/jit.py`).
 
         Returns:
             The sum in the dtype of x, and the norm of the sum in the dtype of the weight.
         """
         from areno.kernels.elementwise.triton_norm import add_rms_norm
 
-        return add_rms_norm(x_ND, delta_ND, self.weight, self.eps, self.plus_one)
+        return add_rms_norm(x_ND, delta, self.weight, self.eps, self.plus_one, pdl)
 
     def add_parts_and_norm(self, x_ND: Tensor, part_ND: Tensor, memory: SymmetricMemory) -> tuple[Tensor, Tensor]:
         """Sum `part_ND` over the tensor-parallel ranks, add the sum to x, and normalise the result.

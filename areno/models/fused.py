@@ -119,7 +119,7 @@ def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend
     """Compute attention outside autograd, with the arguments and results of `mix_tokens`."""
     both_NX = attention.qkv(x_ND, split)
     qkv_NX, gate_NQ = attention.split_gate(both_NX)
-    heads = _to_heads(attention, qkv_NX, angles, decodes=not isinstance(attend, PackedAttend))
+    heads = to_heads(attention, qkv_NX, angles, decodes=not isinstance(attend, PackedAttend))
     if isinstance(attend, PackedAttend):
         out_NHC, saved = attend.forward(attention.index, *heads, attention.window)
     else:  # decoding has no backward pass
@@ -156,7 +156,7 @@ def _attended_backward(
         attention.out.accumulate(grad_ND, out_NHC.flatten(-2))
         grad_out_NHC = attention.out.input_gradient(grad_ND).view(out_NHC.shape)
         qkv_NX = recompute()
-    heads = _to_heads(attention, qkv_NX, angles)
+    heads = to_heads(attention, qkv_NX, angles)
     grad_q, grad_k, grad_v = attend.backward(attention.index, grad_out_NHC, *heads, out_NHC, saved, attention.window)
     del heads
     grad_qkv_NX, grad_q_weight, grad_k_weight = qk_norm_rope_backward(
@@ -168,18 +168,25 @@ def _attended_backward(
     return attention.join_gate_gradient(attention.norm_all_heads_backward(grad_qkv_NX, qkv_NX), grad_gate_NQ)
 
 
-def _to_heads(
-    attention: Attention, qkv_NX: Tensor, angles: Angles, decodes: bool = False
+def to_heads(
+    attention: Attention, qkv_NX: Tensor, angles: Angles, decodes: bool = False, pdl: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return normalised and rotated queries and keys, and values: each (N tokens, heads, C head dimension).
 
-    `decodes` says whether a decode kernel reads the result next. Such a kernel can begin early.
+    Args:
+        attention: the attention whose norms and sizes are used.
+        qkv_NX: the output of the qkv projection, (N, (H + 2 K) C).
+        angles: (cosines, sines) of the rotary embedding, each (N, 1, C / 2) float32.
+        decodes: whether a decode kernel reads the result next. Such a kernel can begin early.
+        pdl: whether the kernel may begin before the previous one has ended (`kernels/jit.py`).
     """
     q_size, kv_size, _ = attention.sizes
     dim = attention.head_dim
     q_weight, k_weight, eps, plus_one = _head_norms(attention)
     sizes = q_size // dim, kv_size // dim, dim
-    return qk_norm_rope(attention.norm_all_heads(qkv_NX), *angles, q_weight, k_weight, eps, *sizes, plus_one, decodes)
+    return qk_norm_rope(
+        attention.norm_all_heads(qkv_NX), *angles, q_weight, k_weight, eps, *sizes, plus_one, decodes, pdl
+    )
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:

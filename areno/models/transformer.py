@@ -105,9 +105,12 @@ class Transformer(nn.Module):
             x_ND = x_ND * torch.tensor(self.config.embed_scale, dtype=x_ND.dtype).item()
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
         if self.runs_fused(attend):
-            # Imported here, since it needs Triton.
+            # Imported here, since they need Triton.
+            from areno.models.few_rows import few_rows_layers, runs_few_rows
             from areno.models.fused import fused_layer, fused_norm
 
+            if not split and runs_few_rows(self, n_tokens, attend):
+                return few_rows_layers(self, x_ND, angles, attend)
             x_ND, delta_ND, memory = x_ND.float(), None, None if split else self._memory_for_norms(x_ND)
             for index, layer in enumerate(self.layers):
                 self._hook_stage(x_ND, index)

@@ -82,6 +82,38 @@ def _touched_before_waiting(ttir: str, pointers: list[str]) -> set[str]:
     return touched
 
 
+def test_layers_of_few_rows_wait_before_they_touch_anything_but_weights() -> None:
+    from areno.kernels.elementwise import triton_heads, triton_norm
+    from areno.kernels.matmul import triton_few_rows
+
+    halves = dict.fromkeys(["weight_ptr", "normed_ptr"], "bf16")
+    before, order = _compiled(
+        triton_norm._add_norm_kernel,
+        {**dict.fromkeys(["x_ptr", "delta_ptr", "sum_ptr"], "fp32"), **halves},
+        ("size",),
+        {"eps": 1e-6, "PARTS": 2, "BLOCK": 32, "PLUS_ONE": False, "PDL": True},
+    )
+    assert before == {"weight_ptr"}
+    assert re.fullmatch(r"let read wait( read){3}( write)+", order)
+    before, order = _compiled(
+        triton_few_rows._few_rows_kernel,
+        dict.fromkeys(["x_ptr", "weight_ptr", "bias_ptr", "out_ptr"], "bf16"),
+        ("n_rows", "n_columns", "n_inputs", "span"),
+        {"ROWS": 16, "COLUMNS": 32, "INPUTS": 32, "IS_EVEN": False, "IS_GATED": True, "GELU": False, "PDL": True},
+    )
+    assert not before
+    assert re.fullmatch(r"let wait( read)+( write)+", order)
+    before, order = _compiled(
+        triton_heads._qk_norm_rope_kernel,
+        {**dict.fromkeys(["qkv_ptr", "q_ptr", "k_ptr"], "bf16"), "cos_ptr": "fp32", "sin_ptr": "fp32"},
+        ("qkv_stride",),
+        {"q_weight_ptr": None, "k_weight_ptr": None, "eps": 1e-6, "HEADS": 2, "KV_HEADS": 1, "HALF": 8}
+        | {"HEADS_BLOCK": 4, "HALF_BLOCK": 8, "PLUS_ONE": False, "NEXT_USES_PDL": True, "PDL": True},
+    )
+    assert not before
+    assert re.fullmatch(r"let wait( read)+( write)+", order)
+
+
 def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
     from areno.kernels.elementwise import triton_heads
     from areno.kernels.paged import triton as paged
@@ -180,7 +212,7 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
         {"HEAD_DIM": 32, "PADDED_DIM": 32, "MAX_PARTS": 2, "PDL": True},
     )
     assert before == set(ints)
-    assert re.fullmatch(r"(read ){4}wait( read)+( write)+", join)
+    assert re.fullmatch(r"(read ){4}let wait( read)+( write)+", join)
 
 
 def test_the_delta_rule_waits_behind_the_loads_that_need_nothing_and_before_all_others() -> None:

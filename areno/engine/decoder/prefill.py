@@ -1,8 +1,8 @@
 """The prefill of prompt chunks: its inputs, which go to the device in one copy, and CUDA graphs of prefills.
 
 The host takes longer to launch the kernels of a prefill than the device to compute them, if the prefill or the model is
-small. A CUDA graph launches them at once. Graphs have fixed sizes, so a prefill is padded: behind its chunks follow a row of padding tokens, which
-write to the scratch block of the KV cache, and rows without tokens.
+small. A CUDA graph launches them at once. Graphs have fixed sizes, so a prefill is padded: behind its chunks follow a
+row of padding tokens, which write to the scratch block of the KV cache, and rows without tokens.
 
 Shape letters: N computed tokens, M attended tokens, T block tables of a group of layers, K completed prompts, R chunks.
 Places in the KV cache are indices of tokens: block * block_size + offset.

@@ -31,6 +31,7 @@ def qk_norm_rope(
     head_dim: int,
     plus_one: bool = False,
     next_uses_pdl: bool = False,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Apply RMS norm (if any) and rotary embedding to each query and key head.
 
@@ -46,6 +47,8 @@ def qk_norm_rope(
         head_dim: head dimension, C.
         plus_one: whether a norm multiplies by 1 + weight instead of weight.
         next_uses_pdl: whether the next kernel may be launched with `jit.pdl_options`, to begin early.
+        pdl: whether this kernel may begin before the previous one has ended. The weights and `cos_N1F` and `sin_N1F`
+            must then be complete before the chain of such kernels begins.
 
     Returns:
         q (N, H, C) and k (N, K, C), normalised and rotated, and v (N, K, C), a view of `qkv_NX`.
@@ -73,6 +76,7 @@ def qk_norm_rope(
             PLUS_ONE=plus_one,
             NEXT_USES_PDL=next_uses_pdl and jit.supports_pdl(qkv_NX.device),
             num_warps=4,
+            **(jit.pdl_options(qkv_NX.device) if pdl else {}),
         )
     return q_NHC, k_NKC, v_NKC
 
@@ -163,6 +167,7 @@ def _qk_norm_rope_kernel(
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     NEXT_USES_PDL: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     if NEXT_USES_PDL:
         jit.launch_dependents()
@@ -173,6 +178,8 @@ def _qk_norm_rope_kernel(
     is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
     inside = (head < HEADS + KV_HEADS) & (half < HALF)
     place = qkv_ptr + row * qkv_stride + head * (2 * HALF) + half
+    if PDL:
+        jit.wait_for_previous()
     a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
     if q_weight_ptr is not None:

@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Residual addition with the RMS norm after it, and sums of partial gradients, as Triton kernels.
 
 The plain form is in `areno/layers/norm.py`. Shape letters as in `areno.kernels.elementwise`.
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels import jit
 from areno.kernels.jit import kernel
 
 # Of the backward kernel, in which a program loops over tokens to sum weight gradients: elements of a tile, programs for
@@ -21,16 +22,19 @@ NORM_TILE, NORM_PROGRAMS, NORM_WARPS = 8192, 2, 4
 
 
 def add_rms_norm(
-    x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: float, plus_one: bool = False
+    x_ND: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float, plus_one: bool = False, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Add a layer's output to the residual stream, and return the stream and its RMS norm.
 
     Args:
         x_ND: residual stream, (tokens, hidden size).
-        delta_ND: output to add. None normalises x itself.
+        delta: output to add, (tokens, hidden size), or summands of it, (parts, tokens, hidden size). None normalises x
+            itself.
         weight_D: weight of the norm.
         eps: epsilon of the norm.
         plus_one: whether the norm multiplies by 1 + weight instead of weight.
+        pdl: whether the kernel may begin before the previous one has ended, and the next one before this one has
+            (`kernels/jit.py`). `weight_D` must then be complete before the chain of such kernels begins.
 
     Returns:
         The new residual stream (N, D) in the dtype of x, and the norm of its rounded values (N, D) in the dtype of the
@@ -40,14 +44,24 @@ def add_rms_norm(
     n, size = x_ND.shape
     normed_ND = torch.empty_like(x_ND, dtype=weight_D.dtype)
     sum_ND = x_ND
-    if delta_ND is not None:
-        delta_ND = delta_ND.contiguous()
+    if delta is not None:
+        delta = delta.contiguous()
         sum_ND = torch.empty_like(x_ND)
     if n:
         block = triton.next_power_of_2(size)
-        n_warps = min(16, max(1, block // 256))
         _add_norm_kernel[(n,)](
-            x_ND, delta_ND, sum_ND, weight_D, normed_ND, size, eps, BLOCK=block, PLUS_ONE=plus_one, num_warps=n_warps
+            x_ND,
+            delta,
+            sum_ND,
+            weight_D,
+            normed_ND,
+            size,
+            eps,
+            PARTS=len(delta) if delta is not None and delta.dim() == 3 else 1,
+            BLOCK=block,
+            PLUS_ONE=plus_one,
+            num_warps=min(16, max(1, block // 256)),
+            **(jit.pdl_options(x_ND.device) if pdl else {}),
         )
     return sum_ND, normed_ND
 
@@ -132,19 +146,36 @@ def n_multiprocessors(device: torch.device) -> int:
 
 @kernel
 def _add_norm_kernel(
-    x_ptr, delta_ptr, sum_ptr, weight_ptr, normed_ptr, size, eps, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr
+    x_ptr,
+    delta_ptr,
+    sum_ptr,
+    weight_ptr,
+    normed_ptr,
+    size,
+    eps,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    if PDL:
+        jit.launch_dependents()
     row = tl.program_id(0).to(tl.int64)
+    n_rows = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     inside = column < size
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        jit.wait_for_previous()
     x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
     if delta_ptr is not None:
-        x += tl.load(delta_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(PARTS):
+            place = delta_ptr + (part * n_rows + row) * size + column
+            x += tl.load(place, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * size + column, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if PLUS_ONE:
         weight += 1.0
     tl.store(normed_ptr + row * size + column, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask=inside)

@@ -444,6 +444,7 @@ def _combine_splits_kernel(
     total = tl.zeros([_JOIN_HEADS], tl.float32)
     acc = tl.zeros([_JOIN_HEADS, PADDED_DIM], tl.float32)
     if PDL:
+        jit.launch_dependents()
         jit.wait_for_previous()
     for part in tl.static_range(MAX_PARTS):
         exists = real

@@ -1,0 +1,174 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
+"""Matrix products of at most 64 rows, for decoding steps of few samples, as Triton kernels.
+
+Such a product takes about as long as its weight takes to be read from memory. So it is cut by columns, and by inputs if
+there are few columns, until most multiprocessors read a part of the weight. The kernels are part of the chain of
+kernels of a layer, each of which begins before the previous one has ended (`kernels/jit.py`). On an H100, a layer of
+Qwen3-0.6B takes 25 us without its attention for 64 rows, and 36 us with the products of cuBLAS.
+
+Shape letters: N rows, I inputs, O outputs, S parts of the inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels import jit
+from areno.kernels.elementwise.triton_norm import n_multiprocessors
+from areno.kernels.elementwise.triton_swiglu import activated
+from areno.kernels.jit import kernel
+
+MOST_ROWS = 64
+# Columns and inputs of a tile, warps. The fastest on an H100 for 64 rows of Qwen3-0.6B.
+_COLUMNS, _INPUTS, _WARPS = 32, 128, 4
+_STAGES, _GATED_STAGES = 6, 4  # tiles in shared memory: those of gate and up are twice as large
+_MOST_PARTS = 4
+
+
+def supports_few_rows(weight_OI: Tensor) -> bool:
+    """Return whether the products of this module can have a weight as factor, with PDL and enough shared memory.
+
+    Args:
+        weight_OI: weight, (outputs, inputs). Its values do not matter.
+    """
+    if weight_OI.dtype not in (torch.bfloat16, torch.float16) or not jit.supports_pdl(weight_OI.device):
+        return False
+    memory = getattr(torch.cuda.get_device_properties(weight_OI.device), "shared_memory_per_block_optin", 0)
+    return memory >= _STAGES * 2 * _INPUTS * (MOST_ROWS + _COLUMNS)
+
+
+def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x W^T + b (N, O) in the dtype of x.
+
+    Args:
+        x_NI: inputs, (rows, inputs), at most `MOST_ROWS` rows.
+        weight_OI: weight, (outputs, inputs), in the dtype of x.
+        bias_O: bias. None: no bias.
+    """
+    return _launch(x_NI, weight_OI, bias_O, x_NI.new_empty((1, len(x_NI), len(weight_OI))))[0]
+
+
+def partial_products(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return summands of x W^T, (S, N, O) float32. Each is the product of a part of the inputs.
+
+    Args:
+        x_NI: inputs, (rows, inputs), at most `MOST_ROWS` rows.
+        weight_OI: weight, (outputs, inputs), in the dtype of x.
+    """
+    n_tiles = triton.cdiv(len(weight_OI), _COLUMNS)
+    parts = 1
+    while parts < _MOST_PARTS and 4 * parts * n_tiles <= n_multiprocessors(x_NI.device):
+        parts *= 2
+    return _launch(x_NI, weight_OI, None, x_NI.new_empty((parts, len(x_NI), len(weight_OI)), dtype=torch.float32))
+
+
+def gated_product(x_NI: Tensor, weight_2OI: Tensor, gelu: bool = False) -> Tensor:
+    """Return silu(x G^T) * (x U^T), the activation of a gated MLP, (N, O) in the dtype of x.
+
+    Args:
+        x_NI: inputs, (rows, inputs), at most `MOST_ROWS` rows.
+        weight_2OI: weights G of the gate and U, one below the other, (2 * outputs, inputs), in the dtype of x.
+        gelu: whether the activation is the tanh form of GELU instead of SiLU.
+    """
+    out_NO = x_NI.new_empty((1, len(x_NI), len(weight_2OI) // 2))
+    return _launch(x_NI, weight_2OI, None, out_NO, is_gated=True, gelu=gelu)[0]
+
+
+def _launch(
+    x_NI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    out_SNO: Tensor,
+    is_gated: bool = False,
+    gelu: bool = False,
+) -> Tensor:
+    """Compute the product into `out_SNO`, and return `out_SNO`."""
+    (n_parts, n_rows, n_columns), n_inputs = out_SNO.shape, x_NI.shape[1]
+    assert n_rows <= MOST_ROWS
+    span = triton.cdiv(n_inputs, n_parts * _INPUTS) * _INPUTS  # inputs of a part
+    _few_rows_kernel[(triton.cdiv(n_columns, _COLUMNS), n_parts)](
+        x_NI.contiguous(),
+        weight_OI,
+        bias_O,
+        out_SNO,
+        n_rows,
+        n_columns,
+        n_inputs,
+        span,
+        ROWS=max(16, triton.next_power_of_2(n_rows)),  # tl.dot needs 16 rows
+        COLUMNS=_COLUMNS,
+        INPUTS=_INPUTS,
+        IS_EVEN=n_inputs == n_parts * span and n_columns % _COLUMNS == 0,
+        IS_GATED=is_gated,
+        GELU=gelu,
+        num_warps=_WARPS,
+        num_stages=_GATED_STAGES if is_gated else _STAGES,
+        **jit.pdl_options(x_NI.device),
+    )
+    return out_SNO
+
+
+@kernel(do_not_specialize=["n_rows"])
+def _few_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    n_rows,
+    n_columns,
+    n_inputs,
+    span,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr = False,
+):
+    """Compute some columns of the product of one part of the inputs in each program.
+
+    With IS_GATED, `weight_ptr` has the weights of the gate, and those of up below them.
+    """
+    if PDL:
+        jit.launch_dependents()
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    real_row, real_column = (row < n_rows)[:, None], (column < n_columns)[None, :]
+    part = tl.program_id(1)
+    x_place = x_ptr + row.to(tl.int64)[:, None] * n_inputs
+    weight_place = weight_ptr + column.to(tl.int64)[None, :] * n_inputs
+    up_place = weight_place + n_columns.to(tl.int64) * n_inputs
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up_total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if PDL:
+        jit.wait_for_previous()
+    for start in range(part * span, tl.minimum((part + 1) * span, n_inputs), INPUTS):
+        at = start + tl.arange(0, INPUTS)
+        if IS_EVEN:
+            x = tl.load(x_place + at[None, :], mask=real_row, other=0.0)
+            weight = tl.load(weight_place + at[:, None])
+        else:
+            inside = at < n_inputs
+            x = tl.load(x_place + at[None, :], mask=real_row & inside[None, :], other=0.0)
+            weight = tl.load(weight_place + at[:, None], mask=real_column & inside[:, None], other=0.0)
+        total = tl.dot(x, weight, acc=total, input_precision="ieee")
+        if IS_GATED:
+            if IS_EVEN:
+                up = tl.load(up_place + at[:, None])
+            else:
+                up = tl.load(up_place + at[:, None], mask=real_column & (at < n_inputs)[:, None], other=0.0)
+            up_total = tl.dot(x, up, acc=up_total, input_precision="ieee")
+    place = out_ptr + (part * n_rows + row).to(tl.int64)[:, None] * n_columns + column[None, :]
+    dtype = out_ptr.dtype.element_ty
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=column < n_columns, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:  # rounded as by a product without activation
+        y = activated(total.to(dtype).to(tl.float32), up_total.to(dtype).to(tl.float32), out_ptr, GELU)
+    else:
+        y = total.to(dtype)
+    tl.store(place, y, mask=real_row & real_column)

@@ -1,0 +1,103 @@
+"""The layers of a decoding step with few rows, as one chain of kernels of which each begins before the last has ended.
+
+For few rows, kernels take a few microseconds each, and a quarter of the time of a layer passes between kernels. The
+results are those of `models/fused.py`, except for rounding.
+
+This file imports Triton: import it only if `Transformer.runs_fused` returns True. Shape letters as in `transformer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from areno.kernels.matmul.triton_few_rows import (
+    MOST_ROWS,
+    gated_product,
+    partial_products,
+    product,
+    supports_few_rows,
+)
+from areno.layers.attention import Attend, CachedAttend, PackedAttend
+from areno.layers.linear import Linear
+from areno.layers.mlp import GatedMLP
+from areno.layers.norm import RMSNorm, ShardedRMSNorm
+from areno.models.fused import Angles, to_heads
+from areno.models.layer import Layer
+
+if TYPE_CHECKING:
+    from areno.models.transformer import Transformer
+
+
+def runs_few_rows(model: Transformer, n_tokens: int, attend: Attend) -> bool:
+    """Return whether a pass can run as `few_rows_layers`.
+
+    The pass must be of a rollout, without gradients, and have few tokens. The model must be on one GPU of compute
+    capability 9.0 or more, have attention and a gated MLP in every layer with norms only before them, and have neither
+    an active adapter nor products in a fixed order (`engine.exact`).
+
+    Args:
+        model: the model.
+        n_tokens: number of tokens of the pass.
+        attend: the attention of the pass.
+    """
+    if torch.is_grad_enabled() or n_tokens > MOST_ROWS or isinstance(attend, PackedAttend | CachedAttend):
+        return False
+    config = model.config
+    is_plain = config.norms == "before" and not (config.attention_gate or config.o_bias or config.mlp_bias)
+    if not is_plain or model.tp.size > 1 or not supports_few_rows(model.embed.weight):
+        return False
+    return all(_is_plain(layer) for layer in model.layers if isinstance(layer, Layer))
+
+
+def _is_plain(layer: Layer) -> bool:
+    """Return whether `few_rows_layers` computes all parts of a layer."""
+    attention, mlp = layer.attention, layer.mlp
+    if attention is None or not isinstance(mlp, GatedMLP) or isinstance(attention.q_norm, ShardedRMSNorm):
+        return False
+    linears: Sequence[Linear] = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+    return all(linear.fixed_order is None and (linear.adapter is None or not linear.adapter.on) for linear in linears)
+
+
+def few_rows_layers(model: Transformer, x_ND: Tensor, angles: Sequence[Angles], attend: Attend) -> Tensor:
+    """Run all layers and the final norm of a model, for a pass for which `runs_few_rows` returns True.
+
+    Args:
+        model: the model.
+        x_ND: the embeddings of the tokens, (N tokens, D hidden size).
+        angles: for each rotary embedding of the model, its (cosines, sines), each (N, 1, C / 2) float32.
+        attend: a callable that computes attention over a KV cache.
+
+    Returns:
+        The hidden states after the final norm, (N, D) in the dtype of the weights.
+    """
+    stream_ND, delta_SND = x_ND.float(), None
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
+        stream_ND, delta_SND = _run(layer, stream_ND, delta_SND, angles[model.rotary_of[index]], attend)
+    return model.final_norm.add_and_norm(stream_ND, delta_SND, pdl=True)[1]
+
+
+def _run(
+    layer: Layer, stream_ND: Tensor, delta_SND: Tensor | None, angles: Angles, attend: Attend
+) -> tuple[Tensor, Tensor]:
+    """Run a layer on the residual stream plus the summands of the previous MLP's output.
+
+    Returns:
+        The residual stream before the addition of this MLP's output, and summands of this output.
+    """
+    attention, mlp = layer.attention, layer.mlp
+    assert attention is not None
+    assert isinstance(mlp, GatedMLP)
+    assert isinstance(layer.input_norm, RMSNorm)
+    assert isinstance(layer.pre_mlp_norm, RMSNorm)
+    stream_ND, normed_ND = layer.input_norm.add_and_norm(stream_ND, delta_SND, pdl=True)
+    qkv_NX = product(normed_ND, attention.qkv.weight, attention.qkv.bias)
+    heads = to_heads(attention, qkv_NX, angles, decodes=True, pdl=True)
+    out_NHC = attend(attention.index, *heads, attention.window)
+    out_SND = partial_products(out_NHC.flatten(-2), attention.out.weight)
+    stream_ND, normed_ND = layer.pre_mlp_norm.add_and_norm(stream_ND, out_SND, pdl=True)
+    return stream_ND, partial_products(gated_product(normed_ND, mlp.gate_up.weight, mlp.gelu), mlp.down.weight)

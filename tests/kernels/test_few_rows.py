@@ -1,0 +1,126 @@
+"""Products of few rows, and layers of a decoding step made of them, against float64 and the layers without Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from areno.kernels.matmul import FixedOrderMatmul
+from areno.layers.attention import Attend, CachedAttend, PackedAttend
+from tests.helpers.fused_layers import BARE, build
+from tests.helpers.interpreted import run_interpreted
+
+
+def compare_products(device: str, dtype: torch.dtype, n_rows: int, n_inputs: int, n_outputs: int) -> None:
+    from areno.kernels.matmul.triton_few_rows import gated_product, partial_products, product
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(size, generator=generator).to(device, dtype)
+        for size in ((n_rows, n_inputs), (2 * n_outputs, n_inputs), (2 * n_outputs,))
+    )
+    expected = x.double() @ weight.double().T
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3}[dtype]
+
+    def check(got: torch.Tensor, wanted: torch.Tensor, most: float) -> None:
+        assert ((got.double() - wanted).norm() / wanted.norm()).item() < most
+
+    got = product(x, weight, bias)
+    assert got.dtype == dtype
+    check(got, expected + bias.double(), tolerance)
+    check(product(x, weight), expected, tolerance)
+    parts = partial_products(x, weight)
+    assert parts.dtype == torch.float32
+    check(parts.double().sum(0), expected, 1e-5)
+    gate, up = expected.to(dtype).double().chunk(2, -1)
+    check(gated_product(x, weight), F.silu(gate) * up, 2 * tolerance)
+    check(gated_product(x, weight, gelu=True), F.gelu(gate, approximate="tanh") * up, 2 * tolerance)
+
+
+def attend_to_all(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Causal attention of one sequence."""
+    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1).contiguous()
+
+
+def compare_layers(device: str, dtype: torch.dtype, **changes: Any) -> None:
+    from areno.models.few_rows import few_rows_layers
+
+    model = build(dtype, device, **{**BARE, **changes})
+    tokens, positions = torch.arange(7, device=device) * 5 % 50, torch.arange(7, device=device)
+    with torch.no_grad():
+        angles = [rotary(positions) for rotary in model.rotaries]
+        got = few_rows_layers(model, model.embed(tokens), angles, attend_to_all)
+        plain = model.double()
+        expected = plain.embed(tokens)
+        angles = [rotary(positions) for rotary in plain.rotaries]
+        for index, layer in enumerate(plain.layers):
+            expected = layer(expected, *angles[plain.rotary_of[index]], attend_to_all)
+        expected = plain.final_norm(expected)
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 3e-2}[dtype]
+    assert ((got.double() - expected).norm() / expected.norm()).item() < tolerance
+
+
+def test_products_of_few_rows() -> None:
+    run_interpreted(
+        "import torch; from tests.kernels.test_few_rows import compare_products as compare; "
+        "compare('cpu', torch.float32, 3, 40, 50); compare('cpu', torch.float32, 17, 520, 40)"
+    )
+
+
+def test_layers_of_few_rows() -> None:
+    run_interpreted(
+        "import torch; from tests.kernels.test_few_rows import compare_layers as compare; "
+        "compare('cpu', torch.float32, qkv_bias=True); compare('cpu', torch.float32, qk_norm=False)"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+@pytest.mark.parametrize("n_rows", [1, 5, 16, 33, 64])
+def test_on_the_gpu(dtype: torch.dtype, n_rows: int) -> None:
+    for sizes in ((1024, 3072), (3072, 512), (384, 192), (100, 50)):
+        compare_products("cuda", dtype, n_rows, *sizes)
+    if n_rows == 5:
+        compare_layers("cuda", dtype, qkv_bias=True)
+
+
+def of_rollout(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    raise AssertionError("nothing is computed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "n_tokens", "attend", "expected"),
+    [
+        ({}, 64, of_rollout, True),
+        ({"qkv_bias": True}, 1, of_rollout, True),
+        ({}, 65, of_rollout, False),
+        ({}, 8, PackedAttend(torch.tensor([0, 8]), 8, "sdpa"), False),
+        ({}, 8, CachedAttend(of_rollout, lambda *_: None), False),  # type: ignore[arg-type, return-value]
+        ({"o_bias": True}, 8, of_rollout, False),
+        ({"mlp_bias": True}, 8, of_rollout, False),
+        ({"norms": "both"}, 8, of_rollout, False),
+        ({"norms": "after"}, 8, of_rollout, False),
+        ({"attention_gate": True}, 8, of_rollout, False),
+        ({"qk_norm": False, "qk_norm_whole": True}, 8, of_rollout, False),
+    ],
+    ids=str,
+)
+def test_which_passes_have_few_rows(
+    changes: dict[str, Any], n_tokens: int, attend: Attend, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from areno.models import few_rows
+
+    model = build(torch.float32, "cpu", **{**BARE, **changes})
+    with torch.no_grad():
+        assert not few_rows.runs_few_rows(model, n_tokens, attend)  # the CPU has no such kernels
+        monkeypatch.setattr(few_rows, "supports_few_rows", lambda weight: True)
+        assert few_rows.runs_few_rows(model, n_tokens, attend) is expected
+        model.layers[1].mlp.down.fixed_order = FixedOrderMatmul()
+        assert not few_rows.runs_few_rows(model, n_tokens, attend)
+        model.layers[1].mlp.down.fixed_order = None
+    assert not few_rows.runs_few_rows(model, n_tokens, attend)
