@@ -23,9 +23,11 @@ from areno.kernels.elementwise.triton_swiglu import activated
 from areno.kernels.jit import kernel
 
 MOST_ROWS = 64
-# Columns and inputs of a tile, warps. The fastest on an H100 for 64 rows of Qwen3-0.6B.
-_COLUMNS, _INPUTS, _WARPS = 32, 128, 4
-_STAGES, _GATED_STAGES = 6, 4  # tiles in shared memory: those of gate and up are twice as large
+_COLUMNS, _WARPS = 32, 4  # columns of a tile, and warps of its program
+# Rows of a tile -> its inputs, and the number of tiles in shared memory, without and with a gate: tiles of gate and up
+# are twice as large. The fastest on an H100.
+_TILES = {16: (256, 4, 4), 32: (128, 6, 4), 64: (128, 6, 4)}
+_SHARED_MEMORY = 2**10 * 200  # bytes that a program needs
 _MOST_PARTS = 4
 
 
@@ -38,7 +40,7 @@ def supports_few_rows(weight_OI: Tensor) -> bool:
     if weight_OI.dtype not in (torch.bfloat16, torch.float16) or not jit.supports_pdl(weight_OI.device):
         return False
     memory = getattr(torch.cuda.get_device_properties(weight_OI.device), "shared_memory_per_block_optin", 0)
-    return memory >= _STAGES * 2 * _INPUTS * (MOST_ROWS + _COLUMNS)
+    return memory >= _SHARED_MEMORY
 
 
 def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -89,7 +91,9 @@ def _launch(
     """Compute the product into `out_SNO`, and return `out_SNO`."""
     (n_parts, n_rows, n_columns), n_inputs = out_SNO.shape, x_NI.shape[1]
     assert n_rows <= MOST_ROWS
-    span = triton.cdiv(n_inputs, n_parts * _INPUTS) * _INPUTS  # inputs of a part
+    rows = max(16, triton.next_power_of_2(n_rows))  # tl.dot needs 16 rows
+    inputs, n_stages, n_gated_stages = _TILES[rows]
+    span = triton.cdiv(n_inputs, n_parts * inputs) * inputs  # inputs of a part
     _few_rows_kernel[(triton.cdiv(n_columns, _COLUMNS), n_parts)](
         x_NI.contiguous(),
         weight_OI,
@@ -99,14 +103,14 @@ def _launch(
         n_columns,
         n_inputs,
         span,
-        ROWS=max(16, triton.next_power_of_2(n_rows)),  # tl.dot needs 16 rows
+        ROWS=rows,
         COLUMNS=_COLUMNS,
-        INPUTS=_INPUTS,
+        INPUTS=inputs,
         IS_EVEN=n_inputs == n_parts * span and n_columns % _COLUMNS == 0,
         IS_GATED=is_gated,
         GELU=gelu,
         num_warps=_WARPS,
-        num_stages=_GATED_STAGES if is_gated else _STAGES,
+        num_stages=n_gated_stages if is_gated else n_stages,
         **jit.pdl_options(x_NI.device),
     )
     return out_SNO
