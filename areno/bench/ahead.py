@@ -23,7 +23,8 @@ from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import requests_of_rest
 from areno.engine.spec import RolloutSpec
-from areno.run.in_flight import Group, InFlight, n_tokens
+from areno.run.groups import Group, n_tokens
+from areno.run.in_flight import InFlight
 from areno.types import GenerationOutput, GenerationRequest, PromptItem, SamplingParams
 
 _SIGMA = 0.8  # of the logarithm of a length

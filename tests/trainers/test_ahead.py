@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from areno.errors import ArenoError, ConfigError
-from areno.run.in_flight import Choice, Group, InFlight, n_due
+from areno.run.groups import Choice, Group, n_due
+from areno.run.in_flight import InFlight
 from areno.trainers import collect
 from areno.types import GenerationOutput, PromptItem, TrainSequence
 from tests.helpers.policy_runs import Played, play, trained
@@ -270,6 +271,40 @@ def test_samples_go_on_under_new_weights_and_say_so(tmp_path):
     assert any(weight != 1 for row in stale for weight in trained(row, "weights"))
 
 
+def test_lengths_are_those_of_trained_samples_and_of_samples_that_a_step_began(tmp_path, monkeypatch):
+    limit, step, sampled = 2, [0], {}
+    sample = collect.sample_ahead
+
+    def watched(setup: Any, batch: Any, scores: Any) -> Any:
+        step[0] += 1
+        samples, scalars = sample(setup, batch, scores)
+        for each in samples:  # the version of a token says which step sampled it: each step has one update
+            versions = np.asarray(each.sequence.resp_versions)
+            begun = step[0] - (setup.trainer.engine.weights_version - int(versions.min()))
+            sampled.setdefault((step[0], each.item.index), []).append((begun, len(versions)))
+        return samples, scalars
+
+    monkeypatch.setattr(collect, "sample_ahead", watched)
+    run = epoch(tmp_path / "run", *AHEAD)
+    trained_lens: dict[int, list[int]] = {}
+    begun_lens: dict[int, list[int]] = {}
+    for (trained_at, _), parts in sampled.items():
+        lengths = [length for _, length in parts]
+        trained_lens.setdefault(trained_at, []).extend(lengths)
+        begun_lens.setdefault(min(begun for begun, _ in parts), []).extend(lengths)
+    cohorts = [begun_lens[k] for k in range(1, len(run.rows) - limit + 1)]
+    assert len(cohorts) == 4
+    assert trained_lens[1] != begun_lens[1]
+    for name, lengths in (("trained_len", [trained_lens[k] for k in sorted(trained_lens)]), ("begun_len", cohorts)):
+        assert run.series(f"rollout/{name}_mean") == pytest.approx([sum(each) / len(each) for each in lengths])
+        assert run.series(f"rollout/{name}_max") == [max(each) for each in lengths]
+        ranked = [sorted(each) for each in lengths]
+        for value, each in zip(run.series(f"rollout/{name}_p90"), ranked, strict=True):
+            place = 0.9 * (len(each) - 1)
+            low, high = each[int(place)], each[min(int(place) + 1, len(each) - 1)]
+            assert value == pytest.approx(low + (place - int(place)) * (high - low))
+
+
 @pytest.mark.parametrize("settings", [AHEAD, [*LONG, "rollout.prompts_ahead=3"]], ids=["stale", "postponed"])
 def test_a_resumed_run_trains_the_same_samples(settings, tmp_path, monkeypatch):
     settings = [*settings, "recover.mode=auto", "recover.freq_steps=1"]
@@ -319,8 +354,6 @@ def test_a_critic_is_trained_on_the_same_rows(tmp_path):
             "rollout.prompts_ahead",
             "more than the prompts",
         ),
-        (["rollout.max_head_offpolicyness=1", "rollout.dynamic_sampling=true"], "rollout.dynamic_sampling", "replace"),
-        (["rollout.prompts_ahead=1", "rollout.dynamic_sampling=true"], "rollout.dynamic_sampling", "replace"),
         (["rollout.max_head_offpolicyness=-1"], "rollout.max_head_offpolicyness", "-1"),
     ],
 )
