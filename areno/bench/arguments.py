@@ -212,6 +212,7 @@ class Settings:
     mean_tokens: int
     ahead: int
     max_head_offpolicyness: int
+    equal_rewards: float
     max_prefill_tokens: int
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native"]
@@ -314,6 +315,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ahead", type=_positive, default=4, help="ahead: number of prompts ahead (default: %(default)s)")
     aged = "ahead: as rollout.max_head_offpolicyness (default: %(default)s)"
     add("--max-head-offpolicyness", type=int, choices=range(100), default=4, metavar="N", help=aged)
+    equal = "ahead: share of prompts whose samples have equal rewards, and which are replaced (default: %(default)s)"
+    add("--equal-rewards", type=_share, default=0.0, metavar="SHARE", help=equal)
     add("--updates", type=_positive, default=1, help="step: optimizer steps per batch, as actor.ppo_n_minibatches")
     compared = "step: source of the ratio's denominator; rollout is actor.recompute_logprob=false"
     add("--old-logprobs", choices=["recompute", "rollout"], default="recompute", help=compared)
@@ -455,6 +458,18 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
         (kind in ("driver", "sft") and not args.tokenizer, "--tokenizer", f"is missing; {kind} needs one, for texts"),
         (args.steps and kind not in ("grid", "trl"), "--steps", f"is for grid and trl, not for {kind}"),
         (args.limit_s and kind != "grid", "--limit-s", f"is for grid, not for {kind}"),
+        (args.equal_rewards and kind != "ahead", "--equal-rewards", f"is for ahead, not for {kind}"),
+        (
+            args.equal_rewards and not args.max_head_offpolicyness,
+            "--max-head-offpolicyness",
+            "is 0, and prompts with equal rewards are replaced with a number above 0",
+        ),
+        (
+            kind == "ahead"
+            and args.ahead > max(1, args.max_head_offpolicyness) * (args.prompts or 32),
+            "--ahead",
+            f"is {args.ahead}, more than the prompts that the next --max-head-offpolicyness steps train",
+        ),
         (args.messages and kind != "sft", "--messages", f"is for sft, not for {kind}"),
         (
             kind == "sft" and bool(args.uniform or args.prompts or args.samples),
@@ -537,6 +552,17 @@ def _seed(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"is {text!r}; a whole number of at least 0 is needed")
     return int(text)
+
+
+def _share(text: str) -> float:
+    """Parse a number of at least 0 and below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}; a number of at least 0 and below 1 is needed")
+    return value
 
 
 def _fraction(text: str) -> float:
