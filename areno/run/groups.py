@@ -186,7 +186,7 @@ class Choice:
 
 
 class Admission:
-    """Decides during a rollout with dynamic sampling (DAPO, arXiv 2503.14476) which prompts begin and which are trained.
+    """Decides during a rollout with dynamic sampling (DAPO, arXiv 2503.14476) which groups begin and are trained.
 
     Groups whose rewards are all equal are dropped as soon as this is known, and other prompts begin in their place
     (the admission of AReaL, arXiv 2505.24298). Groups with different rewards are trained in the order in which they

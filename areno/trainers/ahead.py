@@ -29,7 +29,6 @@ from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, 
 
 logger = logging.getLogger("areno")
 
-ALL_EQUAL = "all groups of this step have equal rewards: there is nothing to prefer in them"
 _STEPS = 16  # decoding steps between two decisions about the prompts to replace
 
 
@@ -103,6 +102,11 @@ def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Gr
     return [(group_of[output.request_id], output) for output in parked]
 
 
+def warn_all_equal() -> None:
+    """Warn that dynamic sampling has found no group with different rewards for the step."""
+    logger.warning("all groups of this step have equal rewards: there is nothing to prefer in them")
+
+
 def sample_replacing(
     setup: PolicySetup, batch: Batch[PromptItem]
 ) -> tuple[list[ScoredSample], np.ndarray, dict[str, float], list[Batch[PromptItem]]]:
@@ -144,7 +148,7 @@ def sample_replacing(
                 with setup.trainer.rollout_session(sampling_params=params, proxy=False):
                     parked = setup.trainer.rollout_until([], replacing, _STEPS)
             if not admission.taken:
-                logger.warning(ALL_EQUAL)
+                warn_all_equal()
                 admission.keep_dropped()
             in_flight.end(step, admission, [(replacing.group_of[each.request_id], each) for each in parked])
             log_stage("rollout_end")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from areno.plan.plan import sampling_params
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agents import sample_with_agents
-from areno.trainers.ahead import ALL_EQUAL, sample_ahead, sample_replacing
+from areno.trainers.ahead import sample_ahead, sample_replacing, warn_all_equal
 from areno.trainers.rounds import can_overlap, sample_rounds
 from areno.trainers.rows import joined, n_trained, rows_per_sample, trained
 from areno.trainers.score import Scorer
@@ -110,9 +109,6 @@ def _log_samples(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSeque
         if row.old_logprobs is not None:
             sample.train_logprobs = np.asarray(row.old_logprobs)[start:]
     setup.run.outputs.trackers.samples(setup.run.step, rollout.samples)
-
-
-logger = logging.getLogger("areno")
 
 
 @dataclass
@@ -217,7 +213,7 @@ def _with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray
     keep = first_groups(samples, has_signal(samples), size)
     dropped = n_groups(samples) - n_groups(samples, keep)
     if not keep.any():
-        logger.warning(ALL_EQUAL)
+        warn_all_equal()
         keep = first_groups(samples, ~keep, size)
     return keep, dropped
 

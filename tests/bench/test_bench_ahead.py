@@ -96,7 +96,7 @@ def test_groups_with_equal_rewards_are_replaced(capsys: pytest.CaptureFixture[st
     ("more", "words"),
     [
         (["--equal-rewards", "1"], "below 1"),
-        (["--equal-rewards", "0.5", "--max-head-offpolicyness", "0"], "is 0"),
+        (["--equal-rewards", "0.5", "--max-head-offpolicyness", "0"], "--equal-rewards"),
         (["--ahead", "9"], "--ahead"),
     ],
 )

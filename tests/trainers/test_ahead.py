@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areno.api.trainer import Trainer
 from areno.errors import ArenoError, ConfigError
 from areno.run.groups import Choice, Group, n_due
 from areno.run.in_flight import InFlight
@@ -230,17 +231,54 @@ def prompts(rows: list[TrainSequence]) -> set[tuple[int, ...]]:
     return {tuple(np.asarray(row.tokens)[: list(row.prompt_mask).index(False)].tolist()) for row in rows}  # type: ignore
 
 
-def test_with_frozen_weights_an_epoch_trains_the_samples_of_a_run_that_waits(tmp_path):
+def lengths(run: Played) -> list[int]:
+    return sorted(len(trained(row, "logprobs")) for rows in run.rows for row in rows)
+
+
+@pytest.mark.parametrize("limit", [2, 4])
+def test_with_frozen_weights_an_epoch_trains_the_samples_of_a_run_that_waits(limit, tmp_path):
     frozen = ["actor.optimizer.lr=0", "engine.exact=true"]
     waits = epoch(tmp_path / "waits", *LONG, *frozen)
-    ahead = epoch(tmp_path / "ahead", *AHEAD, *frozen)
+    ahead = epoch(tmp_path / "ahead", *AHEAD, *frozen, f"rollout.max_head_offpolicyness={limit}")
+    assert lengths(ahead) == lengths(waits)
     assert [len(rows) for rows in ahead.rows] == [len(rows) for rows in waits.rows] == [16] * 5 + [8]
     assert drawn([*chain(*ahead.rows)]) == drawn([*chain(*waits.rows)])
     assert [prompts(rows) for rows in ahead.rows] != [prompts(rows) for rows in waits.rows]  # in another order
     assert len(set().union(*map(prompts, ahead.rows))) == 22
-    assert max(ahead.series("rollout/oldest_gap")) in (1, 2)
+    assert 1 <= max(ahead.series("rollout/oldest_gap")) <= limit
     assert sum(ahead.series("rollout/parked_samples")) > 0
     assert ahead.series("rollout/parked_samples")[-1] == 0  # the last step leaves none
+
+
+def test_without_a_limit_a_step_samples_its_own_prompts_alone(tmp_path, monkeypatch):
+    """A run with max_head_offpolicyness=0 has the bits of samples that the engine draws for each batch by itself."""
+
+    def sample(*args: Any) -> Any:
+        raise AssertionError("samples are in flight")
+
+    monkeypatch.setattr(collect, "sample_ahead", sample)
+    monkeypatch.setattr(collect, "sample_replacing", sample)
+    drawn_alone: list[Counter[tuple[Any, ...]]] = []
+    rollout = Trainer.rollout_token_batch
+
+    def twice(self: Trainer, prompts: Any, n_samples: int, params: Any, **how: Any) -> Any:
+        alone = rollout(self, prompts, n_samples, params, seed=how["seed"])
+        drawn_alone.append(
+            Counter(
+                ((*each.prompt_tokens, *sequence.resp_tokens), tuple(sequence.resp_logprobs))
+                for each in alone
+                for sequence in each.sequences
+            )
+        )
+        return rollout(self, prompts, n_samples, params, **how)
+
+    monkeypatch.setattr(Trainer, "rollout_token_batch", twice)
+    run = epoch(tmp_path / "run", *LONG, "rollout.max_head_offpolicyness=0")
+    assert len(run.rows) == len(drawn_alone) == 6
+    for rows, alone in zip(run.rows, drawn_alone, strict=True):
+        assert Counter((tuple(row.tokens), tuple(trained(row, "logprobs"))) for row in rows) == alone
+        assert {row.staleness for row in rows} == {0}
+    assert not run.names() & {"rollout/oldest_gap", "rollout/parked_samples", "rollout/begun_len_mean"}
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from areno.trainers import ahead, collect
 from areno.types import GenerationOutput, PromptItem, TrainSequence
 from tests.helpers.policy_runs import Played, play
 
-# Which prompts begin and which are trained -----------------------------------------------------------------------------
+# Which prompts begin and which are trained ----------------------------------------------------------------------------
 
 
 def items_of(sizes: Sequence[int]) -> list[list[PromptItem]]:
