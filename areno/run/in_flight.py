@@ -95,7 +95,8 @@ class InFlight:
             groups = [group for group in groups if group.begun_at is not None or group.batch <= number + limit]
             by_age = sorted(groups, key=lambda group: step if group.begun_at is None else group.begun_at)
             sizes = [size, *map(len, upcoming(limit))]
-            due = by_age[: n_due([group.begun_at for group in by_age], step, limit, sizes)]
+            # More than `size` are due only if a run with dynamic sampling has left them, and train in additional steps.
+            due = by_age[: min(size, n_due([group.begun_at for group in by_age], step, limit, sizes))]
             return Choice(groups, due, size)
         # At the end of a run, too few prompts are left for a step without the postponed ones.
         due = postponed[: max(0, size - len(groups))]

@@ -90,6 +90,41 @@ def test_a_simulated_run_trains_or_drops_each_prompt_once_and_in_time(limit, ahe
     assert set((trained + dropped).values()) == {1}
 
 
+def test_without_dynamic_sampling_a_resumed_run_trains_what_is_left():
+    """Also the prompts that the steps before have taken from the data and not begun."""
+    batches, limit = items_of([4] * 6), 2
+    items = [item for batch in batches for item in batch]
+    before = InFlight(lambda indices: [], 1, limit)
+    numbered = iter(enumerate(batches, 1))
+    before.admit(*next(numbered))
+    admission = before.begin_replacing(1, 4, 10, 100, lambda: next(numbered, None))
+    groups = admission.begin()
+    admission.add((group, ended(0)) for group in groups[:5])
+    admission.wait()
+    while (group := admission.to_judge()) is not None:
+        admission.judge(group is groups[2])
+    before.end(1, admission, [(group, ended(0, None, 1)) for group in groups[5:]])
+    seen = Counter(group.item.index for group in admission.gone)
+    in_flight = InFlight(lambda indices: [items[index] for index in indices], 1, limit)
+    in_flight.load_state_dict(before.state_dict())
+    n_taken = len(batches) - len(list(numbered))
+    assert n_taken == 3
+    for step in itertools.count(2):
+        batch = batches[n_taken] if n_taken < len(batches) else []
+        n_taken += bool(batch)
+        if not batch and not in_flight.groups:
+            break
+        left = batches[n_taken:]
+        choice = in_flight.begin(step, 2, batch, lambda n, left=left: left[:n], n_taken)
+        missing = [group for group in choice.groups if group.missing]
+        while choice.missing:
+            choice.add([(missing.pop(), ended(0))])
+        assert all(step - (group.begun_at or step) <= limit for group in choice.taken)
+        seen.update(group.item.index for group in choice.taken)
+        in_flight.end(step, choice, [(group, ended(0, None, 1)) for group in missing])
+    assert seen == Counter(item.index for item in items)
+
+
 def test_rewards_are_not_waited_for_while_the_device_is_full():
     in_flight = InFlight(lambda indices: [], 1, 4)
     in_flight.admit(1, items_of([12])[0])
