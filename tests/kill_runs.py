@@ -60,6 +60,20 @@ POLICY = [
 ]
 RECIPES = {
     "gspo": ["--config-name=quickstart", *POLICY, "rollout.dynamic_sampling=true"],
+    # Samples of several steps are in flight, and prompts are replaced meanwhile.
+    "grpo": [
+        "--config-name=quickstart",
+        *POLICY,
+        "gconfig.temperature=3.0",
+        "gconfig.max_new_tokens=60",
+        "gconfig.min_new_tokens=12",
+        "reward.fn=reward.py",
+        "rollout.max_concurrent_rollouts=16",
+        "rollout.max_head_offpolicyness=2",
+        "rollout.prompts_ahead=6",
+        "rollout.dynamic_sampling=true",
+        "actor.use_decoupled_loss=true",
+    ],
     "ppo": ["--config-name=quickstart_ppo", *POLICY, "critic.warmup_steps=2", "critic.ppo_n_minibatches=2"],
     "dpo": ["--config-name=quickstart_dpo", *VALIDATION],
     "kto": ["--config-name=quickstart_kto", *VALIDATION],
@@ -73,6 +87,11 @@ ROWS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "sft": lambda a, b: {"prompt": f"{a}+{b}=", "response": str(a + b)},
 }
 
+REWARD = """
+def reward_fn(record):
+    return float(sum(map(ord, record.completion)) % 5 == 0)
+"""
+
 
 def arguments(recipe: str) -> list[str]:
     """The command line of a small run, in a folder with its rows."""
@@ -85,6 +104,7 @@ def write_rows(recipe: str, folder: Path) -> None:
     for name, numbers in {"rows": range(11, 31), "valid": range(41, 59)}.items():
         text = "".join(json.dumps(row(a, 9 + a % 7)) + "\n" for a in numbers)
         (folder / f"{name}.jsonl").write_text(text)
+    (folder / "reward.py").write_text(REWARD)
 
 
 @dataclass

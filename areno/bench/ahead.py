@@ -3,7 +3,10 @@
 The lengths of samples are drawn from a log-normal distribution, as those of reasoning. A step is a rollout without
 training. Each rollout begins with an empty KV cache, as after an update of the weights, so that samples that continue
 compute all their tokens again. With --max-head-offpolicyness 0, samples do not continue, and their prompts are
-postponed.
+postponed. With --equal-rewards, a share of the groups has equal rewards and is replaced (rollout.dynamic_sampling).
+
+Rollouts that do not wait leave samples for the next step. So that the first timed step has as many of them as later
+steps, the steps before are simulated: each decoding step takes the same time, and the tokens are random.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import math
 import random
 import statistics
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from areno.bench.areno_contender import ArenoContender
 from areno.bench.arguments import Settings
@@ -23,21 +28,35 @@ from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import requests_of_rest
 from areno.engine.spec import RolloutSpec
-from areno.run.in_flight import Group, InFlight, n_tokens
+from areno.run.groups import Admission, Choice, Group, n_tokens
+from areno.run.in_flight import InFlight
 from areno.types import GenerationOutput, GenerationRequest, PromptItem, SamplingParams
 
 _SIGMA = 0.8  # of the logarithm of a length
-_WARM_UP = 2  # steps, until about as many samples are parked as in later steps
+_SIMULATED = 8  # steps before the first timed one
+_STEPS = 16  # decoding steps between two decisions about the groups to replace
+_FULL_STEPS = 64  # decoding steps of a full batch that are timed
 
 
 @dataclass
 class _Step:
-    """The figures of a rollout: seconds, tokens of the trained samples, tokens computed again, oldest sample."""
+    """The figures of a rollout.
+
+    Attributes:
+        seconds: Duration.
+        sampled: Number of sampled tokens.
+        trained: Number of tokens of the trained samples.
+        recomputed: Number of sampled tokens whose keys and values were computed again.
+        age: Largest number of steps between beginning and training of a group.
+        dropped: Number of groups with equal rewards, and of groups for which the step had no place.
+    """
 
     seconds: float
+    sampled: int
     trained: int
     recomputed: int
     age: int
+    dropped: int
 
 
 def run_ahead(settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
@@ -49,52 +68,150 @@ def run_ahead(settings: Settings, folder: str, random_init: bool) -> dict[str, A
         random_init: Whether to draw random weights instead of loading weights.
 
     Returns:
-        Figures by name: `waits` and `ahead` (each with `tokens_per_second`, of trained samples), `ratio` of the two,
-        `recomputed` (tokens computed again, as a share of the trained tokens), `age` (of the oldest sample, in steps),
-        `prompts_ahead`.
+        Figures by name: `full_batch` with `tokens_per_second`, of --at-once samples that are all decoded. `waits` and
+        `ahead`, each with `tokens_per_second` (of sampled tokens; with --max-head-offpolicyness 0, of trained ones),
+        `step_s` (duration of a step), `over_full` (this duration, divided by the time that the sampled tokens of the
+        step take at full batch) and `dropped` (groups per step that are not trained). `ratio` of the tokens per second
+        of the two, `recomputed` (tokens computed again, as a share of the trained tokens), `age` (of the oldest sample,
+        in steps), `prompts_ahead`, `mean_tokens` (length of a sample).
     """
     ours = ArenoContender(settings, folder, random_init)
     with ours.engine:
-        waits, ahead = _Rollouts(ours, settings, 0), _Rollouts(ours, settings, settings.ahead)
-        steps: dict[_Rollouts, list[_Step]] = {waits: [], ahead: []}
-        for number in range(_WARM_UP + settings.repeats):
-            for rollouts, found in steps.items():
-                found.append(rollouts.step())
-                each = found[-1]
-                log_progress(f"step {number + 1}, {rollouts.n_ahead} prompts ahead: {each.seconds:.2f} s")
-    speeds = {}
-    for rollouts, found in steps.items():
-        timed = found[_WARM_UP:]
-        speeds[rollouts] = sum(each.trained for each in timed) / sum(each.seconds for each in timed)
-    timed = steps[ahead][_WARM_UP:]
+        waits = (_Rounds if settings.equal_rewards else _Waits)(ours, settings)
+        ahead = (_Replaces if settings.equal_rewards else _Ahead)(ours, settings)
+        for _ in range(_SIMULATED):
+            ahead.step(_Simulated(ours.vocab_size, ahead.at_once))
+        full = _full_batch_speed(ours.engine, ahead)
+        log_progress(f"a full batch decodes {full:,.0f} tokens/s")
+        steps: dict[_Mode, list[_Step]] = {waits: [], ahead: []}
+        for number in range(settings.repeats):
+            for mode, found in steps.items():
+                found.append(mode.step(ours.engine))
+                log_progress(f"step {number + 1}, {mode.name}: {found[-1].seconds:.2f} s")
+    of_waits, of_ahead = (_figures(each, full, settings.max_head_offpolicyness) for each in steps.values())
+    n_samples = settings.repeats * settings.work.n_samples * len(waits.prompts)
     return {
-        "waits": {"tokens_per_second": speeds[waits]},
-        "ahead": {"tokens_per_second": speeds[ahead]},
-        "ratio": speeds[ahead] / speeds[waits],
-        "recomputed": sum(each.recomputed for each in timed) / sum(each.trained for each in timed),
-        "age": max(each.age for each in timed),
+        "full_batch": {"tokens_per_second": full},
+        "waits": of_waits,
+        "ahead": of_ahead,
+        "ratio": of_ahead["tokens_per_second"] / of_waits["tokens_per_second"],
+        "recomputed": sum(each.recomputed for each in steps[ahead]) / sum(each.trained for each in steps[ahead]),
+        "age": max(each.age for each in steps[ahead]),
         "prompts_ahead": settings.ahead,
-        "mean_tokens": statistics.fmean(each.trained for each in timed) / settings.work.n_samples / len(waits.prompts),
+        "mean_tokens": sum(each.trained for each in steps[waits]) / n_samples,
     }
 
 
-class _Rollouts:
-    """The rollouts of one mode.
+def _figures(steps: Sequence[_Step], full: float, limit: int) -> dict[str, float]:
+    """Return the figures of a mode, see `run_ahead`."""
+    seconds, sampled = sum(each.seconds for each in steps), sum(each.sampled for each in steps)
+    counted = sampled if limit else sum(each.trained for each in steps)  # without a limit, tokens are thrown away
+    return {
+        "tokens_per_second": counted / seconds,
+        "step_s": seconds / len(steps),
+        "over_full": seconds * full / sampled,
+        "dropped": statistics.fmean(each.dropped for each in steps),
+    }
+
+
+class _Decodes(Protocol):
+    """The part of an Engine that a rollout uses."""
+
+    def begin_rollout(self, spec: RolloutSpec) -> Any: ...
+    def hold(self) -> None: ...
+    def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
+    def advance(self, n_finished: int, n_steps: int | None = None) -> tuple[list[GenerationOutput], Any]: ...
+    def park(self) -> list[GenerationOutput]: ...
+    def end_rollout(self) -> None: ...
+
+
+class _Simulated:
+    """Stands in for an Engine: each running sample gets a random token in each decoding step.
 
     Args:
-        ours: The engine.
-        settings: The parsed command line.
-        n_ahead: Number of prompts that a step samples beyond its batch. 0 waits for all samples.
+        vocab_size: Number of token ids.
+        at_once: Number of samples that run at the same time.
     """
 
-    def __init__(self, ours: ArenoContender, settings: Settings, n_ahead: int):
-        self.n_ahead, self._settings, self._engine = n_ahead, settings, ours.engine
+    def __init__(self, vocab_size: int, at_once: int):
+        self._vocab_size, self._at_once, self._draw = vocab_size, at_once, random.Random(7)
+        self._waiting: deque[tuple[GenerationRequest, int]] = deque()  # request, tokens so far
+        self._running: list[tuple[GenerationRequest, int]] = []
+
+    def begin_rollout(self, spec: RolloutSpec) -> None:
+        """Begin a rollout."""
+
+    def hold(self) -> None:
+        """Do nothing: no sample runs by itself."""
+
+    def end_rollout(self) -> None:
+        """End the rollout."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Add requests to the queue."""
+        self._waiting += [(each, 0 if each.begun is None else len(each.begun.tokens)) for each in requests]
+
+    def advance(self, n_finished: int, n_steps: int | None = None) -> tuple[list[GenerationOutput], None]:
+        """Decode until enough samples have finished, or for `n_steps` steps."""
+        left, finished = n_steps or 1 << 40, list[GenerationOutput]()
+        while left and len(finished) < n_finished and (self._running or self._waiting):
+            while self._waiting and len(self._running) < self._at_once:
+                self._running.append(self._waiting.popleft())
+            n = min(left, *(each.params.max_new_tokens - done for each, done in self._running))
+            running = [(each, done + n) for each, done in self._running]
+            finished += [self._output(*each, "length") for each in running if each[1] == each[0].params.max_new_tokens]
+            self._running = [each for each in running if each[1] < each[0].params.max_new_tokens]
+            left -= n
+        return finished, None
+
+    def park(self) -> list[GenerationOutput]:
+        """End all requests, and return their samples."""
+        parked = [self._output(*each, None) for each in (*self._running, *self._waiting)]
+        self._running, self._waiting = [], deque()
+        return parked
+
+    def _output(self, request: GenerationRequest, n: int, reason: Any) -> GenerationOutput:
+        begun = [] if request.begun is None else list(request.begun.tokens)
+        tokens = begun + self._draw.choices(range(self._vocab_size), k=n - len(begun))
+        return GenerationOutput(
+            request_id=request.request_id,
+            sample=request.first_sample,
+            tokens=tokens,
+            logprobs=[-1.0] * n,
+            versions=[0] * n,
+            finish_reason=reason,
+        )
+
+
+class _Mode:
+    """The rollouts of one way to end a step. Subclasses decide about groups.
+
+    Args:
+        ours: The engine, for the prompts.
+        settings: The parsed command line.
+        n_ahead: Number of prompts that a step samples beyond its batch. 0 waits for all samples.
+
+    Attributes:
+        name: Name for the progress.
+        settings: The parsed command line.
+        prompts: Token ids of the prompts of each batch.
+        at_once: Number of samples that are decoded at the same time.
+        spec: The rollout phase.
+    """
+
+    name = "waits"
+    n_steps: int | None = None  # between two decisions; None lets the engine choose
+
+    def __init__(self, ours: ArenoContender, settings: Settings, n_ahead: int = 0):
+        self.settings, self.n_ahead = settings, n_ahead
         self.prompts = settings.work.prompts(ours.vocab_size, 0)
+        self.items = [PromptItem(prompt="", text="", tokens=tokens) for tokens in self.prompts]
         limit = settings.max_head_offpolicyness if n_ahead else 0
-        self._in_flight = InFlight(lambda indices: [], settings.work.n_samples, limit)
-        self._step = 0
-        self._spec = RolloutSpec(
-            max_running=settings.at_once or len(self.prompts) * settings.work.n_samples,
+        self.in_flight = InFlight(lambda indices: [], settings.work.n_samples, limit)
+        self.at_once = settings.at_once or len(self.prompts) * settings.work.n_samples
+        self.number, self.n_batches = 0, 0
+        self.spec = RolloutSpec(
+            max_running=self.at_once,
             max_len=max(settings.work.row_lens),
             decoder=DecoderConfig(
                 mem_fraction=settings.mem_fraction,
@@ -103,32 +220,68 @@ class _Rollouts:
                 speculation="off",  # repetitions have the same samples, which drafts would know
             ),
         )
+        self.choice: Choice | Admission
 
-    def step(self) -> _Step:
-        """Run the rollout of a step."""
-        self._step += 1
-        items = [PromptItem(prompt="", text="", tokens=tokens) for tokens in self.prompts]
-        choice = self._in_flight.begin(self._step, self.n_ahead, items, lambda n: [items] * n)
-        groups, ids = choice.groups, itertools.count()
-        before = [(group, part) for group in groups for part in group.parked.values()]
-        requests, group_of = list[GenerationRequest](), dict[int, Group]()
-        for group in groups:
-            for part in group.unfinished:
-                [request] = requests_of_rest(self._request(group, part.sample), [part], ids)
-                requests.append(request)
-                group_of[request.request_id] = group
+    def batch(self) -> tuple[int, list[PromptItem]]:
+        """Return (number, prompts) of the next batch."""
+        self.n_batches += 1
+        return self.n_batches, self.items
+
+    def begin(self) -> list[Group]:
+        """Begin a step, and return the groups to sample."""
+        raise NotImplementedError
+
+    def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
+        """Record finished samples, and return (number of samples to wait for, further groups to sample)."""
+        raise NotImplementedError
+
+    def step(self, engine: _Decodes) -> _Step:
+        """Run the rollout of a step.
+
+        Args:
+            engine: The engine, or its simulation.
+        """
+        self.number += 1
+        ids, group_of, before = itertools.count(), dict[int, Group](), list[tuple[Group, GenerationOutput, int]]()
+
+        def requests(groups: Sequence[Group]) -> list[GenerationRequest]:
+            found = list[GenerationRequest]()
+            for group in groups:
+                for part in group.unfinished:
+                    [request] = requests_of_rest(self._request(group, part.sample), [part], ids)
+                    found.append(request)
+                    group_of[request.request_id] = group
+                    before.append((group, part, n_tokens(part)))
+            return found
+
+        first = self.begin()
+        missing, more = self.add([])
+        due = requests([*first, *more])
         began = time.perf_counter()
-        parked = _roll_out(self._engine, self._spec, requests, group_of, choice)
+        engine.begin_rollout(self.spec)
+        engine.hold()
+        while missing:
+            if due:
+                engine.submit(due)
+            outputs, _ = engine.advance(missing, self.n_steps)
+            missing, more = self.add([(group_of[output.request_id], output) for output in outputs])
+            due = requests(more)
+        parked = [(group_of[output.request_id], output) for output in engine.park()]
+        engine.end_rollout()
         seconds = time.perf_counter() - began
-        self._in_flight.end(self._step, choice, [(group_of[each.request_id], each) for each in parked])
-        went_on = [part for group, part in before if n_tokens(group.latest(part.sample)) > n_tokens(part)]
-        trained = sum(len(output.tokens) for group in choice.taken for output in group.outputs)
-        ages = [0 if group.begun_at is None else self._step - group.begun_at for group in choice.taken]
-        return _Step(seconds, trained, sum(map(n_tokens, went_on)), max(ages))
+        ended = {(group, output.sample): output for group, output in parked}
+        now = [n_tokens(ended.get((group, part.sample)) or group.latest(part.sample)) for group, part, _ in before]
+        went_on = [old for (_, _, old), new in zip(before, now, strict=True) if new > old]
+        ages = [0 if group.begun_at is None else self.number - group.begun_at for group in self.choice.taken]
+        self.in_flight.end(self.number, self.choice, parked)
+        trained = sum(n_tokens(output) for group in self.choice.taken for output in group.outputs)
+        sampled = sum(now) - sum(old for _, _, old in before)
+        n_dropped = len(self.choice.gone) - len(self.choice.taken)
+        return _Step(seconds, sampled, trained, sum(went_on), max(ages), n_dropped)
 
     def _request(self, group: Group, sample: int) -> GenerationRequest:
         """Return the request of a sample, whose length depends on its prompt and number alone."""
-        work, mean = self._settings.work, self._settings.mean_tokens
+        work, mean = self.settings.work, self.settings.mean_tokens
         draw = random.Random(f"{group.batch}.{group.place}.{sample}")
         length = draw.lognormvariate(math.log(mean) - _SIGMA**2 / 2, _SIGMA)
         n_tokens = min(max(1, round(length)), max(work.new_lens))
@@ -136,20 +289,140 @@ class _Rollouts:
         seed = (group.batch << 32) + group.place
         return GenerationRequest(request_id=0, prompt=group.item.tokens, params=params, seed=seed)
 
+    def has_equal_rewards(self, group: Group) -> bool:
+        """Return whether the rewards of a group are equal."""
+        return random.Random(f"reward {group.batch}.{group.place}").random() < self.settings.equal_rewards
 
-def _roll_out(
-    engine: Engine, spec: RolloutSpec, requests: list[GenerationRequest], group_of: dict[int, Group], choice: Any
-) -> list[GenerationOutput]:
-    """Sample until the groups of the step are whole, and return the samples that are stopped."""
+
+class _Waits(_Mode):
+    """Steps that wait for all samples or, with prompts ahead, do not."""
+
+    choice: Choice
+
+    def begin(self) -> list[Group]:
+        """Begin a step, and return the groups to sample."""
+        number, items = self.batch()
+        self.choice = self.in_flight.begin(self.number, self.n_ahead, items, lambda n: [self.items] * n, number)
+        return list(self.choice.groups)
+
+    def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
+        """Record finished samples, and return (number of samples to wait for, further groups to sample)."""
+        self.choice.add(found)
+        return self.choice.missing, []
+
+
+class _Ahead(_Waits):
+    """Steps that do not wait."""
+
+    name = "ahead"
+
+    def __init__(self, ours: ArenoContender, settings: Settings):
+        super().__init__(ours, settings, settings.ahead)
+
+
+class _Replaces(_Mode):
+    """Steps that do not wait, and replace groups with equal rewards. A reward is known as soon as its sample ends."""
+
+    name, n_steps = "ahead, replaces", _STEPS
+    choice: Admission
+
+    def __init__(self, ours: ArenoContender, settings: Settings):
+        super().__init__(ours, settings, settings.ahead)
+
+    def begin(self) -> list[Group]:
+        """Begin a step, and return the groups to sample."""
+        size = len(self.items)
+        self.choice = self.in_flight.begin_replacing(self.number, size, size + self.n_ahead, self.at_once, self.batch)
+        return []
+
+    def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
+        """Record finished samples, and return (number of samples to wait for, further groups to sample)."""
+        self.choice.add(found)
+        more = self.choice.begin()
+        while (group := self.choice.to_judge()) is not None:
+            self.choice.judge(self.has_equal_rewards(group))
+            more += self.choice.begin()
+        self.choice.wait()
+        return 0 if self.choice.is_over else self.choice.n_open, more
+
+
+class _Rounds(_Mode):
+    """Steps that wait, and sample a further batch as soon as dropped groups show that the step needs it.
+
+    A step trains on the first groups with different rewards in the order of the prompts, and drops the others.
+    """
+
+    name, n_steps = "waits, in rounds", _STEPS
+    choice: Admission
+
+    def begin(self) -> list[Group]:
+        """Begin a step, and return the groups to sample."""
+        self.choice = Admission([], 0, len(self.items), 1 << 40, 1, lambda: None)
+        self._missing: dict[Group, int] = {}
+        self._n_equal = 0
+        return []
+
+    def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
+        """Record finished samples, and return (number of samples to wait for, further groups to sample)."""
+        for group, output in found:
+            group.finished[output.sample] = output
+            self._n_equal += not group.missing and self.has_equal_rewards(group)
+        more = list[Group]()
+        size = len(self.items)
+        while len(self.choice.groups) - self._n_equal < size:
+            number, items = self.batch()
+            groups = [Group(number, place, item, self.settings.work.n_samples) for place, item in enumerate(items)]
+            self.choice.groups += groups
+            more += groups
+        n_missing = sum(group.missing for group in self.choice.groups)
+        if not n_missing:
+            differ = [group for group in self.choice.groups if not self.has_equal_rewards(group)]
+            self.choice.taken = differ[:size]
+            self.choice.dropped = [group for group in self.choice.groups if group not in self.choice.taken]
+        return n_missing, more
+
+
+def _full_batch_speed(engine: Engine, mode: _Mode) -> float:
+    """Return the number of tokens that a full batch samples per second. It also warms up all sizes of a batch.
+
+    The contexts have the lengths that samples have on average while they are decoded.
+
+    Args:
+        engine: The engine.
+        mode: Steps, for their prompts and sizes.
+    """
+    work, mean = mode.settings.work, mode.settings.mean_tokens
+    draw, vocab = random.Random(11), range(engine.info.vocab_size)
+    # Long samples are decoded for a long time, so that the lengths are weighted by the length.
+    center, new = math.log(mean) + _SIGMA**2 / 2, 8 * _FULL_STEPS
+    begun = [draw.lognormvariate(center, _SIGMA) * draw.random() for _ in range(mode.at_once)]
+    begun_lens = [max(1, min(round(length), max(work.new_lens) - new)) for length in begun]
+    spec = replace(mode.spec, max_len=max(mode.spec.max_len, max(work.prompt_lens) + new + 1))
+    prompts = [
+        [*mode.prompts[k % len(mode.prompts)], *draw.choices(vocab, k=n_begun)] for k, n_begun in enumerate(begun_lens)
+    ]
     engine.begin_rollout(spec)
     engine.hold()
-    engine.submit(requests)
-    while missing := choice.missing:
-        outputs, _ = engine.advance(missing)
-        choice.add((group_of[output.request_id], output) for output in outputs)
-    parked = engine.park()
+    engine.submit([_ignoring_ends(k, prompt[:8], k + 2) for k, prompt in enumerate(prompts)])
+    engine.advance(mode.at_once, max(_FULL_STEPS, 2 * mode.at_once))
+    engine.park()
+    engine.submit([_ignoring_ends(k, prompt, new) for k, prompt in enumerate(prompts)])
+    _, [stats] = engine.advance(1 << 40, _STEPS)
+    while stats.waiting and stats.generated_tokens < mode.at_once * _FULL_STEPS:  # prefill
+        _, [stats] = engine.advance(1 << 40, _STEPS)
+    _, [before] = engine.advance(1 << 40, _STEPS)
+    began = time.perf_counter()
+    _, [after] = engine.advance(1 << 40, _FULL_STEPS)
+    seconds = time.perf_counter() - began
+    engine.park()
     engine.end_rollout()
-    return parked
+    return (after.generated_tokens - before.generated_tokens) / seconds
+
+
+def _ignoring_ends(request_id: int, prompt: list[int], n_tokens: int) -> GenerationRequest:
+    """Return a request of a sample with `n_tokens` tokens."""
+    params = SamplingParams(max_new_tokens=n_tokens, ignore_eos=True)
+    return GenerationRequest(request_id=request_id, prompt=prompt, params=params, seed=request_id)
 
 
 def ahead_page(found: dict[str, Any]) -> str:
@@ -158,13 +431,18 @@ def ahead_page(found: dict[str, Any]) -> str:
     Args:
         found: The results.
     """
-    waits, ahead = (found[name]["tokens_per_second"] for name in ("waits", "ahead"))
-    return "\n".join(
-        [
-            f"mean length of a sample: {found['mean_tokens']:,.0f} tokens",
-            f"steps that wait:          {waits:12,.0f} tokens/s",
-            f"{found['prompts_ahead']:>3} prompts ahead:        {ahead:12,.0f} tokens/s, {found['ratio']:.2f} times",
-            f"computed again: {100 * found['recomputed']:.1f} % of the trained tokens; oldest sample: "
-            f"{found['age']} steps",
-        ]
+    lines = [
+        f"mean length of a sample: {found['mean_tokens']:,.0f} tokens",
+        f"full batch:                {found['full_batch']['tokens_per_second']:12,.0f} tokens/s",
+    ]
+    for name, title in (("waits", "steps that wait:"), ("ahead", f"{found['prompts_ahead']:>3} prompts ahead:")):
+        each = found[name]
+        lines.append(
+            f"{title:<26} {each['tokens_per_second']:12,.0f} tokens/s; a step takes {each['step_s']:.2f} s, "
+            f"{each['over_full']:.2f} times its tokens at full batch; {each['dropped']:.1f} prompts dropped"
+        )
+    lines.append(
+        f"ratio: {found['ratio']:.2f}; computed again: {100 * found['recomputed']:.1f} % of the trained tokens; oldest "
+        f"sample: {found['age']} steps"
     )
+    return "\n".join(lines)

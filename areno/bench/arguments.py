@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -212,6 +213,7 @@ class Settings:
     mean_tokens: int
     ahead: int
     max_head_offpolicyness: int
+    equal_rewards: float
     max_prefill_tokens: int
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native"]
@@ -310,10 +312,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_arguments_of_trl(parser)
     add("--limit-s", type=_positive, help="grid: seconds after which no other point is measured (default 480)")
     add("--at-once", type=_positive, help="number of samples that are decoded at once (default: all of a step)")
-    add("--mean-tokens", type=_positive, default=64, help="ahead: mean length of a sample (default: %(default)s)")
-    add("--ahead", type=_positive, default=4, help="ahead: number of prompts ahead (default: %(default)s)")
-    aged = "ahead: as rollout.max_head_offpolicyness (default: %(default)s)"
-    add("--max-head-offpolicyness", type=int, choices=range(100), default=4, metavar="N", help=aged)
+    _add_ahead_arguments(parser)
     add("--updates", type=_positive, default=1, help="step: optimizer steps per batch, as actor.ppo_n_minibatches")
     compared = "step: source of the ratio's denominator; rollout is actor.recompute_logprob=false"
     add("--old-logprobs", choices=["recompute", "rollout"], default="recompute", help=compared)
@@ -350,6 +349,17 @@ def _add_arguments_of_trl(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="trl: another setting of the runs, such as gconfig.n_samples=16. Repeat it for more settings",
     )
+
+
+def _add_ahead_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the work "ahead" to a parser."""
+    add = parser.add_argument
+    add("--mean-tokens", type=_positive, default=64, help="ahead: mean length of a sample (default: %(default)s)")
+    add("--ahead", type=_positive, default=4, help="ahead: number of prompts ahead (default: %(default)s)")
+    aged = "ahead: as rollout.max_head_offpolicyness (default: %(default)s)"
+    add("--max-head-offpolicyness", type=int, choices=range(100), default=4, metavar="N", help=aged)
+    equal = "ahead: share of prompts whose samples have equal rewards, and which are replaced (default: %(default)s)"
+    add("--equal-rewards", type=_share, default=0.0, metavar="SHARE", help=equal)
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -455,6 +465,7 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
         (kind in ("driver", "sft") and not args.tokenizer, "--tokenizer", f"is missing; {kind} needs one, for texts"),
         (args.steps and kind not in ("grid", "trl"), "--steps", f"is for grid and trl, not for {kind}"),
         (args.limit_s and kind != "grid", "--limit-s", f"is for grid, not for {kind}"),
+        *_problems_of_ahead(args),
         (args.messages and kind != "sft", "--messages", f"is for sft, not for {kind}"),
         (
             kind == "sft" and bool(args.uniform or args.prompts or args.samples),
@@ -478,6 +489,16 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
     ):
         if is_wrong:
             raise ConfigError([Problem(option, message)])
+
+
+def _problems_of_ahead(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
+    """Yield (whether it is wrong, argument, message) for the arguments of the work "ahead"."""
+    kind, equal = args.work, args.equal_rewards > 0
+    most = max(1, args.max_head_offpolicyness) * (args.prompts or 32)
+    yield equal and kind != "ahead", "--equal-rewards", f"is for ahead, not for {kind}"
+    yield equal and not args.max_head_offpolicyness, "--equal-rewards", "needs --max-head-offpolicyness above 0"
+    too_many = kind == "ahead" and args.ahead > most
+    yield too_many, "--ahead", f"is {args.ahead}; samples get too old with more than {most}"
 
 
 def _check_trl(args: argparse.Namespace) -> None:
@@ -539,12 +560,19 @@ def _seed(text: str) -> int:
     return int(text)
 
 
+def _share(text: str) -> float:
+    """Parse a number of at least 0 and below 1."""
+    return _number(text, lambda value: 0 <= value < 1, "of at least 0 and below 1")
+
+
 def _fraction(text: str) -> float:
     """Parse a number above 0 and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"is {text!r}; a number above 0 and at most 1 is needed")
-    return value
+    return _number(text, lambda value: 0 < value <= 1, "above 0 and at most 1")
+
+
+def _number(text: str, fits: Callable[[float], bool], words: str) -> float:
+    """Parse a number that `fits`."""
+    with suppress(ValueError):
+        if fits(value := float(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"is {text!r}; a number {words} is needed")

@@ -248,6 +248,31 @@ class PolicyExperimentConfig(ExperimentConfig):
             prompts_at_once = min(prompts_at_once, -(-at_once // self.gconfig.n_samples))
         return -(-prompts_at_once // 4)
 
+    @property
+    def replaces_in_flight(self) -> bool:
+        """Whether steps that do not wait for their longest samples drop prompts and begin others in their place."""
+        return self.rollout.dynamic_sampling and not self.dynamic_bs and self.rollout.max_head_offpolicyness > 0
+
+    @forbid(
+        "rollout.dynamic_sampling",
+        "is true, but with prompts_ahead and max_head_offpolicyness=0 a step does not replace prompts; set "
+        "max_head_offpolicyness above 0, or dynamic_bs=true to replace none",
+    )
+    def replacements_postponed(self) -> bool:
+        """Return whether prompts would be replaced in a run that postpones prompts."""
+        replaces = self.rollout.dynamic_sampling and not self.dynamic_bs
+        return replaces and self.prompts_ahead > 0 and not self.rollout.max_head_offpolicyness
+
+    @forbid(
+        "rollout.dynamic_sampling",
+        "is true, but with max_head_offpolicyness above 0 prompts are replaced during the rollout, when rewards of "
+        "agents (agent.fn), of reward.path and of reward.judge are not known yet; set dynamic_bs=true to replace none, "
+        "or max_head_offpolicyness=0",
+    )
+    def replacements_by_late_rewards(self) -> bool:
+        """Return whether prompts would be replaced during the rollout by rewards that are known only after it."""
+        return self.replaces_in_flight and (self.agent.fn is not None or self.reward.has_model)
+
     @forbid(
         "rollout.prompts_ahead",
         "is {self.rollout.prompts_ahead}, more than the prompts that the next steps train (train_dataset.batch_size, "

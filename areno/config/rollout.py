@@ -291,7 +291,7 @@ class RolloutConfig(DecoderConfig):
         False,
         help="Drop prompts whose samples all have the same reward, and sample other prompts in their place (DAPO, "
         "arXiv 2503.14476, sec. 3.2). With dynamic_bs=true, no other prompts are sampled, and the step trains on the "
-        "remaining prompts",
+        "remaining prompts. With max_head_offpolicyness above 0, other prompts begin as soon as a prompt is dropped",
     )
     max_sampling_rounds: int = setting(
         10,
@@ -313,15 +313,6 @@ class RolloutConfig(DecoderConfig):
         ge=0,
         only_with=Needs("dump_to_file", False, so="all samples are kept"),
     )
-
-    @forbid(
-        "dynamic_sampling",
-        "is true, but with max_head_offpolicyness or prompts_ahead a step does not replace prompts; leave out "
-        "dynamic_sampling, or the other two",
-    )
-    def replacements_in_flight(self) -> bool:
-        """Return whether prompts would be replaced in a run whose steps sample prompts ahead."""
-        return self.dynamic_sampling and (self.max_head_offpolicyness > 0 or self.prompts_ahead is not None)
 
 
 _TUNED = Needs("enabled", so="nothing is tuned")

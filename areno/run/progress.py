@@ -84,6 +84,7 @@ class RunProgress:
     Attributes:
         step: Number of the current step, from 1. 0 before the first step.
         epoch_ended: Whether the current step has taken the last batch of an epoch.
+        batches_taken: Number of batches since the start of the run. A step with dynamic sampling may take several.
         in_flight: The prompts that are sampled across steps, with rollout.prompts_ahead.
         history: Name -> one value per step or per evaluation, oldest first. `keep` appends to it.
     """
@@ -93,15 +94,16 @@ class RunProgress:
         self.step = 0
         self.epoch_ended = False
         self.history: dict[str, list[float]] = {}
-        limit, sampled_with, has_agents = 0, None, False
+        limit, sampled_with, has_agents, self._replaces = 0, None, False, False
         if isinstance(config, PolicyExperimentConfig):
+            self._replaces = config.replaces_in_flight
             limit, sampled_with = config.rollout.max_head_offpolicyness, dataclasses.asdict(config.gconfig)
             if has_agents := config.agent.fn is not None:
                 sampled_with["agent.fn"] = config.agent.fn
         self.in_flight = InFlight(loader.items_at, self._rows_per_item, limit, sampled_with, not has_agents)
         self._epoch: int | None = None  # None before the first batch
         self._rows_taken = 0
-        self._batches_taken = 0
+        self.batches_taken = 0
         self._batches: Iterator[Batch[Any]] = iter(())
         self._upcoming: deque[tuple[Batch[Any], dict[str, int]]] = deque()  # and the loader's position after each
         self._position = loader.state_dict()  # of the loader, after the last batch that was taken
@@ -134,9 +136,11 @@ class RunProgress:
     @property
     def total_steps(self) -> int:
         """The number of the last step of the run. It may decrease when rows are skipped as too long."""
-        left = self.loader.n_batches(self.config.total_train_epochs) - self._batches_taken
+        left = self.loader.n_batches(self.config.total_train_epochs) - self.batches_taken
         if self._rows_left is not None:
             left = min(left, -(-self._rows_left // (self.loader.config.batch_size * self._rows_per_item)))
+        if self._replaces:  # prompts of batches that earlier steps have taken
+            left = max(left, 0) + -(-len(self.in_flight.groups) // self.loader.config.batch_size)
         total, limit = self.step + max(left, 0), self.config.total_train_steps
         return total if limit is None else min(total, limit)
 
@@ -170,13 +174,18 @@ class RunProgress:
         """Begin the next step and return its batch.
 
         Returns:
-            The batch. None if the run has had all its steps, epochs or rows.
+            The batch. It is empty if all batches are taken, but with dynamic sampling across steps (see
+            `InFlight.begin_replacing`), prompts of them are left. None if the run has had all its steps, epochs or
+            rows.
         """
         limit = self.config.total_train_steps
         if limit is not None and self.step >= limit:
             return None
         self.epoch_ended = False
         batch = self.next_batch()
+        # The prompts of a step without dynamic sampling belong to batches that are not taken yet.
+        if batch is None and self.in_flight.groups:
+            batch = Batch(items=[], total_skipped_long=self.loader.total_skipped_long, epoch=self.epoch)
         if batch is not None:
             self.step += 1
         return batch
@@ -192,7 +201,7 @@ class RunProgress:
         if not self._upcoming and not self._read():
             return None
         batch, self._position = self._upcoming.popleft()
-        self._batches_taken += 1
+        self.batches_taken += 1
         self._rows_taken += len(batch) * self._rows_per_item
         if self._epoch != batch.epoch:
             self.log_epoch_end()
@@ -272,7 +281,7 @@ class RunProgress:
             "loader": self._position,
             "epoch": self._epoch,
             "rows_taken": self._rows_taken,
-            "batches_taken": self._batches_taken,
+            "batches_taken": self.batches_taken,
             "in_flight": self.in_flight.state_dict(),
             "history": {name: list(values) for name, values in self.history.items()},
             "seconds": self.seconds,
@@ -290,6 +299,6 @@ class RunProgress:
         if "in_flight" in state:
             self.in_flight.load_state_dict(state["in_flight"])
         self._rows_taken = state["rows_taken"]
-        self._batches_taken = state["batches_taken"]
+        self.batches_taken = state["batches_taken"]
         self.history = {name: list(values) for name, values in state["history"].items()}
         self._seconds_before, self._started = state["seconds"], time.monotonic()

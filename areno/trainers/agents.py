@@ -34,7 +34,7 @@ from areno.engine.requests import OnProgress
 from areno.engine.spec import RolloutStats
 from areno.errors import ArenoError, DataError, Problem
 from areno.plan.plan import sampling_params
-from areno.run.in_flight import AgentSample, Choice, Group
+from areno.run.groups import AgentSample, Choice, Group
 from areno.run.live_agents import LiveAgents
 from areno.run.setup import PolicySetup
 from areno.server.conversations import Conversations

@@ -2,14 +2,16 @@
 
 The step samples more prompts than it trains on. When enough groups are whole, it stops the other samples. They continue
 in the rollout of the next step, or their prompts are sampled again later (`areno.run.in_flight`). A group is the
-samples of one prompt.
+samples of one prompt. With dynamic sampling, groups without a difference in their rewards are replaced meanwhile
+(`areno.run.groups.Admission`).
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from areno.api.session import request_seed
 from areno.engine.requests import requests_of_rest
 from areno.engine.spec import RolloutStats
 from areno.plan.plan import sampling_params
-from areno.run.in_flight import Choice, Group, n_tokens
+from areno.run.groups import Admission, Choice, Group, n_tokens
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agents import sample_live_agents
@@ -25,16 +27,20 @@ from areno.trainers.score import Scorer
 from areno.trainers.scores import StepScores
 from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, ScoredSample
 
+logger = logging.getLogger("areno")
+
+_STEPS = 16  # decoding steps between two decisions about the prompts to replace
+
 
 def sample_ahead(
-    setup: PolicySetup, batch: Batch[PromptItem], scores: StepScores
+    setup: PolicySetup, batch: Batch[PromptItem], scores: StepScores | None
 ) -> tuple[list[ScoredSample], dict[str, float]]:
     """Sample until as many groups as the batch has prompts are whole, and score these groups.
 
     Args:
         setup: Models, data, settings and outputs of the run.
         batch: The prompts of the step. The step may train on prompts of other batches instead.
-        scores: Scores of the rows to train on, which are computed while rewards are computed.
+        scores: Scores of the rows to train on, which are computed while rewards are computed. None computes no scores.
 
     Returns:
         (samples of the groups to train on, rollout/* metrics of staleness or of postponed prompts).
@@ -42,7 +48,8 @@ def sample_ahead(
     run, config = setup.run, setup.config
     in_flight, step = run.progress.in_flight, run.step
     n_ahead, upcoming = config.prompts_ahead, run.progress.upcoming
-    choice = in_flight.begin(step, n_ahead, batch.items, lambda n: [each.items for each in upcoming(n)])
+    number = run.progress.batches_taken
+    choice = in_flight.begin(step, n_ahead, batch.items, lambda n: [each.items for each in upcoming(n)], number)
     before = [(group, part) for group in choice.groups for part in group.parked.values()]
     with Scorer(setup, [group.item for group in choice.groups], config.gconfig, 0) as scorer:
         with run.clock.phase("rollout"):
@@ -54,7 +61,7 @@ def sample_ahead(
                 parked = _sample(setup, choice, scorer)
             n_thrown_away = in_flight.end(step, choice, parked)
             log_stage("rollout_end")
-        if scorer.is_waiting and setup.agents is None:
+        if scores is not None and scorer.is_waiting and setup.agents is None:
             scores.compute_early(scorer.samples)
         with run.clock.phase("reward"):  # waits for the rewards that are still being computed
             samples = scorer.finish()
@@ -74,13 +81,7 @@ def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Gr
     """
     trainer, run, config = setup.trainer, setup.run, setup.config
     params, places = sampling_params(config.gconfig), {group: place for place, group in enumerate(choice.groups)}
-    ids, requests, group_of = itertools.count(), [], {}
-    for group in choice.groups:
-        seed = request_seed(run.progress.seed_of(group.batch), group.place)
-        whole = GenerationRequest(request_id=0, prompt=list(map(int, group.item.tokens)), params=params, seed=seed)
-        for request in requests_of_rest(whole, group.unfinished, ids):
-            requests.append(request)
-            group_of[request.request_id] = group
+    requests, group_of = _requests(setup, choice.groups, itertools.count())
     reward, copies = run.progress.last_reward, trainer.engine.spec.layout.dp_size
     with RolloutProgress("rollout", choice.size, config.gconfig.n_samples, copies, reward) as progress:
 
@@ -99,6 +100,145 @@ def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Gr
         with trainer.rollout_session(sampling_params=params, proxy=False):
             parked = trainer.rollout_until(requests, finished)
     return [(group_of[output.request_id], output) for output in parked]
+
+
+def warn_all_equal() -> None:
+    """Warn that dynamic sampling has found no group with different rewards for the step."""
+    logger.warning("all groups of this step have equal rewards: there is nothing to prefer in them")
+
+
+def sample_replacing(
+    setup: PolicySetup, batch: Batch[PromptItem]
+) -> tuple[list[ScoredSample], np.ndarray, dict[str, float], list[Batch[PromptItem]]]:
+    """Sample as `sample_ahead` does, and replace groups without a difference in their rewards meanwhile (DAPO).
+
+    Prompts begin in the order of the data. A prompt is trained in the step in which its group is found to have
+    different rewards, or in a later one, and dropped if all its rewards are equal. If rollout.max_sampling_rounds
+    batches of a step or the end of the data leave too few groups, the step trains on fewer. If all groups would be
+    dropped, the step trains on the first of them.
+
+    Args:
+        setup: Models, data, settings and outputs of the run.
+        batch: The batch that the step has taken. The step takes further batches when it needs them.
+
+    Returns:
+        (samples of all groups that are trained or dropped, (B,) bool mask of the groups to train on, rollout/*
+        metrics, batches that the step has taken).
+    """
+    run, config = setup.run, setup.config
+    in_flight, step, size = run.progress.in_flight, run.step, config.train_dataset.batch_size
+    batches = [batch]
+
+    def more() -> tuple[int, Sequence[PromptItem]] | None:
+        if len(batches) >= config.rollout.max_sampling_rounds or (taken := run.progress.next_batch()) is None:
+            return None
+        batches.append(taken)
+        return run.progress.batches_taken, taken.items
+
+    in_flight.admit(run.progress.batches_taken, batch.items)
+    at_once = config.rollout.max_concurrent_rollouts or size * config.gconfig.n_samples
+    admission = in_flight.begin_replacing(step, size, size + config.prompts_ahead, at_once, more)
+    with Scorer(setup, [], config.gconfig, 0) as scorer:
+        with run.clock.phase("rollout"):
+            log_stage("rollout_start")
+            replacing = _Replacing(setup, scorer, admission)
+            reward, copies = run.progress.last_reward, setup.trainer.engine.spec.layout.dp_size
+            with RolloutProgress("rollout", size, config.gconfig.n_samples, copies, reward) as replacing.display:
+                params = sampling_params(config.gconfig)
+                with setup.trainer.rollout_session(sampling_params=params, proxy=False):
+                    parked = setup.trainer.rollout_until([], replacing, _STEPS)
+            if not admission.taken:
+                warn_all_equal()
+                admission.keep_dropped()
+            in_flight.end(step, admission, [(replacing.group_of[each.request_id], each) for each in parked])
+            log_stage("rollout_end")
+        with run.clock.phase("reward"):  # waits for the rewards that are still being computed
+            samples = scorer.finish()
+    taken, gone = set(admission.taken), set(admission.gone)
+    samples = [sample for sample in samples if admission.groups[sample.group] in gone]
+    keep = np.array([admission.groups[sample.group] in taken for sample in samples])
+    kept = [sample for sample, is_kept in zip(samples, keep, strict=True) if is_kept]
+    before = [(group, part) for group, part in replacing.before if n_tokens(group.latest(part.sample)) > n_tokens(part)]
+    scalars = _metrics(setup, kept, sum(n_tokens(part) for _, part in before), 0)
+    scalars |= {"rollout/sampling_rounds": len(batches), "rollout/dropped_groups": len(admission.dropped)}
+    return samples, keep, scalars, batches
+
+
+class _Replacing:
+    """Begins prompts and scores groups during a rollout, as an Admission decides. See RolloutSteering.
+
+    Args:
+        setup: Models, data, settings and outputs of the run.
+        scorer: Scores the samples.
+        admission: Decides which prompts begin.
+
+    Attributes:
+        display: Shows the progress of the rollout.
+        group_of: Request id -> group of the request.
+        before: Each sample that continues, with its group and its output before this step.
+    """
+
+    def __init__(self, setup: PolicySetup, scorer: Scorer, admission: Admission):
+        self._setup, self._scorer, self._admission = setup, scorer, admission
+        self._places: dict[Group, int] = {}
+        self._ids = itertools.count()
+        self.display: RolloutProgress
+        self.group_of: dict[int, Group] = {}
+        self.before: list[tuple[Group, GenerationOutput]] = []
+
+    def __call__(
+        self, outputs: list[GenerationOutput], stats: list[RolloutStats]
+    ) -> tuple[int, Sequence[GenerationRequest]]:
+        """Score finished samples, and begin prompts in the place of those that are dropped.
+
+        Args:
+            outputs: The finished samples.
+            stats: Decoding statistics of each data-parallel rank.
+
+        Returns:
+            (number of unfinished samples, or 0 if the step is over; requests of the prompts that begin).
+        """
+        admission = self._admission
+        found = [(self.group_of[output.request_id], output) for output in outputs]
+        self._take(found)
+        self.display([numbered(output, self._places[group]) for group, output in found], stats)
+        self._setup.run.pulse()
+        admission.add(found)
+        requests = self._begin()
+        while (group := admission.to_judge()) is not None:
+            admission.judge(len(set(self._scorer.rewards_of(self._places[group]))) < 2)
+            requests += self._begin()
+        admission.wait()
+        return 0 if admission.is_over else admission.n_open, requests
+
+    def _begin(self) -> list[GenerationRequest]:
+        """Begin groups, and return their requests."""
+        groups = self._admission.begin()
+        self._scorer.extend([group.item for group in groups])
+        for group in groups:
+            self._places[group] = len(self._places)
+            self.before += [(group, part) for part in group.parked.values()]
+            self._take((group, output) for output in group.outputs)
+        requests, group_of = _requests(self._setup, groups, self._ids)
+        self.group_of |= group_of
+        return requests
+
+    def _take(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> None:
+        self._scorer.take([numbered(output, self._places[group]) for group, output in outputs])
+
+
+def _requests(
+    setup: PolicySetup, groups: Sequence[Group], ids: Iterator[int]
+) -> tuple[list[GenerationRequest], dict[int, Group]]:
+    """Return the requests of the unfinished samples of groups, and the group of each request id."""
+    params, requests, group_of = sampling_params(setup.config.gconfig), [], {}
+    for group in groups:
+        seed = request_seed(setup.run.progress.seed_of(group.batch), group.place)
+        whole = GenerationRequest(request_id=0, prompt=list(map(int, group.item.tokens)), params=params, seed=seed)
+        for request in requests_of_rest(whole, group.unfinished, ids):
+            requests.append(request)
+            group_of[request.request_id] = group
+    return requests, group_of
 
 
 def numbered(output: GenerationOutput, request_id: int) -> GenerationOutput:
@@ -130,6 +270,7 @@ def _metrics(
             "rollout/postponed_prompts": n_postponed,
             "rollout/discarded_tokens": n_thrown_away / max(1, n_tokens),
         }
+    begun = in_flight.begun_lengths(setup.run.step)
     parked = [len(part.tokens) for group in in_flight.groups for part in group.parked.values() if part.tokens]
     if setup.live_agents is not None:
         parked = setup.live_agents.parked
@@ -141,4 +282,18 @@ def _metrics(
         "rollout/recomputed_tokens": n_recomputed / max(1, n_tokens),
         "rollout/parked_samples": len(parked),
         "rollout/parked_len_mean": float(np.mean(parked)) if parked else 0.0,
+        **_lengths("trained_len", [sample.sequence.n_tokens for sample in samples]),
+        **_lengths("begun_len", begun),
     }
+
+
+def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:
+    """Return metrics of the lengths of samples in tokens: mean, 90th percentile and maximum. Empty without samples.
+
+    A step that does not wait trains on short samples earlier than on long ones. So the lengths of the trained samples
+    can be below those of the samples that were begun (Magistral, arXiv 2506.10910).
+    """
+    if not lengths:
+        return {}
+    found = {"mean": np.mean(lengths), "p90": np.percentile(lengths, 90), "max": np.max(lengths)}
+    return {f"rollout/{name}_{which}": float(value) for which, value in found.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from areno.plan.plan import sampling_params
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agents import sample_with_agents
-from areno.trainers.ahead import sample_ahead
+from areno.trainers.ahead import sample_ahead, sample_replacing, warn_all_equal
 from areno.trainers.rounds import can_overlap, sample_rounds
 from areno.trainers.rows import joined, n_trained, rows_per_sample, trained
 from areno.trainers.score import Scorer
@@ -112,9 +111,6 @@ def _log_samples(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSeque
     setup.run.outputs.trackers.samples(setup.run.step, rollout.samples)
 
 
-logger = logging.getLogger("areno")
-
-
 @dataclass
 class Rollout:
     """The samples of one step, and the choice of samples to train on.
@@ -159,7 +155,8 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     With rollout.dynamic_sampling, groups (the samples of one prompt) whose rewards are all equal are dropped. The
     dropped groups are replaced by sampling further prompts, until enough groups remain or rollout.max_sampling_rounds
     rounds are done. With dynamic_bs, dropped groups are not replaced. If no group would remain, the first groups of the
-    step are kept in spite of their equal rewards.
+    step are kept in spite of their equal rewards. With rollout.max_head_offpolicyness above 0, other prompts begin as
+    soon as a group is dropped, see `areno.trainers.ahead.sample_replacing`.
 
     With rollout.prompts_ahead, which rollout.max_head_offpolicyness above 0 implies, the step does not wait for its
     longest samples, see `areno.trainers.ahead`.
@@ -172,10 +169,18 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
         The samples, and a mask of the samples to train on.
     """
     config, run, scores = setup.config, setup.run, StepScores(setup)
+    if config.replaces_in_flight:
+        samples, keep, scalars, batches = sample_replacing(setup, batch)
+        return _rollout(samples, keep, batches, scores, scalars)
     if config.prompts_ahead or run.progress.in_flight.groups:  # these may be left from before a change of settings
-        samples, scalars = sample_ahead(setup, batch, scores)
-        keep = np.array([sample.outcome.value is not None for sample in samples])
-        return Rollout(samples, keep, batch.skipped_long, batch.total_skipped_long, scores, scalars)
+        # Dynamic sampling decides by the rewards which rows are trained.
+        early = None if config.rollout.dynamic_sampling else scores
+        samples, scalars = sample_ahead(setup, batch, early)
+        keep = np.ones(len(samples), dtype=bool)
+        if config.rollout.dynamic_sampling:
+            keep, dropped = _with_signal(samples, n_groups(samples))
+            scalars |= {"rollout/sampling_rounds": 1, "rollout/dropped_groups": dropped}
+        return _rollout(samples, keep, [batch], scores, scalars)
     most = config.rollout.max_sampling_rounds if config.rollout.dynamic_sampling and not config.dynamic_bs else 1
     if most > 1 and can_overlap(setup):
         samples, batches = sample_rounds(setup, batch, most)
@@ -193,17 +198,36 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
             group = samples[-1].group + 1
             samples += sample_and_score(setup, more.items, config.gconfig, seed, first_group=group)
             batches.append(more)
-    skipped_long, total_skipped_long = sum(each.skipped_long for each in batches), batches[-1].total_skipped_long
     keep, scalars = np.ones(len(samples), dtype=bool), {}
     if config.rollout.dynamic_sampling:
-        size = len(batch)
-        keep = first_groups(samples, has_signal(samples), size)
-        dropped = n_groups(samples) - n_groups(samples, keep)
+        keep, dropped = _with_signal(samples, len(batch))
         scalars = {"rollout/sampling_rounds": len(batches), "rollout/dropped_groups": dropped}
-        if not keep.any():
-            logger.warning("all groups of this step have equal rewards: there is nothing to prefer in them")
-            keep = first_groups(samples, ~keep, size)
-    keep &= [sample.outcome.value is not None for sample in samples]
+    return _rollout(samples, keep, batches, scores, scalars)
+
+
+def _with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray, int]:
+    """Return (mask of the first `size` groups with different rewards, number of groups that are not among them).
+
+    If there are no such groups, the mask has the first `size` groups in spite of their equal rewards.
+    """
+    keep = first_groups(samples, has_signal(samples), size)
+    dropped = n_groups(samples) - n_groups(samples, keep)
+    if not keep.any():
+        warn_all_equal()
+        keep = first_groups(samples, ~keep, size)
+    return keep, dropped
+
+
+def _rollout(
+    samples: list[ScoredSample],
+    keep: np.ndarray,
+    batches: Sequence[Batch[PromptItem]],
+    scores: StepScores,
+    scalars: Mapping[str, float],
+) -> Rollout:
+    """Return the rollout of a step that has taken `batches`. Samples without a reward are not kept."""
+    keep = keep & [sample.outcome.value is not None for sample in samples]
+    skipped_long, total_skipped_long = sum(each.skipped_long for each in batches), batches[-1].total_skipped_long
     return Rollout(samples, keep, skipped_long, total_skipped_long, scores, scalars)
 
 

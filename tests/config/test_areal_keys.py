@@ -93,6 +93,31 @@ def test_every_key_works_or_is_told(recipe: str) -> None:
     assert n_working > 60
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("max_head_offpolicyness", None),
+        ("max_concurrent_rollouts", None),
+        ("queue_size", "rollout.prompts_ahead"),
+        ("consumer_batch_size", "train_dataset.batch_size"),
+        ("pause_grace_period", "between two decoding steps"),
+        ("request_timeout", "agent.timeout_s"),
+        ("request_retries", "no inference servers"),
+        ("check_trajectory_format", "always checked"),
+        ("enable_rollout_tracing", "rollout.dump_to_file"),
+    ],
+)
+def test_the_keys_of_a_rollout_that_does_not_wait(name: str, words: str | None) -> None:
+    """Each works, or says which setting does its work, which exists."""
+    assert f"rollout.{name}" in dict(expanded("GRPOConfig"))
+    if words is None:
+        assert f"rollout.{name}" in ours("grpo")
+        return
+    told = hint(f"rollout.{name}")
+    assert words in told
+    assert not [key for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", told) if key not in ours("grpo")]
+
+
 def test_the_page_names_what_is_told() -> None:
     """Each key that an error knows of, by its last name or its section's."""
     named = {word for code in codes(PAGE.read_text(encoding="utf-8")) for word in re.split(r"[.=]", code)}

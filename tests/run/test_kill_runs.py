@@ -1,12 +1,13 @@
-"""Ten of the runs that `python -m tests.kill_runs` makes: killed at random moments, inside of saves, twice in a row."""
+"""Runs that `python -m tests.kill_runs` makes: killed at random moments, inside of saves, twice in a row."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
-from tests.kill_runs import Kill, Run, check, reference
+from tests.kill_runs import Kill, Run, check, draw, reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -47,3 +48,21 @@ def test_a_killed_run_ends_as_if_nobody_had_killed_it(recipe, settings, kills, e
     spawned = any(kill.whom == "worker" for kill in kills)
     run = Run(recipe, tmp_path / "run", [EQUAL, *settings, f"engine.workers={'spawn' if spawned else 'inline'}"])
     check(run, kills, *expected(recipe))
+
+
+@pytest.mark.timeout(1800)
+def test_twenty_runs_with_samples_in_flight_end_as_if_nobody_had_killed_them(expected, tmp_path):
+    rng = random.Random(36)
+    whole, seconds = expected("grpo")
+    parked = [line["rollout/parked_samples"] for line in whole["metrics"] if "rollout/parked_samples" in line]
+    assert sum(parked) > 2
+    assert max(line.get("rollout/oldest_gap", 0) for line in whole["metrics"]) >= 1
+    assert sum(line.get("rollout/dropped_groups", 0) for line in whole["metrics"]) > 0
+    n_hit = 0
+    for number in range(20):
+        kills = draw(rng)
+        spawned = any(kill.whom == "worker" for kill in kills)
+        settings = [EQUAL, "recover.freq_steps=1", f"engine.workers={'spawn' if spawned else 'inline'}"]
+        said = check(Run("grpo", tmp_path / str(number), settings), kills, whole, seconds)
+        n_hit += not said.startswith("hit 0")
+    assert n_hit > 10

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areno.api.trainer import Trainer
 from areno.errors import ArenoError, ConfigError
-from areno.run.in_flight import Choice, Group, InFlight, n_due
+from areno.run.groups import Choice, Group, n_due
+from areno.run.in_flight import InFlight
 from areno.trainers import collect
 from areno.types import GenerationOutput, PromptItem, TrainSequence
 from tests.helpers.policy_runs import Played, play, trained
@@ -229,17 +231,54 @@ def prompts(rows: list[TrainSequence]) -> set[tuple[int, ...]]:
     return {tuple(np.asarray(row.tokens)[: list(row.prompt_mask).index(False)].tolist()) for row in rows}  # type: ignore
 
 
-def test_with_frozen_weights_an_epoch_trains_the_samples_of_a_run_that_waits(tmp_path):
+def lengths(run: Played) -> list[int]:
+    return sorted(len(trained(row, "logprobs")) for rows in run.rows for row in rows)
+
+
+@pytest.mark.parametrize("limit", [2, 4])
+def test_with_frozen_weights_an_epoch_trains_the_samples_of_a_run_that_waits(limit, tmp_path):
     frozen = ["actor.optimizer.lr=0", "engine.exact=true"]
     waits = epoch(tmp_path / "waits", *LONG, *frozen)
-    ahead = epoch(tmp_path / "ahead", *AHEAD, *frozen)
+    ahead = epoch(tmp_path / "ahead", *AHEAD, *frozen, f"rollout.max_head_offpolicyness={limit}")
+    assert lengths(ahead) == lengths(waits)
     assert [len(rows) for rows in ahead.rows] == [len(rows) for rows in waits.rows] == [16] * 5 + [8]
     assert drawn([*chain(*ahead.rows)]) == drawn([*chain(*waits.rows)])
     assert [prompts(rows) for rows in ahead.rows] != [prompts(rows) for rows in waits.rows]  # in another order
     assert len(set().union(*map(prompts, ahead.rows))) == 22
-    assert max(ahead.series("rollout/oldest_gap")) in (1, 2)
+    assert 1 <= max(ahead.series("rollout/oldest_gap")) <= limit
     assert sum(ahead.series("rollout/parked_samples")) > 0
     assert ahead.series("rollout/parked_samples")[-1] == 0  # the last step leaves none
+
+
+def test_without_a_limit_a_step_samples_its_own_prompts_alone(tmp_path, monkeypatch):
+    """A run with max_head_offpolicyness=0 has the bits of samples that the engine draws for each batch by itself."""
+
+    def sample(*args: Any) -> Any:
+        raise AssertionError("samples are in flight")
+
+    monkeypatch.setattr(collect, "sample_ahead", sample)
+    monkeypatch.setattr(collect, "sample_replacing", sample)
+    drawn_alone: list[Counter[tuple[Any, ...]]] = []
+    rollout = Trainer.rollout_token_batch
+
+    def twice(self: Trainer, prompts: Any, n_samples: int, params: Any, **how: Any) -> Any:
+        alone = rollout(self, prompts, n_samples, params, seed=how["seed"])
+        drawn_alone.append(
+            Counter(
+                ((*each.prompt_tokens, *sequence.resp_tokens), tuple(sequence.resp_logprobs))
+                for each in alone
+                for sequence in each.sequences
+            )
+        )
+        return rollout(self, prompts, n_samples, params, **how)
+
+    monkeypatch.setattr(Trainer, "rollout_token_batch", twice)
+    run = epoch(tmp_path / "run", *LONG, "rollout.max_head_offpolicyness=0")
+    assert len(run.rows) == len(drawn_alone) == 6
+    for rows, alone in zip(run.rows, drawn_alone, strict=True):
+        assert Counter((tuple(row.tokens), tuple(trained(row, "logprobs"))) for row in rows) == alone
+        assert {row.staleness for row in rows} == {0}
+    assert not run.names() & {"rollout/oldest_gap", "rollout/parked_samples", "rollout/begun_len_mean"}
 
 
 @pytest.mark.slow
@@ -268,6 +307,40 @@ def test_samples_go_on_under_new_weights_and_say_so(tmp_path):
     # The decoupled loss weighs the tokens of older weights.
     stale = [row for rows in run.rows for row in rows if row.staleness]
     assert any(weight != 1 for row in stale for weight in trained(row, "weights"))
+
+
+def test_lengths_are_those_of_trained_samples_and_of_samples_that_a_step_began(tmp_path, monkeypatch):
+    limit, step, sampled = 2, [0], {}
+    sample = collect.sample_ahead
+
+    def watched(setup: Any, batch: Any, scores: Any) -> Any:
+        step[0] += 1
+        samples, scalars = sample(setup, batch, scores)
+        for each in samples:  # the version of a token says which step sampled it: each step has one update
+            versions = np.asarray(each.sequence.resp_versions)
+            begun = step[0] - (setup.trainer.engine.weights_version - int(versions.min()))
+            sampled.setdefault((step[0], each.item.index), []).append((begun, len(versions)))
+        return samples, scalars
+
+    monkeypatch.setattr(collect, "sample_ahead", watched)
+    run = epoch(tmp_path / "run", *AHEAD)
+    trained_lens: dict[int, list[int]] = {}
+    begun_lens: dict[int, list[int]] = {}
+    for (trained_at, _), parts in sampled.items():
+        lengths = [length for _, length in parts]
+        trained_lens.setdefault(trained_at, []).extend(lengths)
+        begun_lens.setdefault(min(begun for begun, _ in parts), []).extend(lengths)
+    cohorts = [begun_lens[k] for k in range(1, len(run.rows) - limit + 1)]
+    assert len(cohorts) == 4
+    assert trained_lens[1] != begun_lens[1]
+    for name, lengths in (("trained_len", [trained_lens[k] for k in sorted(trained_lens)]), ("begun_len", cohorts)):
+        assert run.series(f"rollout/{name}_mean") == pytest.approx([sum(each) / len(each) for each in lengths])
+        assert run.series(f"rollout/{name}_max") == [max(each) for each in lengths]
+        ranked = [sorted(each) for each in lengths]
+        for value, each in zip(run.series(f"rollout/{name}_p90"), ranked, strict=True):
+            place = 0.9 * (len(each) - 1)
+            low, high = each[int(place)], each[min(int(place) + 1, len(each) - 1)]
+            assert value == pytest.approx(low + (place - int(place)) * (high - low))
 
 
 @pytest.mark.parametrize("settings", [AHEAD, [*LONG, "rollout.prompts_ahead=3"]], ids=["stale", "postponed"])
@@ -319,8 +392,6 @@ def test_a_critic_is_trained_on_the_same_rows(tmp_path):
             "rollout.prompts_ahead",
             "more than the prompts",
         ),
-        (["rollout.max_head_offpolicyness=1", "rollout.dynamic_sampling=true"], "rollout.dynamic_sampling", "replace"),
-        (["rollout.prompts_ahead=1", "rollout.dynamic_sampling=true"], "rollout.dynamic_sampling", "replace"),
         (["rollout.max_head_offpolicyness=-1"], "rollout.max_head_offpolicyness", "-1"),
     ],
 )

@@ -1,0 +1,320 @@
+"""The samples of one prompt, and the decisions of a step about which of them it trains on.
+
+A group is the samples of one prompt, and is whole when all of them have finished. `Choice` decides in a step that
+trains on the groups which are whole first. `Admission` decides in a step with dynamic sampling, which drops groups and
+begins other prompts in their place. Both are told about finished samples, and sample nothing themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areno.types import GenerationOutput, PromptItem, RewardRecord, ScoredSample
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The samples of one prompt.
+
+    Attributes:
+        batch: Number of the prompt's batch, from 1.
+        place: Index of the prompt in its batch.
+        item: The prompt.
+        n_samples: Number of samples.
+        begun_at: Step in which the first token of the group was sampled. None until that step has ended. With agents,
+            it is set when they start.
+        finished: Sample number -> output of a finished sample. With agents, an AgentSample.
+        parked: Sample number -> output of a sample that was interrupted, possibly without tokens.
+        is_postponed: Whether the group was postponed. A postponed group has no tokens and waits for a step of postponed
+            groups.
+    """
+
+    batch: int
+    place: int
+    item: PromptItem
+    n_samples: int
+    begun_at: int | None = None
+    finished: dict[int, Any] = field(default_factory=dict)
+    parked: dict[int, GenerationOutput] = field(default_factory=dict)
+    is_postponed: bool = False
+
+    @property
+    def missing(self) -> int:
+        """Number of unfinished samples."""
+        return self.n_samples - len(self.finished)
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The outputs of the finished samples, in the order of their numbers."""
+        return [self.finished[sample] for sample in sorted(self.finished)]
+
+    @property
+    def unfinished(self) -> list[GenerationOutput]:
+        """The outputs of the unfinished samples so far, in the order of their numbers."""
+        return [self.latest(sample) for sample in range(self.n_samples) if sample not in self.finished]
+
+    def latest(self, sample: int) -> GenerationOutput:
+        """Return the output of a sample so far.
+
+        Args:
+            sample: Number of the sample.
+        """
+        return self.finished.get(sample) or self.parked.get(sample) or _nothing(sample)
+
+
+@dataclass(slots=True, eq=False)
+class AgentSample:
+    """The sample of an agent that has ended.
+
+    Attributes:
+        sample: Number of the sample.
+        scored: The sample, which has no reward yet.
+        record: Record for reward functions. None if the agent failed.
+    """
+
+    sample: int
+    scored: ScoredSample
+    record: RewardRecord | None
+
+
+def _nothing(sample: int) -> GenerationOutput:
+    """Return the output of a sample that has no tokens."""
+    return GenerationOutput(request_id=0, sample=sample, tokens=[], logprobs=[], versions=[], finish_reason=None)
+
+
+def n_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence[int]) -> int:
+    """Return how many groups a step must train so that every group meets its deadline.
+
+    The deadline of a group is `limit` steps after the step in which its sampling began, or the last step of the run.
+    Groups with the earliest deadlines are trained first. Later steps have room for their own batch sizes only, so some
+    groups must be trained before their own deadlines.
+
+    Args:
+        begun_at: For each group, the step in which its sampling began. None if it begins in this step.
+        step: Number of the step.
+        limit: Largest number of steps between beginning and training.
+        sizes: Number of groups that this step and each of the next `limit` steps train. Fewer steps if the run ends.
+
+    Returns:
+        The number of groups, those with the earliest deadlines.
+    """
+    last = len(sizes) - 1
+    deadlines = [min((step if begun is None else begun) + limit - step, last) for begun in begun_at]
+    room = itertools.accumulate(sizes[1:], initial=0)  # groups that the next k steps train
+    return max(sum(deadline <= k for deadline in deadlines) - room_k for k, room_k in enumerate(room))
+
+
+class Choice:
+    """Decides during the rollout which groups a step trains on.
+
+    Groups that are due belong to the step: those at their deadline, or postponed ones that complete the batch. The rest
+    of the step's batch is filled with the groups that are whole first.
+
+    Args:
+        groups: The groups that the step samples, the oldest first.
+        due: The groups that are due.
+        size: Number of groups that the step trains on.
+
+    Attributes:
+        groups: The groups that the step samples.
+        size: Number of groups that the step trains on.
+        taken: The groups of the step that are whole so far, in the order in which they became whole.
+        known: The samples of earlier steps that the step trains on, each with its group.
+    """
+
+    def __init__(self, groups: Sequence[Group], due: Sequence[Group], size: int):
+        assert len(due) <= size
+        self.groups, self.size, self.taken = groups, size, list[Group]()
+        self._due = set(due)
+        self._open = [group for group in groups if group not in self._due]
+        self._n_open = size - len(due)
+        self.known = [sample for group in groups for sample in self._certain(group, group.outputs)]
+
+    @property
+    def gone(self) -> Sequence[Group]:
+        """The groups that are no longer in flight after the step: those that it trains on."""
+        return self.taken
+
+    def _certain(self, group: Group, finished: Sequence[Any]) -> list[tuple[Group, Any]]:
+        """Take a group that is whole and belongs to the step.
+
+        Args:
+            group: The group.
+            finished: Those of its samples that have finished since the last call for this group.
+
+        Returns:
+            The samples of which it is certain since this call that the step trains on them, each with the group.
+        """
+        if group in self._due:
+            found = finished
+        elif group.missing or not self._n_open:
+            return []
+        else:
+            found = group.outputs
+            self._n_open -= 1
+            self._open.remove(group)
+        if not group.missing:
+            self.taken.append(group)
+        return [(group, output) for output in found]
+
+    def add(self, outputs: Iterable[tuple[Group, Any]]) -> list[tuple[Group, Any]]:
+        """Record finished samples.
+
+        Args:
+            outputs: Each finished sample (GenerationOutput or AgentSample) with its group, in the order in which the
+                samples finished.
+
+        Returns:
+            The samples of which it is certain now that the step trains on them, each with its group. Each sample of the
+            step is returned once, by this method or in `known`.
+        """
+        found = []
+        for group, output in outputs:
+            group.finished[output.sample] = output
+            group.parked.pop(output.sample, None)
+            found += self._certain(group, [output])
+        return found
+
+    @property
+    def missing(self) -> int:
+        """Smallest number of further samples after which all groups of the step can be whole. 0 if all are."""
+        due = sum(group.missing for group in self._due)
+        return due + sum(sorted(group.missing for group in self._open)[: self._n_open])
+
+
+class Admission:
+    """Decides during a rollout with dynamic sampling (DAPO, arXiv 2503.14476) which groups begin and are trained.
+
+    Groups whose rewards are all equal are dropped as soon as this is known, and other prompts begin in their place
+    (the admission of AReaL, arXiv 2505.24298). Groups with different rewards are trained in the order in which they
+    became whole. Groups at their deadline have a place in the step, unless they are dropped.
+
+    All decisions depend on the order of finished samples and on rewards, not on the time when a reward is known. For
+    this, `to_judge` names the groups whose rewards have to be waited for. A group is named at the earliest in the call
+    after the one in which it became whole, and only if the device would have free places or the step may be complete.
+
+    Args:
+        begun: The groups that earlier steps have begun, the oldest first.
+        n_due: Number of these groups, from the first, that are at their deadline.
+        size: Number of groups that the step trains on.
+        most: Largest number of groups that are begun and not dropped.
+        at_once: Number of samples that are decoded at the same time.
+        next_group: Returns the next group to begin. None if there is none.
+
+    Attributes:
+        groups: The groups of the step that are begun, in this order.
+        size: Number of groups that the step trains on.
+        taken: The groups that the step trains on so far, in the order in which they became whole.
+        dropped: The groups with equal rewards.
+    """
+
+    def __init__(
+        self,
+        begun: Sequence[Group],
+        n_due: int,
+        size: int,
+        most: int,
+        at_once: int,
+        next_group: Callable[[], Group | None],
+    ):
+        self.groups, self.size = list[Group](), size
+        self.taken, self.dropped = list[Group](), list[Group]()
+        self._most, self._at_once, self._next_group = most, at_once, next_group
+        self._carried, self._due = list(begun), set(begun[:n_due])
+        self._unknown: list[Group] = []  # whole groups whose rewards are not known yet, in the order of becoming whole
+        self._later: list[Group] = []  # groups with different rewards for which the step has no place
+        self._n_old = 0  # unknown groups that were whole at the last `wait`
+        self._n_open = 0  # unfinished samples
+
+    @property
+    def gone(self) -> Sequence[Group]:
+        """The groups that are no longer in flight after the step: those that it trains on or drops."""
+        return [*self.taken, *self.dropped]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step has all its groups, or nothing more to sample."""
+        return len(self.taken) == self.size or not (self._n_open or self._unknown)
+
+    @property
+    def n_open(self) -> int:
+        """Number of unfinished samples."""
+        return self._n_open
+
+    def begin(self) -> list[Group]:
+        """Begin groups as long as there is room, and return them. Those of earlier steps come first."""
+        if len(self.taken) == self.size:
+            return []
+        found, self._carried = self._carried, []
+        room = self._most - (len(self.groups) - len(self.dropped)) - len(found)
+        for _ in range(room):
+            if (group := self._next_group()) is None:
+                break
+            found.append(group)
+        self.groups += found
+        self._n_open += sum(group.missing for group in found)
+        self._unknown += [group for group in found if not group.missing]
+        return found
+
+    def add(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> None:
+        """Record finished samples.
+
+        Args:
+            outputs: Each finished sample with its group, in the order in which the samples finished.
+        """
+        for group, output in outputs:
+            group.finished[output.sample] = output
+            group.parked.pop(output.sample, None)
+            self._n_open -= 1
+            if not group.missing:
+                self._unknown.append(group)
+
+    def to_judge(self) -> Group | None:
+        """Return a group whose rewards must be known before the rollout continues. None if there is none."""
+        if self.is_over or not self._unknown:
+            return None
+        if not self._n_open:  # nothing is left to decode meanwhile
+            return self._unknown[0]
+        may_end = len(self.taken) + len(self._unknown) >= self.size
+        is_needed = may_end or self._n_open < self._at_once
+        return self._unknown[0] if self._n_old and is_needed else None
+
+    def judge(self, is_uniform: bool) -> None:
+        """Record the rewards of the group that `to_judge` returned.
+
+        Args:
+            is_uniform: Whether all its rewards are equal.
+        """
+        group = self._unknown.pop(0)
+        self._n_old -= self._n_old > 0
+        if is_uniform:
+            self.dropped.append(group)
+        elif group in self._due:
+            self.taken.append(group)
+        else:
+            self._later.append(group)
+        self._due.discard(group)
+        while self._later and len(self.taken) + len(self._due) < self.size:
+            self.taken.append(self._later.pop(0))
+
+    def wait(self) -> None:
+        """End the decisions after a decoding interval. The rewards of whole groups may be waited for from now on."""
+        self._n_old = len(self._unknown)
+
+    def keep_dropped(self) -> None:
+        """Train on dropped groups, as many as the step has places. For a step whose groups are all dropped."""
+        self.taken, self.dropped = self.dropped[: self.size], self.dropped[self.size :]
+
+
+def n_tokens(output: Any) -> int:
+    """Return the number of sampled tokens of a sample.
+
+    Args:
+        output: The sample: a GenerationOutput or an AgentSample.
+    """
+    if isinstance(output, AgentSample):
+        return output.scored.sequence.n_tokens
+    return len(vars(output)["tokens"])  # reading the attribute would make a list of an array
