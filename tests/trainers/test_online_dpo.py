@@ -289,6 +289,12 @@ def test_the_plan_counts_the_samples_of_pairs(pairs: int, n_trained: int) -> Non
     assert tokens["rollout"] == 16 * 8 * found.lengths.answer
 
 
+def test_the_plan_of_the_command_line_says_how_many_samples_are_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--algo", "online_dpo", "--config-name", TASK, "--device", "cpu", "pairs_per_prompt=2"]
+    assert main(["plan", *words]) == 0
+    assert "256 samples (32 prompts x 8), 128 of them trained" in capsys.readouterr().out
+
+
 def test_a_replay_shows_the_sample_and_says_why_it_has_no_loss(
     tmp_path: Path, models: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
