@@ -17,6 +17,7 @@ __all__ = [
     "DistillTrainer",
     "KTOTrainer",
     "ModelRole",
+    "OnlineDPOTrainer",
     "PPOTrainer",
     "PolicyOnlyTrainer",
     "RewardModelTrainer",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from areno.trainers.distill import DistillTrainer
     from areno.trainers.dpo import DPOTrainer
     from areno.trainers.kto import KTOTrainer
+    from areno.trainers.online_dpo import OnlineDPOTrainer
     from areno.trainers.policy_only import PolicyOnlyTrainer
     from areno.trainers.ppo import PPOTrainer
     from areno.trainers.reward_model import RewardModelTrainer
@@ -44,6 +46,7 @@ _NAMES = {
     "areno.trainers.distill": ("DistillTrainer",),
     "areno.trainers.dpo": ("DPOTrainer",),
     "areno.trainers.kto": ("KTOTrainer",),
+    "areno.trainers.online_dpo": ("OnlineDPOTrainer",),
     "areno.trainers.policy_only": ("PolicyOnlyTrainer",),
     "areno.trainers.ppo": ("PPOTrainer",),
     "areno.trainers.reward_model": ("RewardModelTrainer",),

@@ -75,6 +75,7 @@ RECIPES = {
         "actor.use_decoupled_loss=true",
     ],
     "ppo": ["--config-name=quickstart_ppo", *POLICY, "critic.warmup_steps=2", "critic.ppo_n_minibatches=2"],
+    "online_dpo": ["--config-name=quickstart_online_dpo", *POLICY, "pairs_per_prompt=2"],
     "dpo": ["--config-name=quickstart_dpo", *VALIDATION],
     "kto": ["--config-name=quickstart_kto", *VALIDATION],
     "rw": ["--config-name=quickstart_rw", *VALIDATION],

@@ -310,7 +310,8 @@ def _work(found: Forecast, is_limit: bool) -> str:
     if not isinstance(config, PolicyExperimentConfig):
         return f"{n_rows:,} rows of {lengths.prompt + lengths.answer:,} tokens"
     n_samples, limit = config.gconfig.n_samples, _LIMIT if is_limit else ""
-    samples = f"{n_rows:,} samples ({n_rows // n_samples:,} prompts x {n_samples})"
+    samples = f"{config.rows_per_step:,} samples ({config.train_dataset.batch_size:,} prompts x {n_samples})"
+    samples += f", {n_rows:,} of them trained" if n_rows < config.rows_per_step else ""
     return f"{samples}, prompts of {lengths.prompt:,} tokens, answers of {lengths.answer:,} tokens{limit}"
 
 

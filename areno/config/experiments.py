@@ -90,7 +90,7 @@ class ExperimentConfig(Section):
     """Head of the actor: "lm" predicts tokens, "value" computes a score for each token."""
 
     def rows_per_item(self) -> int:
-        """Return the number of training rows that a row of the dataset becomes, such as 2 for a pair of answers."""
+        """Return the number of training rows that stay together, such as 2 for a pair of answers."""
         return 1
 
     def offloads(self, section: Any) -> bool:

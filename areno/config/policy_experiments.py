@@ -306,6 +306,16 @@ class PolicyExperimentConfig(ExperimentConfig):
         """Number of training rows in a full batch: prompts per step times samples per prompt."""
         return self.train_dataset.batch_size * self.gconfig.n_samples
 
+    @property
+    def trained_per_prompt(self) -> int:
+        """Largest number of samples of a prompt that are trained. The others are only scored by the rewards."""
+        return self.gconfig.n_samples
+
+    @property
+    def units_per_step(self) -> int:
+        """Largest number of units that a step trains. A unit is a row, or a pair of rows (`rows_per_item`)."""
+        return self.train_dataset.batch_size * self.trained_per_prompt // self.rows_per_item()
+
     @forbid(
         "actor.ppo_n_minibatches",
         "is {self.actor.ppo_n_minibatches}, which does not divide the {self.rows_per_step} rows of a step "
@@ -330,6 +340,47 @@ class DistillExperimentConfig(PolicyExperimentConfig):
         ge=0,
         le=1,
     )
+
+
+@dataclass(kw_only=True)
+class PairedPolicyExperimentConfig(PolicyExperimentConfig):
+    """Settings of a policy algorithm that trains on pairs of its own samples, such as online DPO."""
+
+    teacher: ClassVar[None] = None  # type: ignore[misc]
+    pairs_per_prompt: int = setting(
+        1,
+        help="Largest number of pairs of samples that a prompt gives. The samples of a prompt are sorted by reward. "
+        "The first pair is the best and the worst sample, the second pair the second best and the second worst, and "
+        "so on. Two samples with equal rewards are no pair",
+        gt=0,
+    )
+
+    def rows_per_item(self) -> int:
+        """Return 2: a pair has a chosen and a rejected sample."""
+        return 2
+
+    @property
+    def trained_per_prompt(self) -> int:
+        """Largest number of samples of a prompt that are trained: those of its pairs."""
+        return 2 * self.pairs_per_prompt
+
+    @forbid(
+        "pairs_per_prompt",
+        "is {self.pairs_per_prompt}, but the gconfig.n_samples={self.gconfig.n_samples} samples of a prompt make fewer "
+        "pairs; lower it, or sample more",
+    )
+    def more_pairs_than_samples(self) -> bool:
+        """Return whether a prompt has too few samples for its pairs, each of which has two."""
+        return self.trained_per_prompt > self.gconfig.n_samples
+
+    @forbid(
+        "actor.ppo_n_minibatches",
+        "is {self.actor.ppo_n_minibatches}, which does not divide the {self.units_per_step} pairs of a step "
+        "(train_dataset.batch_size * pairs_per_prompt)",
+    )
+    def uneven_minibatches(self) -> bool:
+        """Return whether actor.ppo_n_minibatches cannot divide the pairs of a step evenly."""
+        return self.units_per_step % self.actor.ppo_n_minibatches != 0
 
 
 @dataclass(kw_only=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areno.loss_fns.advantages import (
+        choose_pairs,
         explained_variance,
         gae,
         group_advantages,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DataPack",
     "behave_weights",
+    "choose_pairs",
     "distillation_loss_fn",
     "dpo_loss_fn",
     "explained_variance",

@@ -1,11 +1,14 @@
 """Rewards and advantages, in numpy float64.
 
 Rewards are shaped first: penalty for long completions, bias, scale and clip. Advantages are then the rewards
-normalised within groups or over the batch, or GAE estimates from the values of a critic.
+normalised within groups or over the batch, or GAE estimates from the values of a critic. Algorithms that train on pairs
+of samples have no advantages: rewards choose the pairs.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
@@ -14,6 +17,8 @@ import numpy as np
 from areno.errors import DataError
 
 Level = Literal["batch", "group"] | None
+Pair = tuple[int, int]
+"""Indices of the chosen and of the rejected sample."""
 
 
 def group_advantages(
@@ -242,3 +247,32 @@ def shape_rewards(
     """
     shaped_B = (np.asarray(rewards, dtype=np.float64) + bias) * scaling
     return shaped_B if clip is None else np.clip(shaped_B, -clip, clip)
+
+
+def choose_pairs(rewards: Sequence[float], groups: Sequence[int], most: int) -> tuple[list[Pair], int]:
+    """Pair the best samples of each group with the worst ones, the second best with the second worst, and so on.
+
+    Samples with equal rewards are ordered as they are given. Two samples with equal rewards are no pair.
+
+    Args:
+        rewards: Reward of each sample. NaN marks a sample whose reward is unknown, which is in no pair.
+        groups: Group id of each sample. The samples of one prompt are a group.
+        most: Largest number of pairs of a group. A group of n samples has at most n // 2.
+
+    Returns:
+        (pairs, tied): the pairs, sorted by group, and the number of pairs that are left out because their rewards are
+        equal.
+    """
+    members: dict[int, list[int]] = defaultdict(list)
+    for index, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        if not math.isnan(reward):
+            members[group].append(index)
+    found: list[Pair] = []
+    tied = 0
+    for group in sorted(members):
+        best_first = sorted(members[group], key=lambda index: -rewards[index])  # a stable sort
+        pairs = [(best_first[k], best_first[-1 - k]) for k in range(min(most, len(best_first) // 2))]
+        differ = [(chosen, rejected) for chosen, rejected in pairs if rewards[chosen] > rewards[rejected]]
+        found += differ
+        tied += len(pairs) - len(differ)
+    return found, tied

@@ -9,7 +9,6 @@ This file imports Triton: import it only if `Transformer.runs_fused` returns Tru
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,17 +21,13 @@ from areno.kernels.matmul.triton_few_rows import (
     supports_few_rows,
 )
 from areno.layers.attention import Attend, CachedAttend, PackedAttend
-from areno.layers.linear import Linear
 from areno.layers.mlp import GatedMLP
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
 from areno.models.fused import Angles, to_heads
 from areno.models.layer import Layer
 
-if TYPE_CHECKING:
-    from areno.models.transformer import Transformer
 
-
-def runs_few_rows(model: Transformer, n_tokens: int, attend: Attend) -> bool:
+def runs_few_rows(layers: Sequence[Layer], n_tokens: int, attend: Attend) -> bool:
     """Return whether a pass can run as `few_rows_layers`.
 
     The pass must be of a rollout, without gradients, and have few tokens. The model must be on one GPU of compute
@@ -40,45 +35,52 @@ def runs_few_rows(model: Transformer, n_tokens: int, attend: Attend) -> bool:
     an active adapter nor products in a fixed order (`engine.exact`).
 
     Args:
-        model: the model.
+        layers: the layers of the model.
         n_tokens: number of tokens of the pass.
         attend: the attention of the pass.
     """
     if torch.is_grad_enabled() or n_tokens > MOST_ROWS or isinstance(attend, PackedAttend | CachedAttend):
         return False
-    config = model.config
-    is_plain = config.norms == "before" and not (config.attention_gate or config.o_bias or config.mlp_bias)
-    if not is_plain or model.tp.size > 1 or not supports_few_rows(model.embed.weight):
-        return False
-    return all(_is_plain(layer) for layer in model.layers if isinstance(layer, Layer))
+    return all(_is_plain(layer) for layer in layers)
 
 
 def _is_plain(layer: Layer) -> bool:
     """Return whether `few_rows_layers` computes all parts of a layer."""
     attention, mlp = layer.attention, layer.mlp
-    if attention is None or not isinstance(mlp, GatedMLP) or isinstance(attention.q_norm, ShardedRMSNorm):
+    if attention is None or attention.gated or isinstance(attention.q_norm, ShardedRMSNorm):
         return False
-    linears: Sequence[Linear] = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-    return all(linear.fixed_order is None and (linear.adapter is None or not linear.adapter.on) for linear in linears)
+    if layer.input_norm is None or layer.post_attention_norm is not None or not isinstance(mlp, GatedMLP):
+        return False
+    linears = attention.qkv, attention.out, mlp.gate_up, mlp.down
+    return all(
+        linear.tp.size == 1
+        and linear.fixed_order is None
+        and (linear.bias is None or linear is attention.qkv)
+        and (linear.adapter is None or not linear.adapter.on)
+        and supports_few_rows(linear.weight)
+        for linear in linears
+    )
 
 
-def few_rows_layers(model: Transformer, x_ND: Tensor, angles: Sequence[Angles], attend: Attend) -> Tensor:
+def few_rows_layers(
+    layers: Sequence[Layer], final_norm: RMSNorm, x_ND: Tensor, angles: Sequence[Angles], attend: Attend
+) -> Tensor:
     """Run all layers and the final norm of a model, for a pass for which `runs_few_rows` returns True.
 
     Args:
-        model: the model.
+        layers: the layers of the model.
+        final_norm: the norm after the last layer.
         x_ND: the embeddings of the tokens, (N tokens, D hidden size).
-        angles: for each rotary embedding of the model, its (cosines, sines), each (N, 1, C / 2) float32.
+        angles: for each layer the (cosines, sines) of its rotary embedding, each (N, 1, C / 2) float32.
         attend: a callable that computes attention over a KV cache.
 
     Returns:
         The hidden states after the final norm, (N, D) in the dtype of the weights.
     """
     stream_ND, delta_SND = x_ND.float(), None
-    for index, layer in enumerate(model.layers):
-        assert isinstance(layer, Layer)
-        stream_ND, delta_SND = _run(layer, stream_ND, delta_SND, angles[model.rotary_of[index]], attend)
-    return model.final_norm.add_and_norm(stream_ND, delta_SND, pdl=True)[1]
+    for layer, of_layer in zip(layers, angles, strict=True):
+        stream_ND, delta_SND = _run(layer, stream_ND, delta_SND, of_layer, attend)
+    return final_norm.add_and_norm(stream_ND, delta_SND, pdl=True)[1]
 
 
 def _run(

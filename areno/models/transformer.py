@@ -109,8 +109,10 @@ class Transformer(nn.Module):
             from areno.models.few_rows import few_rows_layers, runs_few_rows
             from areno.models.fused import fused_layer, fused_norm
 
-            if not split and runs_few_rows(self, n_tokens, attend):
-                return few_rows_layers(self, x_ND, angles, attend)
+            layers: list[Layer] = list(self.layers)  # type: ignore[arg-type]
+            if not split and runs_few_rows(layers, n_tokens, attend):
+                of_layers = [angles[rotary] for rotary in self.rotary_of]
+                return few_rows_layers(layers, self.final_norm, x_ND, of_layers, attend)
             x_ND, delta_ND, memory = x_ND.float(), None, None if split else self._memory_for_norms(x_ND)
             for index, layer in enumerate(self.layers):
                 self._hook_stage(x_ND, index)

@@ -255,7 +255,7 @@ def rows_of_step(config: ExperimentConfig) -> int:
         config: Settings of the run.
     """
     if isinstance(config, PolicyExperimentConfig):
-        return config.rows_per_step
+        return config.train_dataset.batch_size * config.trained_per_prompt
     return config.train_dataset.batch_size * config.rows_per_item()
 
 
@@ -435,8 +435,10 @@ class _Step:
         if not isinstance(config, PolicyExperimentConfig):
             return _Rows(n=n_rows, lengths=lengths, n_same=1)
         n_samples, judge = config.gconfig.n_samples, config.reward.judge
+        if name == "reward":
+            return _Rows(n=config.rows_per_step, lengths=lengths, n_same=n_samples)
         if name != "judge":
-            return _Rows(n=n_rows, lengths=lengths, n_same=n_samples)
+            return _Rows(n=n_rows, lengths=lengths, n_same=config.trained_per_prompt)
         question = len(judge.question) // _CHARS_PER_TOKEN + lengths.prompt + (1 + judge.compare) * lengths.answer
         n_questions = config.train_dataset.batch_size * judge.n_questions(n_samples)
         n_labels = len(judge.names)

@@ -375,7 +375,7 @@ def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
     if isinstance(config, PolicyExperimentConfig):
         if config.agent.fn is not None:
             return
-        rows, updates["actor"] = config.rows_per_step, config.actor.ppo_n_minibatches
+        rows, updates["actor"] = config.units_per_step, config.actor.ppo_n_minibatches
     if isinstance(config, CriticExperimentConfig):
         updates["critic"] = config.critic.ppo_n_minibatches
     if config.actor.gradient_accumulation_steps is not None:

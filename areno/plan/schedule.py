@@ -65,7 +65,7 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
     if actor.gradient_accumulation_steps is not None:
         rows = config.train_dataset.batch_size
         if isinstance(config, PolicyExperimentConfig):
-            rows = config.rows_per_step
+            rows = config.units_per_step
         size = actor.mb_spec.mini_bs or ROWS_COUNTED
         size = max(1, size // config.rows_per_item())  # the two rows of a pair stay together
         each = -(-rows // (size * actor.gradient_accumulation_steps))
@@ -83,6 +83,8 @@ def staleness_warnings(config: ExperimentConfig) -> Iterator[str]:
     teacher = config.teacher
     if teacher is not None and teacher.divergence is not None and not teacher.rl_loss_weight:
         return  # a divergence over the whole vocabulary does not depend on the policy that sampled
+    if config.rows_per_item() > 1:
+        return  # neither does a loss of pairs, which reads the rewards of given answers
     text = (
         f"rollout.max_head_offpolicyness is {limit}, so tokens of older weights are trained as if the current weights "
         "had sampled them; "

@@ -158,6 +158,8 @@ def replay(
         token.advantage = _known(advantage) if token.trained else None
     if np.isnan(recorded.logprobs[recorded.trained]).any():
         missing.append("the log-probabilities of the rollout, and so the loss")
+    elif config.rows_per_item() > 1:
+        missing.append("the loss: that of a pair needs both samples")
     elif not np.isnan(recorded.advantages[recorded.trained]).any():
         _add_loss(found, step, recorded, now, ref, teacher, config, algorithm)
     if teacher is not None:

@@ -39,7 +39,8 @@ class StepScores:
         """
         config = self._setup.config
         needed: dict[ScoreName, bool] = {
-            "ref": config.ref is not None,
+            # If only some samples are trained, such as those of pairs, the rewards decide which ones.
+            "ref": config.ref is not None and config.trained_per_prompt == config.gconfig.n_samples,
             "values": isinstance(config, CriticExperimentConfig),
             "proximal": isinstance(config.actor, RatioConfig) and config.actor.needs_proximal,
         }

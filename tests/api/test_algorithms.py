@@ -28,6 +28,7 @@ from areno.recipes.dpo import DPOConfig
 from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.kto import KTOConfig
+from areno.recipes.online_dpo import OnlineDPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.recipes.rw import RewardModelConfig
 from areno.recipes.sft import SFTConfig
@@ -42,6 +43,7 @@ BUILT_IN = {
     "grpo": GRPOConfig,
     "gspo": GSPOConfig,
     "kto": KTOConfig,
+    "online_dpo": OnlineDPOConfig,
     "ppo": PPOConfig,
     "rw": RewardModelConfig,
     "sft": SFTConfig,
@@ -98,7 +100,8 @@ def test_names_that_are_taken_or_unknown() -> None:
             register_algorithm(mine(name=name))
     register_algorithm(mine())
     with pytest.raises(
-        ConfigError, match="no algorithm 'gpro'; there are distill, dpo, grpo, gspo, kto, ppo, rw, sft, mine"
+        ConfigError,
+        match="no algorithm 'gpro'; there are distill, dpo, grpo, gspo, kto, online_dpo, ppo, rw, sft, mine",
     ):
         get_algorithm("gpro")
 
@@ -118,7 +121,7 @@ def test_a_checkout_that_is_not_installed_has_the_algorithms_of_areno() -> None:
     assert get_algorithm("sft").name == "sft"
     with pytest.raises(ConfigError) as caught:
         load(get_algorithm("gspo").config, "quickstart", ["actor.beta=1"])
-    assert str(caught.value) == "actor.beta: unknown key; it is a setting of dpo and kto"
+    assert str(caught.value) == "actor.beta: unknown key; it is a setting of dpo, kto and online_dpo"
 
 
 @pytest.mark.usefixtures("not_installed")
@@ -134,7 +137,7 @@ def test_a_package_that_does_not_import_does_not_hide_a_mistake(monkeypatch: pyt
     broken = EntryPoint("broken", "no_such_module:ALGORITHM", "areno.algorithms")
     found = algorithms.installed() | {"broken": broken}
     monkeypatch.setattr(algorithms, "installed", lambda: found)
-    with pytest.raises(ConfigError, match=r"^actor\.beta: unknown key; it is a setting of dpo and kto$"):
+    with pytest.raises(ConfigError, match=r"^actor\.beta: unknown key; it is a setting of dpo, kto and online_dpo$"):
         load(GSPOConfig, "quickstart", ["actor.beta=1"])
 
 

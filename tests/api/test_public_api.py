@@ -17,6 +17,7 @@ PUBLIC = {
     "DistillTrainer",
     "KTOTrainer",
     "ModelRole",
+    "OnlineDPOTrainer",
     "PPOTrainer",
     "PolicyOnlyTrainer",
     "RewardModelTrainer",

@@ -228,9 +228,9 @@ def test_no_flag_is_left_out_above() -> None:
 
 def test_tuning_is_for_algorithms_that_sample(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *DATA, "--algo", "sft", "--tune-params"]) == 2
-    assert "--tune-params: is a flag of distill, grpo, gspo and ppo, not of sft" in capsys.readouterr().err
+    assert "--tune-params: is a flag of distill, grpo, gspo, online_dpo and ppo, not of sft" in capsys.readouterr().err
     assert command.run(get_algorithm("sft"), "sft", ["--config-name=train", "tune.enabled=true"]) == 2
-    assert "tune: unknown key; it is a setting of distill, grpo, gspo and ppo" in capsys.readouterr().err
+    assert "tune: unknown key; it is a setting of distill, grpo, gspo, online_dpo and ppo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,10 @@ def test_all_mistakes_are_told_together_by_the_names_that_the_user_knows(capsys:
     [
         ("--algo gspoo", "--algo: there is no 'gspoo'; did you mean gspo"),
         ("--config-name quikstart", "did you mean quickstart"),
-        ("--algo sft --config-name quickstart", "--config-name: quickstart is for grpo, gspo and ppo, not for sft"),
+        (
+            "--algo sft --config-name quickstart",
+            "--config-name: quickstart is for grpo, gspo, ppo and online_dpo, not for sft",
+        ),
         ("--config-name quickstart --min-lr 1e-5", "--min-lr: is a share of --lr; give that too"),
         (
             "--config-name quickstart --min-lr 1 --lr 0.1",

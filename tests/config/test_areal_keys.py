@@ -29,6 +29,7 @@ CLASSES = {
     "distill": "GRPOConfig",
     "grpo": "GRPOConfig",
     "gspo": "GRPOConfig",
+    "online_dpo": "GRPOConfig",
     "ppo": "PPOConfig",
 }
 PAGE = ROOT / "docs/coming_from/areal.md"

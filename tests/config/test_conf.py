@@ -19,6 +19,7 @@ from areno.recipes.dpo import DPOConfig
 from areno.recipes.grpo import GRPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.kto import KTOConfig
+from areno.recipes.online_dpo import OnlineDPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.recipes.rw import RewardModelConfig
 from areno.recipes.sft import SFTConfig
@@ -32,31 +33,36 @@ RECIPES = {
     "rw": RewardModelConfig,
     "grpo": GRPOConfig,
     "gspo": GSPOConfig,
+    "online_dpo": OnlineDPOConfig,
     "ppo": PPOConfig,
 }
 # The recipes a task is for, and what the user has to say.
 TASKS: dict[str, tuple[list[str], list[str]]] = {
     "agents_base": (["sft"], []),
-    "arithmetic": (["grpo", "gspo", "ppo"], ["actor.path=folder"]),
+    "arithmetic": (["grpo", "gspo", "ppo", "online_dpo"], ["actor.path=folder"]),
     "arithmetic_base": (["sft"], []),
     "arithmetic_base_cpu": (["sft"], []),
-    "arithmetic_cpu": (["grpo", "gspo"], ["actor.path=folder"]),
+    "arithmetic_cpu": (["grpo", "gspo", "online_dpo"], ["actor.path=folder"]),
     "arithmetic_ppo": (["ppo"], ["actor.path=folder"]),
     "chat": (["sft"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
-    "countdown": (["grpo", "gspo", "ppo"], ["actor.path=folder"]),
+    "countdown": (["grpo", "gspo", "ppo", "online_dpo"], ["actor.path=folder"]),
     "countdown_base": (["sft"], []),
     "countdown_base_cpu": (["sft"], []),
-    "countdown_cpu": (["grpo", "gspo"], ["actor.path=folder"]),
+    "countdown_cpu": (["grpo", "gspo", "online_dpo"], ["actor.path=folder"]),
     "countdown_ppo": (["ppo"], ["actor.path=folder"]),
     "environment": (["grpo", "gspo", "ppo"], ["actor.path=folder", "agent.fn=verifiers:wordle"]),
-    "gsm8k": (["grpo", "gspo", "ppo"], []),
+    "gsm8k": (["grpo", "gspo", "ppo", "online_dpo"], []),
     "preferences": (["dpo"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
-    "prompts": (["grpo", "gspo", "ppo"], ["actor.path=folder", "train_dataset.path=rows.jsonl", "reward.fn=math"]),
-    "quickstart": (["grpo", "gspo", "ppo"], []),
+    "prompts": (
+        ["grpo", "gspo", "ppo", "online_dpo"],
+        ["actor.path=folder", "train_dataset.path=rows.jsonl", "reward.fn=math"],
+    ),
+    "quickstart": (["grpo", "gspo", "ppo", "online_dpo"], []),
     "quickstart_base": (["sft"], ["actor.path=folder"]),
     "quickstart_distill": (["distill"], []),
     "quickstart_dpo": (["dpo"], []),
     "quickstart_kto": (["kto"], []),
+    "quickstart_online_dpo": (["online_dpo"], []),
     "quickstart_ppo": (["ppo"], []),
     "quickstart_rlhf": (["ppo"], []),
     "quickstart_rw": (["rw"], []),

@@ -180,7 +180,11 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
     [
         ("gspo", "critic.warmup_steps=1", "critic: unknown key; it is a setting of ppo"),
         ("gspo", "actor.beta=1", "actor.beta: unknown key; it is a setting of dpo"),
-        ("dpo", "gconfig.n_samples=1", "gconfig: unknown key; it is a setting of distill, grpo, gspo and ppo"),
+        (
+            "dpo",
+            "gconfig.n_samples=1",
+            "gconfig: unknown key; it is a setting of distill, grpo, gspo, online_dpo and ppo",
+        ),
         (
             "gspo",
             "stats_logger.wandb.wandb_api_key=x",

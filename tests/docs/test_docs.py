@@ -174,6 +174,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         "dpo": ("dpo", "quickstart_dpo", []),
         "orpo": ("dpo", "quickstart_dpo", ["actor.loss_type=orpo", "actor.label_smoothing=0"]),
         "kto": ("kto", "quickstart_kto", []),
+        "online_dpo": ("online_dpo", "quickstart_online_dpo", []),
         "rw": ("rw", "quickstart_rw", []),
         "teacher": ("grpo", "quickstart", ["teacher=default"]),
         "ahead": ("grpo", "quickstart", ["rollout.max_head_offpolicyness=1", "variant=decoupled"]),

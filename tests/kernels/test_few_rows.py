@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from areno.kernels.matmul import FixedOrderMatmul
 from areno.layers.attention import Attend, CachedAttend, PackedAttend
+from areno.models.layer import Layer
+from areno.models.transformer import Transformer
 from tests.helpers.fused_layers import BARE, build
 from tests.helpers.interpreted import run_interpreted
 
@@ -40,10 +42,14 @@ def compare_products(device: str, dtype: torch.dtype, n_rows: int, n_inputs: int
     check(gated_product(x, weight, gelu=True), F.gelu(gate, approximate="tanh") * up, 2 * tolerance)
 
 
+def layers_of(model: Transformer) -> list[Layer]:
+    return cast("list[Layer]", list(model.layers))
+
+
 def attend_to_all(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
     """Causal attention of one sequence."""
     heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1).contiguous()
+    return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1).contiguous()  # type: ignore[arg-type]
 
 
 def compare_layers(device: str, dtype: torch.dtype, **changes: Any) -> None:
@@ -52,13 +58,12 @@ def compare_layers(device: str, dtype: torch.dtype, **changes: Any) -> None:
     model = build(dtype, device, **{**BARE, **changes})
     tokens, positions = torch.arange(7, device=device) * 5 % 50, torch.arange(7, device=device)
     with torch.no_grad():
-        angles = [rotary(positions) for rotary in model.rotaries]
-        got = few_rows_layers(model, model.embed(tokens), angles, attend_to_all)
+        angles = [model.rotaries[rotary](positions) for rotary in model.rotary_of]
+        got = few_rows_layers(layers_of(model), model.final_norm, model.embed(tokens), angles, attend_to_all)
         plain = model.double()
         expected = plain.embed(tokens)
-        angles = [rotary(positions) for rotary in plain.rotaries]
-        for index, layer in enumerate(plain.layers):
-            expected = layer(expected, *angles[plain.rotary_of[index]], attend_to_all)
+        for layer, of_layer in zip(layers_of(plain), angles, strict=True):
+            expected = layer(expected, *of_layer, attend_to_all)
         expected = plain.final_norm(expected)
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 3e-2}[dtype]
     assert ((got.double() - expected).norm() / expected.norm()).item() < tolerance
@@ -107,7 +112,7 @@ def of_rollout(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wi
         ({"attention_gate": True}, 8, of_rollout, False),
         ({"qk_norm": False, "qk_norm_whole": True}, 8, of_rollout, False),
     ],
-    ids=str,
+    ids=["64", "bias", "65", "scored", "recurrent", "o_bias", "mlp_bias", "norms", "after", "gate", "whole"],
 )
 def test_which_passes_have_few_rows(
     changes: dict[str, Any], n_tokens: int, attend: Attend, expected: bool, monkeypatch: pytest.MonkeyPatch
@@ -115,12 +120,12 @@ def test_which_passes_have_few_rows(
     pytest.importorskip("triton")
     from areno.models import few_rows
 
-    model = build(torch.float32, "cpu", **{**BARE, **changes})
+    layers = layers_of(build(torch.float32, "cpu", **{**BARE, **changes}))
     with torch.no_grad():
-        assert not few_rows.runs_few_rows(model, n_tokens, attend)  # the CPU has no such kernels
+        assert not few_rows.runs_few_rows(layers, n_tokens, attend)  # the CPU has no such kernels
         monkeypatch.setattr(few_rows, "supports_few_rows", lambda weight: True)
-        assert few_rows.runs_few_rows(model, n_tokens, attend) is expected
-        model.layers[1].mlp.down.fixed_order = FixedOrderMatmul()
-        assert not few_rows.runs_few_rows(model, n_tokens, attend)
-        model.layers[1].mlp.down.fixed_order = None
-    assert not few_rows.runs_few_rows(model, n_tokens, attend)
+        assert few_rows.runs_few_rows(layers, n_tokens, attend) is expected
+        layers[1].mlp.down.fixed_order = FixedOrderMatmul()  # type: ignore[union-attr]
+        assert not few_rows.runs_few_rows(layers, n_tokens, attend)
+        layers[1].mlp.down.fixed_order = None  # type: ignore[union-attr]
+    assert not few_rows.runs_few_rows(layers, n_tokens, attend)

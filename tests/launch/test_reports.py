@@ -45,8 +45,8 @@ def test_what_follows_from_a_missing_value_is_not_a_problem_of_its_own(tmp_path:
 def test_a_task_for_another_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run(get_algorithm("sft"), "sft", ["--config-name=gsm8k"]) == 2
     first, second, *_ = capsys.readouterr().err.split("\n  ")[1:]
-    assert first == "--config-name: gsm8k is for grpo, gspo and ppo, not for sft"
-    assert second == "eval_gconfig: unknown key; it is a setting of distill, grpo, gspo and ppo"
+    assert first == "--config-name: gsm8k is for grpo, gspo, ppo and online_dpo, not for sft"
+    assert second == "eval_gconfig: unknown key; it is a setting of distill, grpo, gspo, online_dpo and ppo"
     assert command.run(get_algorithm("gspo"), "gspo", ["--config-name=chat"]) == 2
     assert "--config-name: chat is for sft, not for gspo\n" in capsys.readouterr().err
     assert command.run(get_algorithm("gspo"), "gspo", ["sed=1"]) == 2

@@ -1,4 +1,4 @@
-"""Runs on labelled and on ranked answers that were stopped go on as if nothing had happened."""
+"""Runs on labelled answers, ranked answers and pairs of samples that were stopped go on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests import kill_runs
 from tests.helpers.resumed import killed_after
 
 
-@pytest.mark.parametrize("recipe", ["kto", "rw"])
-def test_runs_on_labelled_and_ranked_answers_go_on(recipe, tmp_path, monkeypatch):
+@pytest.mark.parametrize("recipe", ["kto", "rw", "online_dpo"])
+def test_runs_on_labelled_ranked_and_paired_answers_go_on(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     kill_runs.write_rows(recipe, tmp_path)
     algorithm = get_algorithm(recipe)

@@ -1,0 +1,109 @@
+"""Online DPO: DPO on pairs of the policy's own samples, which rewards rank (OAIF, arXiv 2402.04792).
+
+    python -m areno.recipes.online_dpo --config-name=quickstart_online_dpo
+
+    y+, y- = the best and the worst of the samples of a prompt, by reward
+    h      = sum over the sample's tokens of log(policy / ref)
+    loss   = mean over pairs of -log sigmoid(beta (h(y+) - h(y-)))        (2402.04792 eq. 2, 2305.18290 eq. 7)
+
+A reward is that of a function, a reward model or a judge, which may compare samples with each other. pairs_per_prompt
+asks for more pairs of a prompt: second best and second worst, and so on. Two samples with equal rewards are no pair.
+actor.loss_type chooses another loss of pairs, such as IPO (areno/loss_fns/preferences.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from areno.api.algorithms import Algorithm
+from areno.config.experiments import LossFn
+from areno.config.models import PolicyConfig, RefConfig
+from areno.config.policy_experiments import PairedPolicyExperimentConfig
+from areno.launch import run_recipe
+from areno.loss_fns.preferences import PreferenceLossConfig
+from areno.schema.fields import forbid, setting
+
+if TYPE_CHECKING:
+    from areno.trainers.online_dpo import OnlineDPOTrainer
+
+
+@dataclass(kw_only=True)
+class OnlineDPOActorConfig(PreferenceLossConfig, PolicyConfig):
+    """The policy, with the choice of its loss. Settings that change rewards but not their order are fixed."""
+
+    gradient_accumulation_steps: ClassVar[int | None] = None  # type: ignore[misc]  # the number of pairs varies
+    reward_bias: ClassVar[float] = 0.0  # type: ignore[misc]
+    reward_scaling: ClassVar[float] = 1.0  # type: ignore[misc]
+    reward_clip: ClassVar[float | None] = None  # type: ignore[misc]
+    reward_norm: ClassVar[None] = None  # type: ignore[misc]
+    adv_norm: ClassVar[None] = None  # type: ignore[misc]
+    ppo_n_minibatches: int = setting(1, help="Number of optimizer steps per rollout batch", gt=0)
+    mask_no_eos_with_zero: bool = setting(
+        False, help="Make no pairs with completions that were cut off at gconfig.max_new_tokens"
+    )
+
+    @property
+    def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:
+        """The argument `old_logprobs` of Trainer.train: "rollout", since the loss has no importance ratios."""
+        return "rollout"
+
+
+@dataclass(kw_only=True)
+class OnlineDPOConfig(PairedPolicyExperimentConfig):
+    """Online DPO, on pairs of the policy's own samples."""
+
+    actor: OnlineDPOActorConfig = setting(help="The policy")
+    ref: RefConfig | None = setting(
+        factory=RefConfig,
+        help="Frozen reference model of the loss. null: no reference model, for loss_type simpo and orpo",
+    )
+
+    def advantages(self, rows: Any, groups: Any) -> Any:
+        """Return how samples are paired, in the place of advantages, which pairs do not have.
+
+        Args:
+            rows: A TrainSequence for each sample of the step.
+            groups: Index of the group of each row. The samples of one prompt are a group.
+
+        Returns:
+            For each row, an array over its trained tokens: 1 for a chosen sample, -1 for a rejected one, otherwise 0.
+        """
+        import numpy as np
+
+        from areno.loss_fns import choose_pairs
+        from areno.trainers.online_dpo import signs
+        from areno.trainers.rows import n_trained
+
+        pairs, _ = choose_pairs([row.reward for row in rows], groups, self.pairs_per_prompt)
+        return [np.full(n_trained(row), sign) for row, sign in zip(rows, signs(len(rows), pairs), strict=True)]
+
+    def loss_fn(self) -> LossFn:
+        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
+        from areno.loss_fns import dpo_loss_fn
+
+        return partial(dpo_loss_fn, **self.actor.loss_settings())
+
+    @forbid("ref", "is null, but actor.loss_type={self.actor.loss_type} compares with a reference model; leave it out")
+    def missing_reference(self) -> bool:
+        """Return whether the chosen loss lacks its reference model."""
+        return self.ref is None and self.actor.needs_reference
+
+    @forbid("ref", "is loaded but not used by actor.loss_type={self.actor.loss_type}; set ref=null")
+    def unused_reference(self) -> bool:
+        """Return whether a reference model is set although the chosen loss does not use one."""
+        return self.ref is not None and not self.actor.needs_reference
+
+
+def loop() -> type[OnlineDPOTrainer]:
+    """Return the training loop. It is imported only here, because the import would delay `--help`."""
+    from areno.trainers.online_dpo import OnlineDPOTrainer
+
+    return OnlineDPOTrainer
+
+
+ALGORITHM = Algorithm(name="online_dpo", config=OnlineDPOConfig, loop=loop, default="quickstart_online_dpo")
+
+if __name__ == "__main__":
+    run_recipe("areno.recipes.online_dpo")

@@ -1,0 +1,149 @@
+"""The training loop of online DPO: sample, score, pair the best with the worst samples of each prompt, and train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areno.config.experiments import LossFn
+from areno.config.policy_experiments import PairedPolicyExperimentConfig
+from areno.errors import ConfigError
+from areno.loss_fns.advantages import Pair, choose_pairs
+from areno.run.run import fault_tolerant
+from areno.trainers.collect import Rollout, collect, log_rollout, samples_logged
+from areno.trainers.loop import RewardLoop
+from areno.trainers.policy_only import PolicyOnlyTrainer
+from areno.trainers.rows import rows_per_sample, sample_rewards
+from areno.trainers.update import rows_of, update
+from areno.types import ScoredSample, TrainSequence
+
+logger = logging.getLogger("areno")
+
+
+def signs(n_samples: int, pairs: Iterable[Pair]) -> np.ndarray:
+    """Return 1 for each chosen sample, -1 for each rejected sample and 0 for all others.
+
+    Args:
+        n_samples: Number of samples that the indices of pairs count.
+        pairs: The pairs.
+
+    Returns:
+        (n_samples,) float64.
+    """
+    found = np.zeros(n_samples)
+    for chosen, rejected in pairs:
+        found[chosen], found[rejected] = 1.0, -1.0
+    return found
+
+
+class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
+    """Trains a policy on pairs of its own samples. Use it as a context manager, or call close().
+
+    Args:
+        config: Settings of the run, such as areno.recipes.online_dpo.OnlineDPOConfig.
+        loss_fn: Loss function (pack, logprobs) -> (loss, statistics) of pairs, as `areno.loss_fns.dpo_loss_fn`: rows
+            2i and 2i + 1 are the chosen and the rejected sample of a pair. None uses config.loss_fn().
+        run_dir: Folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
+        advantage_fn: Must be None, because pairs have no advantages.
+        given: train_dataset, valid_dataset, reward_fn and trackers, as in `RewardLoop`.
+
+    Raises:
+        ConfigError: There is an advantage_fn.
+    """
+
+    needs = PairedPolicyExperimentConfig
+    headline = (*PolicyOnlyTrainer.headline[:2], "train/accuracy")
+
+    def __init__(
+        self,
+        config: PairedPolicyExperimentConfig,
+        loss_fn: LossFn | None = None,
+        run_dir: str | Path | None = None,
+        *,
+        advantage_fn: Any = None,
+        **given: Any,
+    ):
+        if advantage_fn is not None:
+            raise ConfigError("OnlineDPOTrainer takes no advantage_fn: rewards decide which samples are a pair")
+        super().__init__(config, loss_fn, run_dir, **given)
+
+    @fault_tolerant
+    def fit(self) -> float:
+        """Train for all steps of the run.
+
+        Returns:
+            The accuracy of the last evaluation. Without evaluation, the mean reward of the last 5 steps.
+        """
+        setup, run = self.setup, self.run
+        for batch in run.steps():
+            rollout, pairs = self.pair(collect(setup, batch))  # sample a group for each prompt, score it, and pair it
+            rows = rows_of(setup, rollout) if pairs else []  # score the reference
+            for row, sign in zip(rows, signs(len(rows), pairs), strict=True):
+                row.advantages = np.where(np.asarray(row.prompt_mask, dtype=bool), 0.0, sign)  # for the log
+            log_rollout(setup, rollout, rows)
+            with samples_logged(setup, rollout, rows):
+                stats = self.train_pairs([rows[index] for pair in pairs for index in pair])
+            run.end_step(stats)
+        run.finish({"reward_mean": 5, "eval_accuracy": 1})
+        return run.progress.result("eval_accuracy", "reward_mean", 5)
+
+    def pair(self, rollout: Rollout) -> tuple[Rollout, list[Pair]]:
+        """Choose the pairs of a step.
+
+        Args:
+            rollout: The samples of the step.
+
+        Returns:
+            (rollout, pairs). The rollout keeps only the samples of pairs and has the metrics of pairs. The pairs have
+            indices into its `kept` samples, each of which has one training row.
+        """
+        config, samples = self.setup.config, rollout.samples
+        if n_apart := sum(n_rows > 1 for n_rows in rollout.sizes):
+            text = (
+                "%d samples of this step are in no pair: their agents' later turns do not begin with the tokens of the "
+            )
+            logger.warning(text + "earlier turns, so each sample has several training rows", n_apart)
+        able = [index for index in np.flatnonzero(rollout.keep).tolist() if self._is_comparable(samples[index])]
+        rewards = sample_rewards([samples[index] for index in able], config.actor, config.gconfig.max_new_tokens)
+        groups = [samples[index].group for index in able]
+        found, tied = choose_pairs(rewards.tolist(), groups, config.pairs_per_prompt)
+        scalars: dict[str, float] = {"rollout/pairs": len(found), "rollout/tied_pairs": tied}
+        if found:
+            differences = [rewards[chosen] - rewards[rejected] for chosen, rejected in found]
+            scalars["rollout/pair_reward_diff"] = float(np.mean(differences))
+        else:
+            logger.warning("no prompt of this step has samples with different rewards: there is no pair to train on")
+        keep = np.zeros_like(rollout.keep)
+        keep[[able[index] for pair in found for index in pair]] = True
+        places = (np.cumsum(keep) - 1)[able]  # of the samples among those that are kept
+        pairs = [(int(places[chosen]), int(places[rejected])) for chosen, rejected in found]
+        return replace(rollout, keep=keep, scalars={**rollout.scalars, **scalars}), pairs
+
+    def _is_comparable(self, sample: ScoredSample) -> bool:
+        """Return whether a sample can be a part of a pair: it has tokens to train, and all are in one training row."""
+        cut_off = sample.sequence.finish_reason == "length" and self.setup.config.actor.mask_no_eos_with_zero
+        return not cut_off and sample.sequence.n_tokens > 0 and rows_per_sample([sample]) == [1]
+
+    def train_pairs(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
+        """Take the optimizer steps of the actor.
+
+        Args:
+            rows: The rows to train on, the chosen and the rejected sample of each pair in turn.
+
+        Returns:
+            The train/* statistics, by their names without the prefix. Empty without rows.
+        """
+        if not rows:
+            return {}
+        config, n_copies = self.setup.config, self.setup.trainer.engine.spec.layout.data_size
+        n_pairs = len(rows) // 2
+        # Each copy of the model needs a pair in each update. To train all pairs equally often keeps their mean.
+        rows = [*rows] * -(-n_copies // n_pairs)
+        n_updates = max(1, min(config.actor.ppo_n_minibatches, n_pairs // n_copies))
+        how = {"rows_per_unit": 2, "old_logprobs": config.actor.old_logprobs}
+        return update(self.setup, rows, n_minibatches=n_updates, sampling=config.gconfig, **how)
