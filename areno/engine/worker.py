@@ -203,10 +203,12 @@ class Worker:
     def _drafter(self) -> SuffixDrafter:
         """The drafter of all rollouts.
 
-        On GPUs without engine.deterministic, samples of earlier rollouts stay in its index. Elsewhere a resumed run,
-        which lacks these samples, must have the bits of an uninterrupted one.
+        It keeps samples of earlier rollouts with engine.exact, where drafts change no bit, and on GPUs without
+        engine.deterministic. Elsewhere a resumed run, which lacks these samples, must have the bits of an uninterrupted
+        one.
         """
-        remembers = self.context.device.type == "cuda" and not self.spec.engine.deterministic
+        on_cuda, config = self.context.device.type == "cuda", self.spec.engine
+        remembers = config.exact or (on_cuda and not config.deterministic)
         return SuffixDrafter(remembers=remembers)
 
     def _max_running(self, spec: RolloutSpec) -> int:
