@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -133,8 +134,8 @@ class Worker:
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Make the decoder ready for a rollout phase.
 
-        If `spec` equals the settings of the previous rollout phase, the decoder and its CUDA graphs stay, but cached
-        blocks are dropped. Otherwise a new decoder is made.
+        If `spec` equals the settings of the previous rollout phase, rollout.speculation aside, the decoder and its CUDA
+        graphs stay, but cached blocks are dropped. Otherwise a new decoder is made.
 
         Args:
             spec: Settings of the rollout phase.
@@ -145,12 +146,15 @@ class Worker:
         Raises:
             EngineError: There is too little memory for the KV cache.
         """
-        if self.decoder is not None and self._decoder_spec == spec:
+        before = self._decoder_spec
+        drafts = spec.decoder.speculation
+        if self.decoder is not None and before is not None and _with_speculation(before, drafts) == spec:
             self.decoder.reset_cache()
             self.decoder.reset_stats()
         else:
             self.end_rollout(drop=True)
-            self.decoder, self._decoder_spec = self._new_decoder(spec), spec
+            self.decoder = self._new_decoder(spec)
+        self._decoder_spec = spec
         self.decoder.use_drafter(self._begun_drafter(spec, self.decoder))
         self._use_weights(self.decoder)
         profiling.set_anchor()
@@ -586,6 +590,11 @@ class Worker:
         """Wait until the device has finished all work."""
         if self.context.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _with_speculation(spec: RolloutSpec, speculation: Any) -> RolloutSpec:
+    """Return the settings of a rollout phase with another value of rollout.speculation."""
+    return replace(spec, decoder=replace(spec.decoder, speculation=speculation))
 
 
 def _size(table: Sequence[Entry]) -> int:

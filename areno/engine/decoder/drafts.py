@@ -295,7 +295,8 @@ def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -
         use_graphs: Whether steps run as CUDA graphs. Without them, launching a step takes longer than reading weights.
     """
     if not on_cuda:
-        return StepCosts(fixed=max(4, 100_000_000 // max(1, n_params)), verification=2, most_rows=n_rows)
+        row_ms = 0.12 + 1e-7 * n_params
+        return StepCosts(fixed=(5 + 4e-7 * n_params) / row_ms, verification=0.5 / row_ms, most_rows=n_rows)
     row_us = 0.7 + 4e-9 * n_params  # sampling and attention, and two operations for each parameter
     return StepCosts(
         fixed=240 if use_graphs else max(240, 3000 / row_us),
