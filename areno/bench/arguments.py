@@ -314,17 +314,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--messages", action="store_true", help="sft: rows are conversations, not a prompt and a response")
     of_steps = "grid: number of further steps with the chosen settings (default 0). trl: number of training steps "
     add("--steps", type=_positive, default=0, help=f"{of_steps}(default: total_train_steps of --config)")
-    _add_arguments_of_trl(parser)
+    _add_arguments_of_runs(parser)
     add("--limit-s", type=_positive, help="grid: seconds after which no other point is measured (default 480)")
     add("--at-once", type=_positive, help="number of samples that are decoded at once (default: all of a step)")
     add("--mean-tokens", type=_positive, default=64, help="ahead: mean length of a sample (default: %(default)s)")
     add("--ahead", type=_positive, default=4, help="ahead: number of prompts ahead (default: %(default)s)")
     aged = "ahead: as rollout.max_head_offpolicyness (default: %(default)s)"
     add("--max-head-offpolicyness", type=int, choices=range(100), default=4, metavar="N", help=aged)
-    at_once = "speculation: numbers of samples that are decoded at once (default: 8 32 256)"
-    add("--batches", type=_positive, nargs="+", default=[8, 32, 256], metavar="N", help=at_once)
-    turns = "speculation: turns of each sample, as of an agent that calls tools (default: %(default)s)"
-    add("--turns", type=_positive, default=1, help=turns)
     add("--updates", type=_positive, default=1, help="step: optimizer steps per batch, as actor.ppo_n_minibatches")
     compared = "step: source of the ratio's denominator; rollout is actor.recompute_logprob=false"
     add("--old-logprobs", choices=["recompute", "rollout"], default="recompute", help=compared)
@@ -347,9 +343,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one line of JSON")
 
 
-def _add_arguments_of_trl(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the work "trl", of which "speculation" uses some."""
+def _add_arguments_of_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the works "trl" and "speculation", which take settings of runs."""
     add = parser.add_argument
+    at_once = "speculation: numbers of samples that are decoded at once (default: 8 32 256)"
+    add("--batches", type=_positive, nargs="+", default=[8, 32, 256], metavar="N", help=at_once)
+    turns = "speculation: turns of each sample, as of an agent that calls tools (default: %(default)s)"
+    add("--turns", type=_positive, default=1, help=turns)
     settings_of_runs = "trl, speculation: name of the YAML file with the settings of the runs"
     add("--config", metavar="NAME", help=f"{settings_of_runs}, as --config-name")
     add("--algo", choices=["grpo", "gspo"], default="grpo", help="trl: the algorithm (default: %(default)s)")
