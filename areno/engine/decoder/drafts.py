@@ -22,6 +22,7 @@ from areno.types import GenerationRequest
 LENGTHS = (3, 5, 8)  # tokens of a suffix
 SHORTEST, LONGEST = LENGTHS[0], LENGTHS[-1]
 SEGMENT = 256  # tokens of a text that are stored together
+BREAK = -1  # between samples that are stored in one text
 MOST = 8  # drafted tokens of a sequence in a step
 MAX_SEQUENCES = 256  # with more, a step computes so much that more rows take as much longer
 INDEX_TOKENS = 1 << 21  # 60 MB: 4 bytes of a token, 24 of its places in the tables
@@ -117,7 +118,7 @@ class DraftIndex:
 
         Args:
             texts: The texts, each at most once.
-            tokens: The tokens for each text. May be empty.
+            tokens: The tokens for each text. May be empty. BREAK separates parts of a text.
             ends: Whether the texts end with these tokens.
         """
         while texts:
@@ -186,14 +187,15 @@ class DraftIndex:
         return np.where(is_found_R, _LENGTHS[best_R], 0), places_LR[best_R, np.arange(len(texts))]
 
     def following(self, places_R: np.ndarray) -> list[list[int]]:
-        """Return up to 8 tokens from each of some places on, as far as their segments have them.
+        """Return up to 8 tokens from each of some places on, up to the next BREAK or the end of their segments.
 
         Args:
             places_R: Places from `find`.
         """
         n_R = np.minimum(MOST, self._length[places_R // SEGMENT] - places_R % SEGMENT).tolist()
         tokens_RJ = self._tokens[np.minimum(places_R[:, None] + np.arange(MOST), len(self._tokens) - 1)].tolist()
-        return [tokens[:n] for tokens, n in zip(tokens_RJ, n_R, strict=True)]
+        drafts = [tokens[:n] for tokens, n in zip(tokens_RJ, n_R, strict=True)]
+        return [draft[: draft.index(BREAK)] if BREAK in draft else draft for draft in drafts]
 
 
 def _ranges(start_R: np.ndarray, end_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -249,7 +251,7 @@ class SampleMemory:
         self.n_tokens += len(sample) + _SAMPLE_OVERHEAD
         while found.n_tokens > self._most_of_scope and len(found.samples) > 1:
             self._drop_oldest(found)
-        while self.n_tokens > self._most and len(self._scopes) > 1:
+        while self.n_tokens > self._most and (len(self._scopes) > 1 or len(found.samples) > 1):
             oldest = next(iter(self._scopes))
             self._drop_oldest(self._scopes[oldest])
             if not self._scopes[oldest].samples:
@@ -343,13 +345,13 @@ class SuffixDrafter:
         self._costs: StepCosts
         self._rows: dict[Sequence, _Row] = {}
         self._scope_of: dict[int, tuple[GenerationRequest, int]] = {}  # by request id, so that prompts are hashed once
-        self._loaded: dict[int, Text] = {}  # scope -> text that was indexed before the samples from the memory
+        self._loaded: dict[int, Text] = {}  # scope -> text with its finished samples, one after the other
         self._chunks: dict[int, Text] = {}  # hash of a prompt up to the end of a chunk -> text that contains it
-        # (text, what of a sample to append): None opens a text after the given tokens.
+        # (text, scope, tokens before, rest of a finished sample). Without a text, the sample is added to the scope's.
         self._pending: deque[tuple[Text | None, int, list[int], np.ndarray]] = deque()
         self._tried, self._right = (np.zeros(LONGEST + 1) for _ in range(2))
         self._is_on = False
-        self._pause = self._waits = self._paused_at = self._n_probes = 0
+        self._pause = self._waits = self._paused_at = self._n_rollouts = 0
 
     def begin(self, costs: StepCosts) -> None:
         """Begin a rollout. Samples of the last one that have not finished are forgotten.
@@ -365,10 +367,11 @@ class SuffixDrafter:
             self.memory.clear()
             for known in (self._loaded, self._chunks, self._pending):
                 known.clear()
-            self._n_probes = self._pause = 0
+            self._n_rollouts = self._pause = 0
         kept = 0.5 if self._remembers else 0.0
         self._tried *= kept
         self._right *= kept
+        self._n_rollouts += 1
         self._is_on, self._pause, self._waits, self._paused_at = False, self._pause // 4, 0, 0
 
     def is_due(self, n_running: int) -> bool:
@@ -397,7 +400,7 @@ class SuffixDrafter:
         self.memory.add(scope, before, tokens)
         if row is not None:
             n_known = row.n_indexed - sequence.n_prompt
-            known = [*sequence.request.prompt[-LONGEST:], *tokens[max(0, n_known - LONGEST) : n_known].tolist()]
+            known = [*before, *tokens[max(0, n_known - LONGEST) : n_known].tolist()][-LONGEST:]
             self._pending.append((row.text, scope, known, tokens[n_known:]))
         elif scope in self._loaded:
             self._pending.append((None, scope, before, tokens))
@@ -412,9 +415,8 @@ class SuffixDrafter:
         """
         n_rows, none = len(sequences), [[] for _ in sequences]
         if not self._is_on and n_rows > 2 * _PROBED:
-            # Neighbours, because samples of a prompt are, and have one scope.
-            start = self._n_probes * _PROBED % (n_rows - _PROBED + 1)
-            self._n_probes += 1
+            # Neighbours, and the same ones after each pause, so that few scopes are indexed.
+            start = self._n_rollouts * _PROBED % (n_rows - _PROBED + 1)
             if self._worthwhile(*self._drafts_of(sequences[start : start + _PROBED])[1:], n_rows) is None:
                 self._wait(n_rows)
                 return none
@@ -544,12 +546,21 @@ class SuffixDrafter:
     def _index_pending(self) -> None:
         """Index finished samples, for one step as many as take little time."""
         budget, texts, tokens = _INDEXED_AT_ONCE, list[Text](), list[list[int]]()
+        of_scopes: dict[int, list[int]] = {}
         while self._pending and budget > 0:
             text, scope, before, new = self._pending.popleft()
-            is_stored = text is not None and self.index.is_stored(text)
-            texts.append(text if text is not None and is_stored else self.index.open(scope, before))
-            tokens.append(new.tolist())
             budget -= len(new)
+            if text is not None and self.index.is_stored(text):
+                texts.append(text)
+                tokens.append(new.tolist())
+            else:
+                of_scopes.setdefault(scope, []).extend([*before, *new.tolist(), BREAK])
+        for scope, samples in of_scopes.items():
+            found = self._loaded.get(scope)
+            if found is None or not self.index.is_stored(found):
+                found = self._loaded[scope] = self.index.open(scope, [])
+            texts.append(found)
+            tokens.append(samples)
         self.index.extend(texts, tokens, ends=True)
 
 

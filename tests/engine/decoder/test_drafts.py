@@ -231,6 +231,28 @@ def test_turns_of_a_task_share_drafts() -> None:
     assert drafter.propose([sequence([], later, scope=8)])[0] == []
 
 
+def test_a_draft_ends_where_its_sample_ends() -> None:
+    drafter = begun()
+    for completion in ([10, 11, 12, 13, 14], [20, 21, 22, 23, 24]):
+        drafter.finished(sequence(completion))
+    assert drafter.propose([sequence([10, 11, 12]), sequence([20, 21, 22])]) == [[13, 14], [23, 24]]
+
+
+def test_many_short_samples_of_many_scopes_fit_into_the_index() -> None:
+    rng, drafter = random.Random(0), begun()
+    for number in range(128):
+        for _ in range(100):
+            drafter.finished(sequence([rng.randrange(9) for _ in range(20)], scope=number, request_id=number))
+    rows = [sequence([1], scope=number, request_id=number) for number in range(128)]
+    while not drafter.index._n_opened or drafter._pending:
+        drafter.propose(rows)
+    n_opened = drafter.index._n_opened
+    assert n_opened < drafter.index.n_segments / 4
+    for _ in range(5):
+        drafter.propose(rows)
+    assert drafter.index._n_opened == n_opened
+
+
 def test_aborted_samples_are_forgotten() -> None:
     drafter = begun()
     for number in range(3000):
