@@ -168,6 +168,8 @@ class GenerationRequest:
         begun: Tokens of the completion from an earlier rollout. Sampling continues after them, with the random numbers
             that the sample would have had without the interruption. Only for a request of one sample. None starts a
             new completion.
+        draft_scope: Number of the task or conversation, an int64, with rollout.speculation: drafts come from samples of
+            requests with the same number. None takes the samples of the same prompt.
     """
 
     request_id: int
@@ -184,6 +186,7 @@ class GenerationRequest:
     first_sample: int = 0
     expected_tokens: float | None = None
     begun: Begun | None = None
+    draft_scope: int | None = None
 
     @property
     def edits_logits(self) -> bool:

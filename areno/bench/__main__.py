@@ -32,6 +32,7 @@ from areno.bench.report import page, record
 from areno.bench.rows import run_sft, sft_page
 from areno.bench.serving import run_agents, run_serving, serving_page
 from areno.bench.shapes import model_folder
+from areno.bench.speculation import run_speculation, speculation_page
 from areno.bench.states import run_states, states_page
 from areno.bench.timing import log_progress, measure
 from areno.errors import ArenoError, ConfigError, Problem
@@ -87,7 +88,7 @@ def show(settings: Settings) -> None:
     agents_page = partial(sampling_page, title="rollout", base="direct")
     pages = {"sampling": sampling_page, "state": states_page, "agents": agents_page, "serve": serving_page}
     pages |= {"driver": driver_page, "host": host_page, "sft": sft_page, "grid": grid_page, "trl": trl_page}
-    pages |= {"ahead": ahead_page}
+    pages |= {"ahead": ahead_page, "speculation": speculation_page}
     to_text = pages.get(settings.kind, page)
     print(json.dumps(found) if settings.json else to_text(found))
 
@@ -118,6 +119,8 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
         return run_parity(settings, folder)
     path, random_init = model_folder(settings.shape, folder)
     config = load_config(path)
+    if settings.kind == "speculation":  # whose prompts may come from --config
+        return run_speculation(settings, path, random_init)
     longest = max(settings.work.row_lens)
     if longest > config.max_position_embeddings:
         option = "--uniform" if "uniform" in settings.work.name else "--new-tokens"

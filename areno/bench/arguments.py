@@ -144,7 +144,9 @@ def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float
 
 Compared = Literal["rollout", "train", "step", "logprob"]
 """Kinds of work that take --against."""
-Standalone = Literal["sampling", "state", "agents", "serve", "driver", "host", "sft", "grid", "ahead", "trl"]
+Standalone = Literal[
+    "sampling", "state", "agents", "serve", "driver", "host", "sft", "grid", "ahead", "speculation", "trl"
+]
 """Kinds of work that do not."""
 Kind = Literal[Compared, Standalone]
 
@@ -154,6 +156,7 @@ PLAIN = "plain"
 """Name of areno without --exact, --deterministic and --share-prefixes, for --against."""
 _STANDALONE = get_args(Standalone)
 _OF_TRL = ("config", "algo", "seeds", "overrides")
+_USED_BY_SPECULATION = ("config", "overrides")  # of those
 _USED_BY_TRL = ("work", "shape", "device", "steps", "folder", "json", *_OF_TRL)
 _WORKS = (
     "step: rollout, then one GSPO step on its samples. sampling: the cost of sampling settings. state: the cost of "
@@ -162,8 +165,9 @@ _WORKS = (
     "against the number of rows, without the device's work. sft: the share of a step of supervised fine-tuning that is "
     "not the device's work. grid: the settings that tune.enabled chooses against a grid of "
     "settings, with lengths that are drawn up to --prompt-len and --new-tokens. ahead: rollouts that do not wait for "
-    "their longest samples against rollouts that do, with log-normal lengths. trl: the training of a base model by "
-    "areno and by GRPOTrainer of TRL, with the same settings: rewards, solve rates and the time of a step"
+    "their longest samples against rollouts that do, with log-normal lengths. speculation: rollouts with drafts "
+    "against rollouts without, with an index of earlier samples of the same prompts. trl: the training of a base model "
+    "by areno and by GRPOTrainer of TRL, with the same settings: rewards, solve rates and the time of a step"
 )
 
 
@@ -179,6 +183,7 @@ class Settings:
         device: First device, by its name in torch.
         dtype: Dtype of the weights, by its name in torch.
         copies: Numbers of model copies to simulate, for the work "driver".
+        batches: Numbers of samples at once, for the work "speculation".
         against: Names of the libraries to compare with.
         seeds: Seeds of the runs, for the work "trl".
         overrides: Settings of the runs as `key=value`, for the work "trl".
@@ -213,7 +218,12 @@ class Settings:
     mean_tokens: int
     ahead: int
     max_head_offpolicyness: int
+<<<<<<< HEAD
     equal_rewards: float
+=======
+    batches: tuple[int, ...]
+    turns: int
+>>>>>>> 5e312a9a085367c952e0281823cc0c7fb2764e98
     max_prefill_tokens: int
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native"]
@@ -309,7 +319,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--messages", action="store_true", help="sft: rows are conversations, not a prompt and a response")
     of_steps = "grid: number of further steps with the chosen settings (default 0). trl: number of training steps "
     add("--steps", type=_positive, default=0, help=f"{of_steps}(default: total_train_steps of --config)")
-    _add_arguments_of_trl(parser)
+    _add_arguments_of_runs(parser)
     add("--limit-s", type=_positive, help="grid: seconds after which no other point is measured (default 480)")
     add("--at-once", type=_positive, help="number of samples that are decoded at once (default: all of a step)")
     _add_ahead_arguments(parser)
@@ -335,10 +345,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one line of JSON")
 
 
-def _add_arguments_of_trl(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that only the work "trl" uses."""
+def _add_arguments_of_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the works "trl" and "speculation", which take settings of runs."""
     add = parser.add_argument
-    add("--config", metavar="NAME", help="trl: name of the YAML file with the settings of the runs, as --config-name")
+    at_once = "speculation: numbers of samples that are decoded at once (default: 8 32 256)"
+    add("--batches", type=_positive, nargs="+", default=[8, 32, 256], metavar="N", help=at_once)
+    turns = "speculation: turns of each sample, as of an agent that calls tools (default: %(default)s)"
+    add("--turns", type=_positive, default=1, help=turns)
+    settings_of_runs = "trl, speculation: name of the YAML file with the settings of the runs"
+    add("--config", metavar="NAME", help=f"{settings_of_runs}, as --config-name")
     add("--algo", choices=["grpo", "gspo"], default="grpo", help="trl: the algorithm (default: %(default)s)")
     add("--seeds", type=_seed, nargs="+", default=[1], metavar="N", help="trl: seed of each pair of runs (default: 1)")
     add(
@@ -347,7 +362,7 @@ def _add_arguments_of_trl(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="key=value",
-        help="trl: another setting of the runs, such as gconfig.n_samples=16. Repeat it for more settings",
+        help="trl, speculation: another setting of the runs, such as gconfig.n_samples=16. Repeat it for more settings",
     )
 
 
@@ -421,7 +436,11 @@ def settings_of(args: argparse.Namespace) -> Settings:
         work = Work.fixed(args.prompts or prompts, args.samples or samples, *lengths)
     dtype = args.dtype or str(default_dtype([device])).removeprefix("torch.")
     values = vars(args) | {"kind": kind, "work": work, "device": device, "dtype": dtype, "against": against}
-    values |= {"copies": tuple(args.copies), "limit_s": args.limit_s or 480}
+    values |= {
+        "copies": tuple(args.copies),
+        "batches": tuple(dict.fromkeys(args.batches)),
+        "limit_s": args.limit_s or 480,
+    }
     values |= {"seeds": tuple(dict.fromkeys(args.seeds)), "overrides": tuple(args.overrides)}
     return Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
 
@@ -515,9 +534,11 @@ def _check_trl(args: argparse.Namespace) -> None:
         if name in vars(args) and vars(args)[name] != parser.get_default(name):
             if is_trl and name not in _USED_BY_TRL:
                 raise ConfigError([Problem(option, "is for other works; trl takes settings from --config and --set")])
-            if not is_trl and name in _OF_TRL:
+            if not is_trl and name in _OF_TRL and not (kind == "speculation" and name in _USED_BY_SPECULATION):
                 raise ConfigError([Problem(option, f"is for trl, not for {kind}")])
     if not is_trl:
+        if args.overrides and not args.config:
+            raise ConfigError([Problem("--set", "changes settings of --config, which is missing")])
         return
     model = Path(args.shape).expanduser()
     missing = [name for name in ("trl", "accelerate", "datasets") if find_spec(name) is None]

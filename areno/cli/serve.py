@@ -35,6 +35,7 @@ _NAMES = {
     "engine.device": "--device",
     "rollout.mem_fraction": "--mem-fraction",
     "rollout.max_kv_tokens": "--max-kv-tokens",
+    "rollout.speculation": "--speculation",
     "rollout.max_concurrent_rollouts": "--max-running",
     "gconfig.max_tokens": "--max-model-len",
     "gconfig.max_new_tokens": "--max-model-len",
@@ -134,6 +135,14 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum number of prompt tokens per forward pass",
     )
     add("--eager-decode", action="store_true", help="decode and prefill without CUDA graphs")
+    add(
+        "--speculation",
+        choices=["auto", "on", "off"],
+        default="off",
+        help="guess the next tokens of an answer from what followed the same tokens before, in its conversation or in "
+        "conversations that begin alike, and check several in a step where this is expected to be faster; auto: on for "
+        "GPUs",
+    )
     add("--disable-thinking", action="store_true", help="pass enable_thinking=false to the chat template")
     add(
         "--allow-control-tokens",

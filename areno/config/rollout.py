@@ -241,8 +241,8 @@ class DecoderConfig(Section):
     speculation: Literal["auto", "on", "off"] = setting(
         "off",
         help="auto: on for GPUs, off for CPUs. on: where faster, guess the next tokens of a sample from what followed "
-        "the same tokens before (in samples of its prompt, on GPUs without engine.deterministic also in earlier steps) "
-        "and check several at once. Samples change no more than with another batch size. off: do not guess. Also off "
+        "the same tokens before, in samples of its prompt (of earlier steps, too, on GPUs or with engine.exact), and "
+        "check several at once. Samples change no more than with another batch size. off: do not guess. Also off "
         "with prompts_ahead and max_head_offpolicyness, and with dynamic_sampling if its rounds overlap",
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from areno.engine.processes.workers import WorkerGroup
 from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, trace_request, wait_for_all
-from areno.engine.spec import EngineInfo, RolloutSpec, RolloutStats
+from areno.engine.spec import DraftCounts, EngineInfo, RolloutSpec, RolloutStats
 from areno.engine.streams import Consumer, FairLock, RequestBatcher, RunningClock, Streams, TimeLimit
 from areno.engine.train.rows import read_tokens
 from areno.errors import EngineError, non_finite_logits
@@ -322,6 +322,13 @@ class SamplingEngine:
     def rollout_stats(self) -> list[RolloutStats]:
         """Return the latest decoding statistics of each data-parallel rank. Any thread may call this."""
         return self.workers.stats()
+
+    def draft_counts(self) -> DraftCounts:
+        """Return how many tokens this rollout phase, or the last one, has drafted and accepted (rollout.speculation).
+
+        The counts are as of the last outputs of each data-parallel rank. Any thread may call this.
+        """
+        return DraftCounts.of(self.rollout_stats())
 
     def generate(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -433,6 +433,8 @@ class RolloutStats:
         graph_replays: Passes over the model that ran as a CUDA graph: decode steps and prefills.
         drafted_tokens: Drafted tokens that were verified (rollout.speculation).
         accepted_tokens: Those of the drafted tokens that were sampled.
+        decode_steps: Decoding passes, with or without drafts.
+        draft_steps: Those of the decoding passes that verified drafts.
     """
 
     running: int = 0
@@ -443,3 +445,42 @@ class RolloutStats:
     graph_replays: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    decode_steps: int = 0
+    draft_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Counts of the drafts of a rollout phase so far, summed over the data-parallel ranks (rollout.speculation).
+
+    Attributes:
+        drafted: Drafted tokens that were verified.
+        accepted: Those of the drafted tokens that were sampled.
+        steps: Decoding passes, with or without drafts.
+        draft_steps: Those of the decoding passes that verified drafts.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    draft_steps: int = 0
+
+    @staticmethod
+    def of(stats: Iterable[RolloutStats]) -> DraftCounts:
+        """Return the sums over ranks.
+
+        Args:
+            stats: The counters of each data-parallel rank.
+        """
+        found = [(one.drafted_tokens, one.accepted_tokens, one.decode_steps, one.draft_steps) for one in stats]
+        return DraftCounts(*map(sum, zip(*found, strict=True)))
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafted tokens that were accepted, 0 without drafts."""
+        return self.accepted / max(1, self.drafted)
+
+    @property
+    def step_share(self) -> float:
+        """Share of the decoding passes that verified drafts."""
+        return self.draft_steps / max(1, self.steps)

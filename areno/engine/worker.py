@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -133,8 +134,8 @@ class Worker:
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Make the decoder ready for a rollout phase.
 
-        If `spec` equals the settings of the previous rollout phase, the decoder and its CUDA graphs stay, but cached
-        blocks are dropped. Otherwise a new decoder is made.
+        If `spec` equals the settings of the previous rollout phase, rollout.speculation aside, the decoder and its CUDA
+        graphs stay, but cached blocks are dropped. Otherwise a new decoder is made.
 
         Args:
             spec: Settings of the rollout phase.
@@ -145,12 +146,15 @@ class Worker:
         Raises:
             EngineError: There is too little memory for the KV cache.
         """
-        if self.decoder is not None and self._decoder_spec == spec:
+        before = self._decoder_spec
+        drafts = spec.decoder.speculation
+        if self.decoder is not None and before is not None and _with_speculation(before, drafts) == spec:
             self.decoder.reset_cache()
             self.decoder.reset_stats()
         else:
             self.end_rollout(drop=True)
-            self.decoder, self._decoder_spec = self._new_decoder(spec), spec
+            self.decoder = self._new_decoder(spec)
+        self._decoder_spec = spec
         self.decoder.use_drafter(self._begun_drafter(spec, self.decoder))
         self._use_weights(self.decoder)
         profiling.set_anchor()
@@ -203,10 +207,12 @@ class Worker:
     def _drafter(self) -> SuffixDrafter:
         """The drafter of all rollouts.
 
-        On GPUs without engine.deterministic, samples of earlier rollouts stay in its index. Elsewhere a resumed run,
-        which lacks these samples, must have the bits of an uninterrupted one.
+        It keeps samples of earlier rollouts with engine.exact, where drafts change no bit, and on GPUs without
+        engine.deterministic. Elsewhere a resumed run, which lacks these samples, must have the bits of an uninterrupted
+        one.
         """
-        remembers = self.context.device.type == "cuda" and not self.spec.engine.deterministic
+        on_cuda, config = self.context.device.type == "cuda", self.spec.engine
+        remembers = config.exact or (on_cuda and not config.deterministic)
         return SuffixDrafter(remembers=remembers)
 
     def _max_running(self, spec: RolloutSpec) -> int:
@@ -584,6 +590,11 @@ class Worker:
         """Wait until the device has finished all work."""
         if self.context.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _with_speculation(spec: RolloutSpec, speculation: Any) -> RolloutSpec:
+    """Return the settings of a rollout phase with another value of rollout.speculation."""
+    return replace(spec, decoder=replace(spec.decoder, speculation=speculation))
 
 
 def _size(table: Sequence[Entry]) -> int:

@@ -28,7 +28,7 @@ from areno.server.requests import ChatRequest
 from areno.server.responses import sampled_with
 from areno.server.sampling import Sampler
 from areno.server.threads import Threads
-from areno.types import GenerationOutput, GenerationRequest
+from areno.types import GenerationOutput, GenerationRequest, Message
 
 Json = dict[str, Any]
 
@@ -84,7 +84,11 @@ class ChatCompletions:
         try:
             # An answer that is not streamed is read in pieces, too, so that its text is parsed before many samples
             # finish at once.
-            more = {"pieces": not request.options.stream, **constraint}
+            more = {
+                "pieces": not request.options.stream,
+                "draft_scope": task_of(request.messages, prompt),
+                **constraint,
+            }
             sampled = self.sampler.request(prompt.tokens, request.options, digest=prompt.digest, **more)
         except ApiError as error:
             if error.param not in ("prompt", "max_tokens"):
@@ -121,6 +125,19 @@ class ChatCompletions:
         except ArenoError as error:
             raise ApiError(400, str(error), param="response_format" if choice == "auto" else "tools") from error
         return None if grammar is None else grammar.text
+
+
+def task_of(messages: Sequence[Message], prompt: Prompt) -> int:
+    """Return a number of the messages before the first answer, 60 bits of their hash.
+
+    The turns of a conversation have the same number, and so have all conversations about a task that begin alike.
+
+    Args:
+        messages: The conversation.
+        prompt: The prompt of its next turn.
+    """
+    n_before = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    return int(prompt.keys[max(0, n_before - 1)][:15], 16)
 
 
 def _about_messages(error: ApiError, request: ChatRequest, tokens: Sequence[int] | None = None) -> ApiError:

@@ -313,15 +313,17 @@ class Sampler:
 
         Returns:
             A tuple (name, help text, value) for each gauge. The gauges are the samples that the engine decodes, the
-            samples that wait in the engine, the samples in progress at the server, and the preemptions in the
-            engine. The numbers of the engine are sums over its decoders.
+            samples that wait in the engine, the samples in progress at the server, and the preemptions and drafted
+            tokens in the engine. The numbers of the engine are sums over its decoders.
         """
-        stats = self.engine.rollout_stats()
+        stats, drafts = self.engine.rollout_stats(), self.engine.draft_counts()
         return [
             ("areno_samples_running", "Samples in the batch.", sum(one.running for one in stats)),
             ("areno_samples_waiting", "Samples waiting for a place in it.", sum(one.waiting for one in stats)),
             ("areno_samples_in_flight", "Samples of requests being answered.", self.n_samples),
             ("areno_preemptions", "Samples sent back to waiting.", sum(one.preemptions for one in stats)),
+            ("areno_drafted_tokens", "Tokens that were guessed and checked.", drafts.drafted),
+            ("areno_accepted_tokens", "Of these, sampled.", drafts.accepted),
         ]
 
 

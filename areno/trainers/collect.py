@@ -11,7 +11,7 @@ import numpy as np
 from areno.api.metrics import evaluation_metrics, rewards_by_group, rollout_metrics
 from areno.config.rollout import GenerationConfig
 from areno.data.loader import BatchLoader
-from areno.engine.spec import RolloutStats
+from areno.engine.spec import DraftCounts, RolloutStats
 from areno.plan.plan import sampling_params
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
@@ -48,21 +48,25 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     metrics = rollout_metrics(
         samples, advantages_B, skipped_long=rollout.skipped_long, total_skipped_long=rollout.total_skipped_long
     )
-    metrics |= draft_metrics(setup.trainer.engine.rollout_stats())
+    metrics |= draft_metrics(setup.trainer.engine.draft_counts())
     n_tokens = sum(sample.sequence.n_tokens for sample in samples)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
     run.log({**metrics, **group_metrics(samples), **rollout.scalars})
     run.progress.keep(reward_mean=metrics["rollout/rewards_mean"])
 
 
-def draft_metrics(stats: Sequence[RolloutStats]) -> dict[str, float]:
+def draft_metrics(counts: DraftCounts) -> dict[str, float]:
     """Return the metrics of the tokens that the rollout drafted (rollout.speculation).
 
     Args:
-        stats: The statistics of each data-parallel rank.
+        counts: The counts of the rollout.
     """
-    drafted, accepted = sum(rank.drafted_tokens for rank in stats), sum(rank.accepted_tokens for rank in stats)
-    return {"rollout/drafted_tokens": drafted, "rollout/draft_acceptance": accepted / max(1, drafted)}
+    return {
+        "rollout/drafted_tokens": counts.drafted,
+        "rollout/accepted_tokens": counts.accepted,
+        "rollout/draft_acceptance": counts.acceptance,
+        "rollout/frac_steps_drafted": counts.step_share,
+    }
 
 
 def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:

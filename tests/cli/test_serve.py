@@ -95,6 +95,25 @@ def seen(served: Served) -> str:
     return httpx2.get(f"{served.url.removesuffix('/v1')}/metrics").text
 
 
+@pytest.mark.parametrize("served", [("--speculation", "on")], indirect=True)
+def test_repeated_answers_are_drafted(served: Served) -> None:
+    client = OpenAI(base_url=served.url, api_key="EMPTY", max_retries=0)
+    name = next(iter(client.models.list())).id
+    how: Any = {
+        "model": name,
+        "messages": HELLO,
+        "max_tokens": 60,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    first, second, third = (client.chat.completions.create(**how).choices[0].message.content for _ in range(3))
+    assert first == second == third
+    [drafted, accepted] = [
+        int(line.split()[1]) for line in seen(served).splitlines() if line.startswith(("areno_drafted", "areno_acc"))
+    ]
+    assert drafted >= accepted > 50
+
+
 @pytest.mark.slow
 def test_an_evaluation_harness_scores_what_areno_saved(tmp_path: Path) -> None:
     """lm-eval over HTTP gives what it gives with the model of transformers in its own process."""

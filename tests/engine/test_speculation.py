@@ -33,10 +33,13 @@ def rollouts(engine: Engine, speculation: Any, requests: list[GenerationRequest]
     for _ in range(2):
         engine.begin_rollout(replace(ROLLOUT, decoder=DecoderConfig(speculation=speculation)))
         found += record(engine.generate(requests))
-        stats = engine.rollout_stats()
+        stats, counts = engine.rollout_stats(), engine.draft_counts()
         engine.end_rollout()
-    drafted, accepted = sum(one.drafted_tokens for one in stats), sum(one.accepted_tokens for one in stats)
-    return found, drafted, accepted
+    assert counts.drafted == sum(one.drafted_tokens for one in stats)
+    assert counts.acceptance == counts.accepted / max(1, counts.drafted)
+    assert counts.step_share == counts.draft_steps / counts.steps
+    assert (counts.draft_steps > 0) == (counts.drafted > 0)
+    return found, counts.drafted, counts.accepted
 
 
 @pytest.mark.parametrize(
@@ -72,6 +75,6 @@ def test_a_held_engine_does_not_draft(tmp_path: Path) -> None:
                 more, stats = engine.advance(10 - len(outputs), 1)
                 outputs += more
                 steps[-1] += 1
-            assert sum(one.drafted_tokens for one in stats) == 0
+            assert engine.draft_counts().drafted == sum(one.drafted_tokens for one in stats) == 0
             engine.end_rollout()
         assert steps[0] == steps[1] == steps[2]

@@ -16,7 +16,7 @@ from areno.engine.decoder import decoder
 from areno.server import answers, app
 from areno.server.conversations import Conversations
 from areno.server.requests import read_chat
-from areno.types import GenerationOutput
+from areno.types import GenerationOutput, GenerationRequest
 from tests.helpers.agent_model import made
 from tests.helpers.waiting import until
 
@@ -84,6 +84,30 @@ def test_equal_requests_are_read_once_and_draw_for_themselves(client: OpenAI, mo
     monkeypatch.setattr(app, "SMALL_BODY", 10)
     chat(client, messages=asked, max_tokens=20)
     assert len(read) == 3
+
+
+def test_the_turns_of_a_task_have_one_scope_of_drafts(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes: list[int | None] = []
+    submit = decoder.Decoder.submit
+
+    def seen(self: decoder.Decoder, request: GenerationRequest) -> None:
+        scopes.append(request.draft_scope)
+        submit(self, request)
+
+    monkeypatch.setattr(decoder.Decoder, "submit", seen)
+    task: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the first task"}]
+    for more in ([], [*turn("a"), *turn("b")], turn("c"), turn("a")):
+        chat(client, messages=[*task, *more], max_tokens=2)
+    assert len(scopes) == 4
+    assert {type(scope) for scope in scopes} == {int}
+    assert len({*scopes}) == 1
+    chat(client, messages=[task[0], {"role": "user", "content": "the second task"}], max_tokens=2)
+    chat(client, messages=[{"role": "assistant", "content": "begins"}, *task], max_tokens=2)
+    assert len({*scopes}) == 3
+
+
+def turn(text: str) -> list[Any]:
+    return [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
 
 
 def test_prompts_of_agents_that_begin_are_made_before_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:

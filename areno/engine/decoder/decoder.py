@@ -136,7 +136,7 @@ class Decoder:
         self.weights_version = 0
         self._runs_ahead = runs_ahead
         self.drafter: Drafter | None = None
-        self._n_drafted = self._n_accepted = 0
+        self._n_drafted = self._n_accepted = self._n_decode_steps = self._n_draft_steps = 0
         self._in_flight: list[PendingTokens] = []
         self._in_flight_version = 0
         self._outputs: list[GenerationOutput] = []
@@ -164,6 +164,8 @@ class Decoder:
             graph_replays=sum(graphs.n_replays for graphs in self.runner.all_graphs),
             drafted_tokens=self._n_drafted,
             accepted_tokens=self._n_accepted,
+            decode_steps=self._n_decode_steps,
+            draft_steps=self._n_draft_steps,
         )
 
     def use_drafter(self, drafter: Drafter | None) -> None:
@@ -280,7 +282,10 @@ class Decoder:
             self._collect()
         if self._has_bad_blocks:
             self.reset_cache()
-        launched = self.runner.launch(self._scheduler.schedule(self._propose if drafts else None))
+        scheduled = self._scheduler.schedule(self._propose if drafts else None)
+        self._n_decode_steps += bool(scheduled.decode)
+        self._n_draft_steps += scheduled.drafts is not None
+        launched = self.runner.launch(scheduled)
         self._collect()
         self._in_flight, self._in_flight_version = launched, self.weights_version
         if not self._runs_ahead:
@@ -307,7 +312,7 @@ class Decoder:
 
     def reset_stats(self) -> None:
         """Set the counts of tokens and events in `stats` to 0."""
-        self._n_drafted = self._n_accepted = 0
+        self._n_drafted = self._n_accepted = self._n_decode_steps = self._n_draft_steps = 0
         self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0
         for graphs in self.runner.all_graphs:
             graphs.n_replays = 0
@@ -328,7 +333,6 @@ class Decoder:
             cache = self.runner.routes
             if self.drafter is not None:
                 for each in finished:
-                    each.settle()
                     self.drafter.finished(each)
             # While the blocks are theirs: what comes to the device later may write over them.
             routes = (
@@ -402,9 +406,11 @@ class Decoder:
     def _propose(self, sequences: list[Sequence]) -> list[list[int]]:
         """Return a draft of the drafter for each sequence."""
         assert self.drafter is not None
-        for sequence in sequences:
-            sequence.settle()
-        return self.drafter.propose(sequences)
+        drafts = self.drafter.propose(sequences)
+        if any(drafts):
+            for sequence in sequences:
+                sequence.settle()
+        return drafts
 
     def _accept_drafted(self, pending: PendingTokens, streams: _Streams) -> list[Sequence]:
         """Give the arrived tokens of a verification to their sequences, and queue partial outputs.

@@ -1,32 +1,42 @@
 """Drafts from repetition: the tokens that followed the last tokens of a sample when they occurred before.
 
-DraftIndex finds the longest suffix of a text (3 to 8 tokens) that occurs earlier in the same text or in other texts of
-the same prompt, from this rollout or earlier ones. SuffixDrafter keeps the index up to date, and decides how many
-tokens to propose. All decisions depend on counts only, so all ranks that share a model decide alike. The idea is from
-SuffixDecoding (arXiv 2411.04975) and DAS (arXiv 2511.13841), with hash tables in place of suffix trees. No tensors.
+DraftIndex finds the longest suffix of a text (8, 5 or 3 tokens) that occurs earlier in the same text or in other texts
+of its scope, such as the samples of the same prompt. SampleMemory keeps finished samples of earlier rollouts until
+their scope is sampled again. SuffixDrafter keeps both up to date, and decides how many tokens to propose. All decisions
+depend on counts only, so all ranks that share a model decide alike. The idea is from SuffixDecoding (arXiv 2411.04975)
+and DAS (arXiv 2511.13841), with hash tables in place of suffix trees. No tensors.
 
 Shape letters: R texts, N tokens, L lengths of suffixes, J drafted tokens.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from areno.engine.decoder.sequence import Sequence
+from areno.types import GenerationRequest
 
-SHORTEST, LONGEST = 3, 8  # tokens of a suffix
+LENGTHS = (3, 5, 8)  # tokens of a suffix
+SHORTEST, LONGEST = LENGTHS[0], LENGTHS[-1]
 SEGMENT = 256  # tokens of a text that are stored together
+BREAK = -1  # between samples that are stored in one text
 MOST = 8  # drafted tokens of a sequence in a step
 MAX_SEQUENCES = 256  # with more, a step computes so much that more rows take as much longer
-_LENGTHS = np.arange(SHORTEST, LONGEST + 1)
+INDEX_TOKENS = 1 << 21  # 60 MB: 4 bytes of a token, 24 of its places in the tables
+MEMORY_TOKENS = 1 << 25  # 134 MB
+SCOPE_TOKENS = 1 << 14  # of the memory, for a scope
+_SAMPLE_OVERHEAD = 64  # the memory of a sample beside its tokens, in tokens
+_LENGTHS = np.array(LENGTHS)
 _BACK = np.arange(LONGEST)  # how many tokens before the last one of a suffix
 _FACTORS = np.random.default_rng(0).integers(1 << 63, size=LONGEST).astype(np.uint64) * np.uint64(2) + np.uint64(1)
-_INDEXED_AT_ONCE = 4096  # tokens of finished samples, in a step
+_CHUNK = 64  # tokens of a prompt that are recognised together
+_INDEXED_AT_ONCE = 16_384  # tokens of finished samples, in a step
+_PROBED = 16  # sequences of a large batch that show whether drafts would pay
 _LEAST_GAIN = 1.03  # of the expected speed, or a step does without drafts
-_LONGEST_PAUSE = 64  # steps
+_LONGEST_PAUSE = 128  # steps
 
 
 @dataclass(slots=True)
@@ -34,7 +44,7 @@ class Text:
     """A growing text in a DraftIndex.
 
     Attributes:
-        scope: Number of the prompt. A text is only compared with texts of the same scope.
+        scope: Number of the scope. A text is only compared with texts of the same scope.
         segment: Segment that holds the end of the text.
         serial: Serial number of the segment. If the segment has another one by now, it holds another text.
     """
@@ -51,58 +61,71 @@ class DraftIndex:
     hash table without chains maps the hash of that many tokens to the place after their last occurrence. A place is
     checked against the stored tokens, so a collision of hashes can hide an occurrence but not invent one.
 
+    An occurrence in a growing text counts when 8 tokens follow it. Otherwise the samples of a prompt, which decode side
+    by side, would find each other, and drafts of a token or two, in place of a finished sample.
+
     Args:
         n_tokens: Number of tokens that are stored, rounded up to whole segments.
     """
 
     def __init__(self, n_tokens: int):
         n_segments = max(2, -(-n_tokens // SEGMENT))
-        self._tokens = np.full(n_segments * SEGMENT, -1, dtype=np.int64)
-        self._length, self._serial = (np.zeros(n_segments, dtype=np.int64) for _ in range(2))
+        self.n_segments = n_segments
+        self._tokens = np.zeros(n_segments * SEGMENT, dtype=np.int32)
+        self._length, self._serial, self._n_noted = (np.zeros(n_segments, dtype=np.int64) for _ in range(3))
         self._scope = np.zeros(n_segments, dtype=np.int64)
         n_bits = (n_segments * SEGMENT - 1).bit_length() + 1  # half empty, so that few occurrences are hidden
         self._shift = np.uint64(64 - n_bits)
-        self._tables = np.full((len(_LENGTHS), 1 << n_bits), -1, dtype=np.int32)
+        # Place + 1, so that an empty table is one of zeros, whose memory the system provides as it is written.
+        self._tables = np.zeros((len(_LENGTHS), 1 << n_bits), dtype=np.int32)
         self._n_opened = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the index in bytes, when it is full."""
+        return self._tokens.nbytes + self._tables.nbytes + 4 * self._length.nbytes
 
     def clear(self) -> None:
         """Drop all texts."""
-        self._tables.fill(-1)
-        self._length.fill(0)
-        self._serial.fill(0)
-        self._n_opened = 0
+        if self._n_opened:
+            self._tables.fill(0)
+            self._length.fill(0)
+            self._serial.fill(0)
+            self._n_opened = 0
 
     def open(self, scope: int, before: list[int]) -> Text:
         """Begin a text.
 
         Args:
-            scope: Number of the prompt, an int64.
+            scope: Number of the scope, an int64.
             before: Tokens before the text, such as the prompt. At most the last 8 tokens are kept.
         """
-        segment = self._n_opened % len(self._length)
+        segment = self._n_opened % self.n_segments
         self._n_opened += 1
         before = before[-LONGEST:]
         start = segment * SEGMENT
         self._tokens[start : start + len(before)] = before
-        self._length[segment], self._scope[segment], self._serial[segment] = len(before), scope, self._n_opened
+        self._length[segment] = self._n_noted[segment] = len(before)
+        self._scope[segment], self._serial[segment] = scope, self._n_opened
         return Text(scope, segment, self._n_opened)
 
     def is_stored(self, text: Text) -> bool:
         """Return whether the end of a text has not been overwritten."""
         return bool(self._serial[text.segment] == text.serial)
 
-    def extend(self, texts: list[Text], tokens: list[list[int]]) -> None:
+    def extend(self, texts: list[Text], tokens: list[list[int]], *, ends: bool = False) -> None:
         """Append tokens to texts.
 
         Args:
             texts: The texts, each at most once.
-            tokens: The tokens for each text. May be empty.
+            tokens: The tokens for each text. May be empty. BREAK separates parts of a text.
+            ends: Whether the texts end with these tokens.
         """
         while texts:
             segments_R = np.array([text.segment for text in texts], dtype=np.int64)
             room = (SEGMENT - self._length[segments_R]).tolist()
             now = [new[:n] for new, n in zip(tokens, room, strict=True)]
-            self._append(segments_R, now)
+            self._append(segments_R, now, ends)
             rest = [(text, new[n:]) for text, new, n in zip(texts, tokens, room, strict=True) if len(new) > n]
             for text, _ in rest:  # go on in another segment, which begins with the last tokens of this one
                 end = (text.segment + 1) * SEGMENT
@@ -110,32 +133,33 @@ class DraftIndex:
                 text.segment, text.serial = other.segment, other.serial
             texts, tokens = [text for text, _ in rest], [new for _, new in rest]
 
-    def _append(self, segments_R: np.ndarray, tokens: list[list[int]]) -> None:
-        """Append tokens to segments that have room for them, and note after which suffixes they occur."""
-        counts_R = np.array([len(new) for new in tokens], dtype=np.int64)
-        if not counts_R.any():
-            return
-        row_N = np.repeat(np.arange(len(tokens)), counts_R)
-        offset_N = np.arange(len(row_N)) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
-        offset_N += self._length[segments_R][row_N]
+    def _append(self, segments_R: np.ndarray, tokens: list[list[int]], ends: bool) -> None:
+        """Append tokens to segments that have room for them, and note after which suffixes tokens occur."""
+        length_R = self._length[segments_R]
+        end_R = length_R + np.array([len(new) for new in tokens], dtype=np.int64)
+        row_N, offset_N = _ranges(length_R, end_R)
+        self._tokens[segments_R[row_N] * SEGMENT + offset_N] = [token for new in tokens for token in new]
+        self._length[segments_R] = end_R
+        noted_R = self._n_noted[segments_R]
+        until_R = np.where((end_R == SEGMENT) | ends, end_R, np.maximum(noted_R, end_R - MOST + 1))
+        self._n_noted[segments_R] = until_R
+        row_N, offset_N = _ranges(noted_R, until_R)
         places_N = segments_R[row_N] * SEGMENT + offset_N
-        self._tokens[places_N] = [token for new in tokens for token in new]
-        self._length[segments_R] += counts_R
         slots_LN, _ = self._hashed(places_N, offset_N, self._scope[segments_R][row_N])
-        is_long_LN = offset_N >= _LENGTHS[:, None]
-        levels, rows = is_long_LN.nonzero()
-        self._tables[levels, slots_LN[levels, rows]] = places_N[rows]
+        for table, slots_N, length in zip(self._tables, slots_LN, LENGTHS, strict=True):
+            is_long_N = offset_N >= length
+            table[slots_N[is_long_N]] = places_N[is_long_N] + 1
 
     def _hashed(self, places_N: np.ndarray, offset_N: np.ndarray, scope_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the table slots (L, N) of the suffixes before some places, and their tokens from last to first (N, 8).
 
         Tokens before the begin of the segment are -1.
         """
-        before_N8 = self._tokens[np.maximum(places_N[:, None] - 1 - _BACK, 0)]
+        before_N8 = self._tokens[np.maximum(places_N[:, None] - 1 - _BACK, 0)].astype(np.int64)
         before_N8[offset_N[:, None] <= _BACK] = -1
         # A multilinear hash: the sum of the first n products is that of the n last tokens.
         sums_N8 = np.cumsum((before_N8 + 1).view(np.uint64) * _FACTORS, axis=1)
-        hash_LN = (sums_N8[:, SHORTEST - 1 :] ^ scope_N.view(np.uint64)[:, None]).T * _FACTORS[0]
+        hash_LN = (sums_N8[:, _LENGTHS - 1] ^ scope_N.view(np.uint64)[:, None]).T * _FACTORS[0]
         return (hash_LN >> self._shift).view(np.int64), before_N8
 
     def find(self, texts: list[Text]) -> tuple[np.ndarray, np.ndarray]:
@@ -151,7 +175,7 @@ class DraftIndex:
         segments_R = np.array([text.segment for text in texts], dtype=np.int64)
         length_R, scope_R = self._length[segments_R], self._scope[segments_R]
         slots_LR, suffix_R8 = self._hashed(segments_R * SEGMENT + length_R, length_R, scope_R)
-        places_LR = np.take_along_axis(self._tables, slots_LR, 1).astype(np.int64)
+        places_LR = np.take_along_axis(self._tables, slots_LR, 1).astype(np.int64) - 1
         found_LR, offset_LR = places_LR // SEGMENT, places_LR % SEGMENT
         is_match_LR = (places_LR >= 0) & (offset_LR < self._length[found_LR]) & (self._scope[found_LR] == scope_R)
         is_match_LR &= (offset_LR >= _LENGTHS[:, None]) & (length_R >= _LENGTHS[:, None])
@@ -162,34 +186,103 @@ class DraftIndex:
         is_found_R = is_match_LR.any(0)
         return np.where(is_found_R, _LENGTHS[best_R], 0), places_LR[best_R, np.arange(len(texts))]
 
-    def following(self, place: int, text: Text) -> list[int]:
-        """Return up to 8 tokens from a place on, as far as their segment has them.
-
-        If the place is so near the end of `text` that the text repeats itself, the repetition is continued.
+    def following(self, places_R: np.ndarray) -> list[list[int]]:
+        """Return up to 8 tokens from each of some places on, up to the next BREAK or the end of their segments.
 
         Args:
-            place: A place from `find`.
-            text: The text whose suffix was found before the place.
+            places_R: Places from `find`.
         """
-        segment = place // SEGMENT
-        end = min(place + MOST, segment * SEGMENT + int(self._length[segment]))
-        tokens = self._tokens[place:end].tolist()
-        return (tokens * MOST)[:MOST] if segment == text.segment else tokens
+        n_R = np.minimum(MOST, self._length[places_R // SEGMENT] - places_R % SEGMENT).tolist()
+        tokens_RJ = self._tokens[np.minimum(places_R[:, None] + np.arange(MOST), len(self._tokens) - 1)].tolist()
+        drafts = [tokens[:n] for tokens, n in zip(tokens_RJ, n_R, strict=True)]
+        return [draft[: draft.index(BREAK)] if BREAK in draft else draft for draft in drafts]
+
+
+def _ranges(start_R: np.ndarray, end_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers from `start_R` up to `end_R` of each row, one row after the other: the rows, the numbers."""
+    counts_R = end_R - start_R
+    row_N = np.repeat(np.arange(len(counts_R)), counts_R)
+    return row_N, np.arange(len(row_N)) + (start_R - np.cumsum(counts_R) + counts_R)[row_N]
+
+
+@dataclass(slots=True)
+class _Scope:
+    """The samples of a scope, the oldest first, each with the number of its tokens that are of the prompt."""
+
+    samples: deque[tuple[int, np.ndarray]] = field(default_factory=deque)
+    n_tokens: int = 0
+
+
+class SampleMemory:
+    """Finished samples by scope, as arrays. Drops samples of the scope that has got none for the longest time.
+
+    Args:
+        n_tokens: Largest number of tokens of all samples, each of which counts 64 tokens more.
+        of_scope: Largest number of tokens of a scope, counted likewise. Its newest sample is kept in any case.
+
+    Attributes:
+        n_tokens: Number of tokens now, counted likewise.
+    """
+
+    def __init__(self, n_tokens: int, of_scope: int):
+        self._most, self._most_of_scope = n_tokens, of_scope
+        self._scopes: OrderedDict[int, _Scope] = OrderedDict()
+        self.n_tokens = 0
+
+    def clear(self) -> None:
+        """Drop all samples."""
+        self._scopes.clear()
+        self.n_tokens = 0
+
+    def add(self, scope: int, before: list[int], tokens: np.ndarray) -> None:
+        """Keep a sample.
+
+        Args:
+            scope: Number of the scope.
+            before: The last tokens of the prompt.
+            tokens: Token ids of the completion.
+        """
+        sample = np.empty(len(before) + len(tokens), dtype=np.int32)
+        sample[: len(before)], sample[len(before) :] = before, tokens
+        found = self._scopes.setdefault(scope, _Scope())
+        self._scopes.move_to_end(scope)
+        found.samples.append((len(before), sample))
+        found.n_tokens += len(sample) + _SAMPLE_OVERHEAD
+        self.n_tokens += len(sample) + _SAMPLE_OVERHEAD
+        while found.n_tokens > self._most_of_scope and len(found.samples) > 1:
+            self._drop_oldest(found)
+        while self.n_tokens > self._most and (len(self._scopes) > 1 or len(found.samples) > 1):
+            oldest = next(iter(self._scopes))
+            self._drop_oldest(self._scopes[oldest])
+            if not self._scopes[oldest].samples:
+                del self._scopes[oldest]
+
+    def _drop_oldest(self, scope: _Scope) -> None:
+        _, sample = scope.samples.popleft()
+        scope.n_tokens -= len(sample) + _SAMPLE_OVERHEAD
+        self.n_tokens -= len(sample) + _SAMPLE_OVERHEAD
+
+    def of(self, scope: int) -> list[tuple[list[int], np.ndarray]]:
+        """Return (last tokens of the prompt, completion) of each sample of a scope, the oldest first."""
+        found = self._scopes.get(scope)
+        return [] if found is None else [(each[:n].tolist(), each[n:]) for n, each in found.samples]
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Time of a decoding step. The unit is the time that one more row adds.
+    """Time of a decoding step. The unit is the time that one more row adds on the device.
 
     Attributes:
         fixed: Time of a step without rows, which mostly reads the weights.
         verification: Time that a step with drafts takes beyond that of a step with the same number of rows.
         most_rows: Largest number of rows of a step with drafts.
+        host: Time of the host for each sequence of a step with drafts, during which the device waits.
     """
 
     fixed: float
     verification: float
     most_rows: int
+    host: float = 0.0
 
 
 def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -> StepCosts:
@@ -203,9 +296,16 @@ def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -
         on_cuda: Whether the model is on a GPU, where the host cannot launch a step with drafts ahead.
         use_graphs: Whether steps run as CUDA graphs. Without them, launching a step takes longer than reading weights.
     """
-    if on_cuda:
-        return StepCosts(fixed=240 if use_graphs else 1000, verification=80, most_rows=n_rows)
-    return StepCosts(fixed=max(4, 100_000_000 // max(1, n_params)), verification=2, most_rows=n_rows)
+    if not on_cuda:
+        row_ms = 0.12 + 1e-7 * n_params
+        return StepCosts(fixed=(5 + 4e-7 * n_params) / row_ms, verification=0.5 / row_ms, most_rows=n_rows)
+    row_us = 0.7 + 4e-9 * n_params  # sampling and attention, and two operations for each parameter
+    return StepCosts(
+        fixed=240 if use_graphs else max(240, 3000 / row_us),
+        verification=250 / row_us,
+        most_rows=n_rows,
+        host=10 / row_us,
+    )
 
 
 @dataclass(slots=True)
@@ -223,24 +323,35 @@ class SuffixDrafter:
     """Proposes drafts from a DraftIndex, as many tokens as pay according to a model of costs.
 
     How likely a drafted token is right is measured for each length of the suffix, on drafts that were verified and on
-    drafts that were not. If drafts would not pay, the drafter pauses, at first for 2 steps and finally for 64.
+    drafts that were not. If drafts would not pay, the drafter pauses, at first for 2 steps and finally for 128, or
+    until the batch has shrunk by a quarter. After a pause of a large batch, some of its sequences show whether drafts
+    would pay for all, so that a batch that does not draft costs next to nothing.
 
     Args:
-        remembers: Whether the index keeps samples of earlier rollouts. If not, the drafts of a rollout do not depend on
+        remembers: Whether samples of earlier rollouts are kept. If not, the drafts of a rollout do not depend on
             whether the run was resumed before it. Drafts change no token, but the number of rows in a matrix product,
             and so the last bits of its results.
+        index_tokens: Size of the index in tokens.
+        memory_tokens: Size of the memory of finished samples in tokens.
+
+    Attributes:
+        index: The texts of the running samples and of their scopes.
+        memory: Finished samples.
     """
 
-    def __init__(self, *, remembers: bool = True):
-        self._n_tokens = 1 << (20 if remembers else 16)
-        self.index, self._remembers = DraftIndex(self._n_tokens), remembers
+    def __init__(self, *, remembers: bool = True, index_tokens: int = INDEX_TOKENS, memory_tokens: int = MEMORY_TOKENS):
+        self.index, self.memory = DraftIndex(index_tokens), SampleMemory(memory_tokens, SCOPE_TOKENS)
+        self._remembers = remembers
         self._costs: StepCosts
         self._rows: dict[Sequence, _Row] = {}
-        self._ended: deque[Sequence] = deque()
-        self._n_ended_tokens = 0
-        self._prompts: dict[int, Text] = {}
+        self._scope_of: dict[int, tuple[GenerationRequest, int]] = {}  # by request id, so that prompts are hashed once
+        self._loaded: dict[int, Text] = {}  # scope -> text with its finished samples, one after the other
+        self._chunks: dict[int, Text] = {}  # hash of a prompt up to the end of a chunk -> text that contains it
+        # (text, scope, tokens before, rest of a finished sample). Without a text, the sample is added to the scope's.
+        self._pending: deque[tuple[Text | None, int, list[int], np.ndarray]] = deque()
         self._tried, self._right = (np.zeros(LONGEST + 1) for _ in range(2))
-        self._pause = self._waits = 0
+        self._is_on = False
+        self._pause = self._waits = self._paused_at = self._n_rollouts = 0
 
     def begin(self, costs: StepCosts) -> None:
         """Begin a rollout. Samples of the last one that have not finished are forgotten.
@@ -249,16 +360,19 @@ class SuffixDrafter:
             costs: Time of a step.
         """
         self._costs = costs
-        self._rows.clear()
+        for known in (self._rows, self._scope_of):
+            known.clear()
         if not self._remembers:
             self.index.clear()
-            self._ended.clear()
-            self._prompts.clear()
-            self._n_ended_tokens = 0
+            self.memory.clear()
+            for known in (self._loaded, self._chunks, self._pending):
+                known.clear()
+            self._n_rollouts = self._pause = 0
         kept = 0.5 if self._remembers else 0.0
         self._tried *= kept
         self._right *= kept
-        self._pause = self._waits = 0
+        self._n_rollouts += 1
+        self._is_on, self._pause, self._waits, self._paused_at = False, self._pause // 4, 0, 0
 
     def is_due(self, n_running: int) -> bool:
         """Return whether the next step may draft. False in a pause, and if the batch is too large.
@@ -268,6 +382,8 @@ class SuffixDrafter:
         """
         if not 0 < n_running <= MAX_SEQUENCES:
             return False
+        if 4 * n_running <= 3 * self._paused_at:
+            self._waits = self._pause = self._paused_at = 0
         self._waits -= 1
         return self._waits < 0
 
@@ -275,67 +391,128 @@ class SuffixDrafter:
         """Keep a completion for the index.
 
         Args:
-            sequence: The sequence, all of whose tokens are in `tokens`.
+            sequence: The sequence, all of whose tokens have arrived.
         """
-        self._ended.append(sequence)
-        self._n_ended_tokens += len(sequence.tokens)
-        while self._n_ended_tokens > self._n_tokens:
-            dropped = self._ended.popleft()
-            self._n_ended_tokens -= len(dropped.tokens)
-            self._rows.pop(dropped, None)
+        row, tokens = self._rows.pop(sequence, None), sequence.completion_tokens()
+        if not len(tokens):
+            return
+        scope, before = self._scope(sequence.request), sequence.request.prompt[-LONGEST:]
+        self.memory.add(scope, before, tokens)
+        if row is not None:
+            n_known = row.n_indexed - sequence.n_prompt
+            known = [*before, *tokens[max(0, n_known - LONGEST) : n_known].tolist()][-LONGEST:]
+            self._pending.append((row.text, scope, known, tokens[n_known:]))
+        elif scope in self._loaded:
+            self._pending.append((None, scope, before, tokens))
+        if len(self._pending) > self.index.n_segments:
+            self._pending.popleft()
 
     def propose(self, sequences: list[Sequence]) -> list[list[int]]:
         """Return a draft for each sequence, or empty drafts if none would pay.
 
         Args:
-            sequences: The sequences of the next step. All their tokens are in `tokens`.
+            sequences: The sequences of the next step, all of whose tokens have arrived.
         """
-        self._index_ended()
+        n_rows, none = len(sequences), [[] for _ in sequences]
+        if not self._is_on and n_rows > 2 * _PROBED:
+            # Neighbours, and the same ones after each pause, so that few scopes are indexed.
+            start = self._n_rollouts * _PROBED % (n_rows - _PROBED + 1)
+            if self._worthwhile(*self._drafts_of(sequences[start : start + _PROBED])[1:], n_rows) is None:
+                self._wait(n_rows)
+                return none
+        drafts, lengths_R, available_R = self._drafts_of(sequences)
+        counts_R = self._worthwhile(lengths_R, available_R, n_rows)
+        if counts_R is None:
+            self._wait(n_rows)
+            return none
+        self._is_on, self._waits, self._pause, self._paused_at = True, 0, 0, 0
+        return [draft[:n] for draft, n in zip(drafts, counts_R.tolist(), strict=True)]
+
+    def _wait(self, n_rows: int) -> None:
+        """Begin a pause, which is longer than the last one unless samples wait to be indexed."""
+        if not self._pending:
+            self._pause = min(max(2, 2 * self._pause), _LONGEST_PAUSE)
+        self._is_on, self._waits, self._paused_at = False, self._pause, n_rows
+
+    def _drafts_of(self, sequences: list[Sequence]) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
+        """Return the longest draft for each sequence, the lengths of the suffixes, and those of the drafts."""
+        for sequence in sequences:
+            sequence.settle()
+        if len(self._rows) > 2 * MAX_SEQUENCES:  # aborted ones among them
+            self._rows = {each: row for each, row in self._rows.items() if each.finish_reason is None}
         rows = [self._rows.get(sequence) or self._begin(sequence) for sequence in sequences]
+        self._index_pending()
         self._index_new(rows, sequences)
         lengths_R, places_R = self.index.find([row.text for row in rows])
         drafts: list[list[int]] = [[] for _ in rows]
-        for index in np.flatnonzero(lengths_R).tolist():
-            row, draft = rows[index], self.index.following(int(places_R[index]), rows[index].text)
-            row.length, row.draft, row.drafted_at = int(lengths_R[index]), draft, row.n_indexed
-            drafts[index] = draft
-        counts_R = self._worthwhile(lengths_R, np.array([len(draft) for draft in drafts]))
-        if counts_R is None:
-            self._waits = self._pause = min(max(2, 2 * self._pause), _LONGEST_PAUSE)
-            return [[] for _ in rows]
-        self._waits = self._pause = 0
-        return [draft[:n] for draft, n in zip(drafts, counts_R.tolist(), strict=True)]
+        found = np.flatnonzero(lengths_R)
+        followed = self.index.following(places_R[found])
+        for index, length, draft in zip(found.tolist(), lengths_R[found].tolist(), followed, strict=True):
+            row, drafts[index] = rows[index], draft
+            row.length, row.draft, row.drafted_at = length, draft, row.n_indexed
+        return drafts, lengths_R, np.array([len(draft) for draft in drafts])
 
-    def _worthwhile(self, lengths_R: np.ndarray, available_R: np.ndarray) -> np.ndarray | None:
-        """Return how many tokens to draft for each sequence, (R,) int64. None if drafts do not pay.
+    def _worthwhile(self, lengths_R: np.ndarray, available_R: np.ndarray, n_rows: int) -> np.ndarray | None:
+        """Return how many tokens to draft for each of some sequences, (R,) int64. None if drafts do not pay.
 
-        A drafted token pays if it adds more expected tokens for its row's time than the step has in that time.
+        A drafted token pays if it adds more expected tokens for its row's time than the step has in that time. The
+        sequences stand for all `n_rows` sequences of the step.
         """
-        n_rows, costs = len(lengths_R), self._costs
+        costs, weight = self._costs, n_rows / len(lengths_R)
         right_L = (self._right + 2) / (self._tried + 4)  # without a try: as likely right as wrong
         right_RJ = np.cumprod(np.repeat(right_L[lengths_R][:, None], MOST, 1), axis=1)
         right_RJ[np.arange(MOST) >= np.minimum(available_R, costs.most_rows // n_rows - 1)[:, None]] = 0
         plain = rate = n_rows / (costs.fixed + n_rows)
-        counts_R = np.zeros(n_rows, dtype=np.int64)
+        counts_R = np.zeros(len(lengths_R), dtype=np.int64)
         for _ in range(3):
             is_drafted_RJ = right_RJ > max(rate, plain)
             counts_R = is_drafted_RJ.sum(1)
-            time = costs.fixed + costs.verification + n_rows + counts_R.sum()
-            rate = (n_rows + right_RJ[is_drafted_RJ].sum()) / time
+            time = costs.fixed + costs.verification + (1 + costs.host) * n_rows + weight * counts_R.sum()
+            rate = (n_rows + weight * right_RJ[is_drafted_RJ].sum()) / time
         return counts_R if rate > plain * _LEAST_GAIN else None
 
+    def _scope(self, request: GenerationRequest) -> int:
+        """Return the number of the scope of a request: the given one, or else a hash of its prompt."""
+        if request.draft_scope is not None:
+            return request.draft_scope
+        found = self._scope_of.get(request.request_id)
+        if found is None or found[0] is not request:
+            if len(self._scope_of) > self.index.n_segments:
+                self._scope_of.clear()
+            found = self._scope_of[request.request_id] = request, hash(tuple(request.prompt))
+        return found[1]
+
     def _begin(self, sequence: Sequence) -> _Row:
-        """Return the row of a sequence that was not seen before. Its prompt is indexed unless the index has it."""
-        prompt = sequence.request.prompt
-        scope = hash(tuple(prompt))
-        known = self._prompts.get(scope)
+        """Return the row of a sequence that was not seen before. Its scope and prompt are indexed if they are not."""
+        prompt, scope = sequence.request.prompt, self._scope(sequence.request)
+        known = self._loaded.get(scope)
         if known is None or not self.index.is_stored(known):
-            if len(self._prompts) > self._n_tokens // SEGMENT:
-                self._prompts = {scope: text for scope, text in self._prompts.items() if self.index.is_stored(text)}
-            known = self._prompts[scope] = self.index.open(scope, [])
-            self.index.extend([known], [prompt])
+            _drop_overwritten(self._loaded, self.index)
+            self._loaded[scope] = self.index.open(scope, [])
+            self._pending.extend((None, scope, before, tokens) for before, tokens in self.memory.of(scope))
+        self._index_prompt(scope, prompt)
         row = self._rows[sequence] = _Row(self.index.open(scope, prompt), len(prompt))
         return row
+
+    def _index_prompt(self, scope: int, prompt: list[int]) -> None:
+        """Index the tokens of a prompt, except leading chunks that another prompt of the scope has, too.
+
+        So the prompts of a conversation, each of which continues the last one, are indexed once.
+        """
+        tokens, digest = np.array(prompt, dtype=np.int64), scope
+        digests, n_known = list[int](), 0
+        for start in range(0, len(prompt), _CHUNK):
+            digest = hash((digest, tokens[start : start + _CHUNK].tobytes()))
+            known = self._chunks.get(digest)
+            if not digests and known is not None and self.index.is_stored(known):
+                n_known = start + _CHUNK
+            else:
+                digests.append(digest)
+        if digests:
+            _drop_overwritten(self._chunks, self.index)
+            text = self.index.open(scope, prompt[max(0, n_known - LONGEST) : n_known])
+            self.index.extend([text], [prompt[n_known:]], ends=True)
+            self._chunks |= dict.fromkeys(digests, text)
 
     def _index_new(self, rows: list[_Row], sequences: list[Sequence]) -> None:
         """Index the tokens that sequences got since their last call, and count which drafts were right."""
@@ -345,7 +522,7 @@ class SuffixDrafter:
             if row.draft is not None:
                 self._count(row, tokens[row.drafted_at : row.drafted_at + len(row.draft)])
             if not self.index.is_stored(row.text):
-                row.text = self.index.open(row.text.scope, tokens[: row.n_indexed])
+                row.text = self.index.open(row.text.scope, tokens[max(0, row.n_indexed - LONGEST) : row.n_indexed])
             new.append(tokens[row.n_indexed :])
             row.n_indexed = len(tokens)
         self.index.extend([row.text for row in rows], new)
@@ -353,25 +530,42 @@ class SuffixDrafter:
     def _count(self, row: _Row, sampled: list[int]) -> None:
         """Count how many tokens of a row's draft were right, given the tokens that were sampled in their place."""
         assert row.draft is not None
-        n_right = 0
-        for drafted, token in zip(row.draft, sampled, strict=False):
-            if drafted != token:
-                break
-            n_right += 1
-        self._tried[row.length] += n_right + (n_right < min(len(row.draft), len(sampled)))
+        n_right = n_tried = len(sampled)
+        if row.draft[:n_tried] != sampled:
+            n_right = next(
+                n for n, (drafted, token) in enumerate(zip(row.draft, sampled, strict=False)) if drafted != token
+            )
+            n_tried = n_right + 1
+        self._tried[row.length] += n_tried
         self._right[row.length] += n_right
         if self._tried[row.length] > 512:  # follow a policy that changes
             self._tried[row.length] *= 0.5
             self._right[row.length] *= 0.5
         row.draft = None
 
-    def _index_ended(self) -> None:
-        """Index samples that have ended, for one step as many as take little time."""
-        budget = _INDEXED_AT_ONCE
-        while self._ended and budget > 0:
-            sequence = self._ended.popleft()
-            self._n_ended_tokens -= len(sequence.tokens)
-            row = self._rows.get(sequence) or self._begin(sequence)
-            budget -= len(sequence.tokens) - row.n_indexed
-            self._index_new([row], [sequence])
-            del self._rows[sequence]
+    def _index_pending(self) -> None:
+        """Index finished samples, for one step as many as take little time."""
+        budget, texts, tokens = _INDEXED_AT_ONCE, list[Text](), list[list[int]]()
+        of_scopes: dict[int, list[int]] = {}
+        while self._pending and budget > 0:
+            text, scope, before, new = self._pending.popleft()
+            budget -= len(new)
+            if text is not None and self.index.is_stored(text):
+                texts.append(text)
+                tokens.append(new.tolist())
+            else:
+                of_scopes.setdefault(scope, []).extend([*before, *new.tolist(), BREAK])
+        for scope, samples in of_scopes.items():
+            found = self._loaded.get(scope)
+            if found is None or not self.index.is_stored(found):
+                found = self._loaded[scope] = self.index.open(scope, [])
+            texts.append(found)
+            tokens.append(samples)
+        self.index.extend(texts, tokens, ends=True)
+
+
+def _drop_overwritten(texts: dict[int, Text], index: DraftIndex) -> None:
+    """Remove texts that the index has overwritten, if there are many texts."""
+    if len(texts) > 8 * index.n_segments:  # of which at most the half are stored
+        for key in [key for key, text in texts.items() if not index.is_stored(text)]:
+            del texts[key]

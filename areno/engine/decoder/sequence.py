@@ -190,6 +190,12 @@ class Sequence:
             self.logprobs += logprobs.tolist()
             self.versions += versions.tolist()
 
+    def completion_tokens(self) -> np.ndarray:
+        """Return the tokens of the whole completion of a finished sample, (n,) int64."""
+        if self.completion is not None:
+            return self.completion[0]
+        return np.array(self.tokens[self.n_prompt :], dtype=np.int64)
+
     def go_on(self, begun: Begun) -> None:
         """Take over the completion tokens that the sample has from an earlier rollout.
 

@@ -35,7 +35,8 @@ class Drafter(Protocol):
         """Return a draft for each sequence: the tokens that may follow. Empty for no draft.
 
         Args:
-            sequences: The sequences of the next step. All their tokens are in `tokens`.
+            sequences: The sequences of the next step, all of whose tokens have arrived. `Sequence.settle` brings them
+                into `tokens`.
         """
         ...
 
@@ -43,7 +44,7 @@ class Drafter(Protocol):
         """Learn a completion that has ended.
 
         Args:
-            sequence: The sequence, all of whose tokens are in `tokens`.
+            sequence: The sequence. `Sequence.completion_tokens` returns its tokens.
         """
         ...
 

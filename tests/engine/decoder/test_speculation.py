@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from areno.engine.decoder.drafts import SEGMENT, StepCosts, SuffixDrafter
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.exact import make_exact
 from areno.models.registry import build_model
@@ -164,6 +165,92 @@ def compiler() -> GrammarCompiler:
     tokenizer.decoder = decoders.Fuse()
     of_chars = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     return GrammarCompiler(of_chars, VOCAB, [EOS])
+
+
+BANNED = [  # tokens that are often sampled otherwise: as a stop token before min_new_tokens, and by their bias
+    request(21, 6, ignore_eos=False, stop_token_ids=[6, 7, 8, 9], min_new_tokens=12, max_new_tokens=18, n_samples=3),
+    edited(request(22, 1, n_samples=3, max_new_tokens=20), logit_bias=dict.fromkeys(range(4, 30), -100.0)),
+    edited(request(23, 1, max_new_tokens=20), logit_bias=dict.fromkeys(range(20, 38), -100.0)),
+    request(24, 1, greedy=True, frequency_penalty=1.5, max_new_tokens=30),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_banned_tokens(wrong: float) -> None:
+    expected = sampled(exact_model(), BANNED, **EXACT)
+    for item in BANNED[1:3]:
+        banned = {token for token, bias in item.logit_bias.items() if bias < 0}
+        assert all(banned.isdisjoint(output.tokens) for key, output in expected.items() if key[0] == item.request_id)
+    assert_equal(sampled(exact_model(), BANNED, known(expected, wrong), **EXACT), expected, bits=True)
+
+
+@pytest.mark.parametrize("index_tokens", [1 << 14, 24 * SEGMENT])
+@pytest.mark.parametrize("scope", [None, 5])
+def test_drafts_of_the_index_change_no_bit(scope: int | None, index_tokens: int) -> None:
+    """In rollouts that repeat, with few blocks and slots. A small index overwrites texts that are in use."""
+    grammar = edited(request(30, 9, n_samples=3, max_new_tokens=22), grammar="start: /[a-z]{3}(,[a-z]{3})*/")
+    requests = [edited(item, draft_scope=scope) for item in [*REQUESTS, *BANNED, grammar]]
+    how = {**EXACT, "compile_grammar": compiler().compile, "detokenize": detokenize}
+    expected = without_index()
+    drafter = SuffixDrafter(index_tokens=index_tokens, memory_tokens=4000)
+    decoder = make_decoder(exact_model(), drafter=drafter, n_blocks=26, max_running=10, **how)
+    decoder.weights_version, n_accepted = 3, 0
+    for _ in range(2):
+        drafter.begin(StepCosts(fixed=10_000, verification=1, most_rows=200))
+        decoder.reset_cache()
+        decoder.reset_stats()
+        for item in requests:
+            decoder.submit(item)
+        outputs: Outputs = {}
+        while decoder.has_work:
+            outputs |= {(o.request_id, o.sample): o for o in decoder.step() if o.finish_reason is not None}
+        assert decoder.stats.preemptions > 0
+        assert_equal(outputs, expected, bits=True)
+        n_accepted += decoder.stats.accepted_tokens
+    assert n_accepted > 100
+    assert drafter.memory.n_tokens <= 4000
+
+
+@functools.cache
+def without_index() -> Outputs:
+    grammar = edited(request(30, 9, n_samples=3, max_new_tokens=22), grammar="start: /[a-z]{3}(,[a-z]{3})*/")
+    return sampled(exact_model(), [*REQUESTS, *BANNED, grammar], compile_grammar=compiler().compile, **EXACT)
+
+
+def test_a_parked_sample_goes_on_with_drafts() -> None:
+    """Parked after some steps of a run without drafts, or with drafts, and continued with drafts of its own tokens."""
+    expected = without_drafts(True)
+    plain = [item for item in REQUESTS if not (item.top_logprobs or item.pieces or item.begun)]
+    decoder = make_decoder(exact_model(), drafter=known(expected, 0.4), detokenize=detokenize, **EXACT)
+    decoder.weights_version = 3
+    for item in plain:
+        decoder.submit(item)
+    outputs: Outputs = {}
+    for _ in range(3):
+        outputs |= {(o.request_id, o.sample): o for o in decoder.step() if o.finish_reason is not None}
+    by_id = {item.request_id: item for item in plain}
+    for number, part in enumerate(decoder.park()):
+        key = part.request_id, part.sample
+        if part.finish_reason is not None:
+            outputs[key] = part
+            continue
+        item = by_id[part.request_id]
+        begun = Begun(part.tokens, part.logprobs, part.versions) if part.tokens else None
+        rest = edited(item, request_id=1000 + number, n_samples=1, first_sample=part.sample, begun=begun)
+        of = make_decoder(
+            exact_model(),
+            drafter=known({(1000 + number, part.sample): expected[key]}, 0.3),
+            detokenize=detokenize,
+            **EXACT,
+        )
+        of.weights_version = 3
+        of.submit(rest)
+        while of.has_work:
+            outputs.update((key, output) for output in of.step() if output.finish_reason is not None)
+    for key, output in outputs.items():
+        assert (output.tokens, output.logprobs) == (expected[key].tokens, expected[key].logprobs), key
+        assert output.finish_reason == expected[key].finish_reason
+    assert {key[0] for key in outputs} == by_id.keys()
 
 
 @pytest.mark.parametrize("wrong", WRONG)
