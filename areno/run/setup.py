@@ -213,7 +213,6 @@ class Setup(Generic[Config]):
             }
             if loop.trains:
                 self.loader = self._open_loader(plan, config.train_dataset, train_dataset, "train_dataset")
-                check_teachers(config, self.loader.rows)
                 stack.callback(self.loader.close)
             else:
                 self.loader = next(iter(self.valid_loaders.values()))
@@ -267,6 +266,8 @@ class Setup(Generic[Config]):
             section, names = replace(section, loader=config.agent.fn), {f"{key}.loader": "agent.fn"}
         with keys_renamed(names.get):
             rows, section = open_rows(section, given, self._loop.kind, key)
+        if key == "train_dataset":
+            check_teachers(config, rows)
         if isinstance(config, PolicyExperimentConfig):
             thinking, name, gconfig = config.rollout.enable_thinking, "gconfig", config.gconfig
             if key != "train_dataset" and config.eval_gconfig is not None:
