@@ -141,7 +141,9 @@ def together(
         engine.ensure_roles(roles)
         for _ in range(2):
             rows = rows_of()
-            rewards += engine.rewards("reward", [list(row.tokens) for row in rows], MicroBatchSpec(mini_bs=4))
+            rewards += engine.rewards(
+                "reward", [np.asarray(row.tokens).tolist() for row in rows], MicroBatchSpec(mini_bs=4)
+            )
             stats.append(engine.train(rows, distillation_loss_fn, update(tokens, n_minibatches=2, seed=3)))
     return rewards, stats
 
@@ -185,7 +187,7 @@ def test_adapters_of_one_base_share_it(offload: bool, tmp_path: Path, monkeypatc
             engine.save(str(tmp_path / name))
         adapters = lora(base, rank=4, init_from=str(tmp_path / name))
         roles[name] = RoleSpec(path=str(base), key=f"teacher.models.{name[-1]}", lora=adapters, in_training=True)
-    rows = [list(row.tokens) for row in rows_of()]
+    rows = [np.asarray(row.tokens).tolist() for row in rows_of()]
     alone = {}
     for name, role in roles.items():
         with Engine(spec(base, random_init=False), "inline") as engine:
