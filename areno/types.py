@@ -251,6 +251,8 @@ class TrainSequence:
             tokens or temperature.
         advantages, returns, values, ref_logprobs: One value per token. None if the loss does not need them.
         teacher_logprobs: Log-probability of each token under a teacher, for the sampled form of distillation.
+        teacher: Name of the role whose model is the teacher of this row. None stands for the role of the divergence
+            (`Divergence.role`).
         teacher_prompt: Token ids that a teacher reads in place of the tokens before `response_start`. None if the
             teacher reads the same tokens.
         response_start: Index of the first token after the prompt that `teacher_prompt` replaces. None stands for the
@@ -280,6 +282,7 @@ class TrainSequence:
     routes: np.ndarray | None = None
     old_logprobs: list[float] | np.ndarray | None = None
     teacher_logprobs: list[float] | np.ndarray | None = None
+    teacher: str | None = None
     teacher_prompt: list[int] | np.ndarray | None = None
     response_start: int | None = None
     teacher_top: tuple[Any, Any] | None = None
@@ -594,6 +597,7 @@ class ScoredSample:
         train_logprobs: Log-probability of each token of the completion from the training pass, before the update. None
             if it is not known.
         arrays: Prompt and completion as arrays, for the training row. None for an agent.
+        teacher: Role of the sample's teacher, in a run with several teachers. Otherwise None.
         spans: (name, start, end) of each phase of the sample so far, such as "decode", for the trace of the run. The
             times are those of areno.trace.
     """
@@ -607,6 +611,7 @@ class ScoredSample:
     advantages: np.ndarray | None = None
     train_logprobs: np.ndarray | None = None
     arrays: TokenArrays | None = None
+    teacher: str | None = None
     spans: list[tuple[str, int, int]] = field(default_factory=list)
 
     @property

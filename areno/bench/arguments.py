@@ -218,12 +218,9 @@ class Settings:
     mean_tokens: int
     ahead: int
     max_head_offpolicyness: int
-<<<<<<< HEAD
     equal_rewards: float
-=======
     batches: tuple[int, ...]
     turns: int
->>>>>>> 5e312a9a085367c952e0281823cc0c7fb2764e98
     max_prefill_tokens: int
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native"]

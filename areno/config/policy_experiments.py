@@ -120,7 +120,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         teacher = self.teacher
         if teacher is None or teacher.follows_actor:
             return False
-        return teacher.offload and teacher.path is None and self.actor.use_lora
+        return teacher.offload and set(teacher.paths.values()) == {None} and self.actor.use_lora
 
     @property
     def actor_teaches(self) -> bool:
@@ -128,17 +128,18 @@ class PolicyExperimentConfig(ExperimentConfig):
         teacher = self.teacher
         if teacher is None or teacher.divergence is None:
             return False
-        return teacher.follows_actor or (self.actor.use_lora and teacher.path in (None, self.actor.path))
+        of_actor = any(path in (None, self.actor.path) for path in teacher.paths.values())
+        return teacher.follows_actor or (self.actor.use_lora and of_actor)
 
-    @forbid(
-        "teacher.path",
-        "is the folder of the actor, which starts with random weights (actor.init_from_scratch), and so would the "
-        "teacher; copy the teacher to another folder",
-    )
-    def random_teacher(self) -> bool:
-        """Return whether the teacher would get the random weights of the actor although its folder is named."""
-        path = None if self.teacher is None else self.teacher.path
-        return path is not None and path == self.actor.path and self.actor.init_from_scratch
+    @check
+    def random_teacher(self) -> Iterator[Problem]:
+        """Report a teacher that would get the random weights of the actor although its folder is named."""
+        for role, path in ({} if self.teacher is None else self.teacher.paths).items():
+            if path is not None and path == self.actor.path and self.actor.init_from_scratch:
+                assert self.teacher is not None
+                text = "is the folder of the actor, which starts with random weights (actor.init_from_scratch), and so "
+                text += "would the teacher; copy the teacher to another folder"
+                yield Problem(self.teacher.key_of(role), text)
 
     @forbid(
         "teacher.prompt_key",

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areno.schema.fields import Needs, Section, forbid, setting
+from areno.errors import Problem
+from areno.schema.fields import Needs, Section, check, forbid, setting
 
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 SAMPLED = "sampled_reverse_kl"
+ROLE = "teacher"
+"""Name of the role of a single teacher. Those of several teachers begin with this name and a dot."""
+
+
+def is_teacher(role: str) -> bool:
+    """Return whether a role is a teacher, by its name.
+
+    Args:
+        role: Name of the role, such as "teacher" or "teacher.math".
+    """
+    return role.partition(".")[0] == ROLE
 
 
 @dataclass(frozen=True)
@@ -18,7 +31,8 @@ class Divergence:
     Attributes:
         kind: "forward_kl", "reverse_kl" or "jsd", see areno/kernels/logprobs/divergence.py.
         beta: For "jsd", the weight of the teacher in the mixture of both, between 0 and 1.
-        role: Name of the role whose model is the teacher. Ignored for rows that list the teacher's log-probabilities.
+        role: Name of the role whose model is the teacher of rows that name no other one (`TrainSequence.teacher`).
+            Ignored for rows that list the teacher's log-probabilities.
 
     Raises:
         ValueError: The kind is unknown, or beta is no float between 0 and 1.
@@ -47,7 +61,21 @@ class TeacherConfig(Section):
         help="Model folder or hub id of the teacher, which needs the vocabulary of the actor. null: the initial "
         "weights of the actor. Without actor.use_lora, a second copy of them stays in memory",
     )
-    offload: bool = setting(False, help="Keep the teacher in host memory while it is not in use (CUDA)")
+    models: dict[str, str | None] | None = setting(
+        None,
+        help="Several teachers, as a mapping from a name to the path of a model, with the same meaning as path. Each "
+        "dataset row has one of them, chosen by the field `by`. null: one teacher, that of path",
+    )
+    by: str | None = setting(
+        None,
+        help="Field of a dataset row with the name of its teacher in `models`",
+        only_with=Needs("models"),
+    )
+    offload: bool = setting(
+        False,
+        help="Keep the teacher in host memory while it is not in use (CUDA). Of several teachers, at most one is then "
+        "on the device",
+    )
     loss_type: Literal["sampled_reverse_kl", "reverse_kl", "forward_kl", "jsd"] = setting(
         "sampled_reverse_kl",
         help="sampled_reverse_kl: policy gradient whose advantage is log(teacher / student) of each sampled token. "
@@ -94,8 +122,58 @@ class TeacherConfig(Section):
 
     @property
     def role(self) -> str:
-        """Name of the role whose model is the teacher."""
-        return "actor" if self.follows_actor else "teacher"
+        """Name of the role whose model is the teacher. With several teachers, that of the first one."""
+        return "actor" if self.follows_actor else next(iter(self.paths))
+
+    @property
+    def paths(self) -> dict[str, str | None]:
+        """Role -> path of each teacher. Empty if the actor is the teacher."""
+        if self.follows_actor:
+            return {}
+        return (
+            {ROLE: self.path} if self.models is None else {self.role_of(name): at for name, at in self.models.items()}
+        )
+
+    @staticmethod
+    def role_of(name: str) -> str:
+        """Return the role of one of several teachers.
+
+        Args:
+            name: A name in `models`.
+        """
+        return f"{ROLE}.{name}"
+
+    def key_of(self, role: str) -> str:
+        """Return the setting with the path of a teacher.
+
+        Args:
+            role: Role of the teacher.
+        """
+        return f"{ROLE}.path" if self.models is None else f"{ROLE}.models.{role.partition('.')[2]}"
+
+    @check
+    def names_of_models(self) -> Iterator[Problem]:
+        """Report names of teachers that cannot be parts of settings, and teachers that no row can choose."""
+        if self.models is None:
+            return
+        if not self.models:
+            yield Problem("models", "is empty; name at least one teacher, or set path instead")
+        for name in self.models:
+            if not name.isascii() or not name.replace("-", "_").isidentifier():
+                text = "has the name {!r}; a letter and then letters, digits, '-' and '_' are expected"
+                yield Problem("models", text, name)
+        if self.by is None:
+            yield Problem("by", "is null, but there are several teachers (models); set it to the field that names one")
+
+    @forbid("path", "is {self.path}, but models names the teachers; leave one of them out")
+    def path_beside_models(self) -> bool:
+        """Return whether one teacher is named beside several ones."""
+        return self.models is not None and self.path is not None
+
+    @forbid("models", "is set, but follows_actor is true, so the actor is the teacher; leave one of them out")
+    def models_beside_actor(self) -> bool:
+        """Return whether models are named although the actor is the teacher."""
+        return self.models is not None and self.follows_actor
 
     @forbid("path", "is {self.path}, but follows_actor is true, so the actor is the teacher; leave one of them out")
     def two_teachers(self) -> bool:

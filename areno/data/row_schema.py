@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from areno.errors import DataError, printable
+from areno.errors import DataError, did_you_mean, printable
 from areno.schema.values import text_problem
 
 Row = Mapping[str, Any]
@@ -83,6 +83,26 @@ def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | No
     problem = _form_problem(row, kind, prompt_key)
     fields = (prompt_key, *FIELDS[kind], *SHARED_FIELDS) if problem is None else ()
     return next((f"field {name} {found}" for name in fields if (found := bad_text(row.get(name)))), problem)
+
+
+def name_problem(row: Any, field: str, names: Collection[str]) -> str | None:
+    """Check that a field of a row has one of several names.
+
+    Args:
+        row: The row.
+        field: Name of the field.
+        names: The allowed values.
+
+    Returns:
+        The reason why it does not, for an error message. None if it does.
+    """
+    value = row.get(field) if isinstance(row, Mapping) else None
+    if isinstance(value, str) and value in names:
+        return None
+    if value is None:
+        return f"field {field} is missing"
+    guess = did_you_mean(value, names, otherwise="") if isinstance(value, str) else ""
+    return f"field {field} is {printable(repr(value))}{guess}; there are {', '.join(names)}"
 
 
 def bad_text(value: Any, levels: int = MAX_DEPTH) -> str | None:

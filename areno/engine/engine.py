@@ -22,7 +22,7 @@ from areno.engine.requests import Dispatcher, RequestLimits
 from areno.engine.sampling import SamplingEngine
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, Sharing, UpdateSpec
 from areno.engine.token_budget import SCORE, TRAIN, ChosenBudgets
-from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps, sharing_beside_teacher
+from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps, sharing_beside_teachers
 from areno.engine.train.rows import TOP, read_training_rows, routes_of_rows
 from areno.errors import CheckpointError, EngineError
 from areno.models.registry import load_config
@@ -196,8 +196,11 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         checked = read_training_rows(rows, info, row_name, divergence is not None)
         layout, sharing = self.spec.layout, self._train_sharing[role]
         if divergence is not None and TOP[0] not in checked[0].fields:
-            self._role(divergence.role, "lm")
-            sharing = sharing_beside_teacher(sharing, self._train_sharing[divergence.role], checked, layout.cp_size)
+            teachers = list(dict.fromkeys(row.teacher or divergence.role for row in checked))
+            for teacher in teachers:
+                self._role(teacher, "lm")
+            rules = [self._train_sharing[teacher] for teacher in teachers]
+            sharing = sharing_beside_teachers(sharing, rules, checked, layout.cp_size)
         shares = share_steps(checked, update, layout.data_size, spec.section, info.cost, layout.cp_size, sharing)
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(layout.cp_size)]
         with self._poll_lock:

@@ -13,7 +13,7 @@ from typing import Any
 
 from areno.config.models import LoraConfig, OptimizerType
 from areno.config.run import ALONE, Layout
-from areno.engine.memory import RESERVE, RESTING, either, may_have_adapters
+from areno.engine.memory import RESERVE, RESTING, either, may_have_adapters, section_of
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError, Key
 from areno.layers.config import AdapterSpec
@@ -82,7 +82,7 @@ class Model:
             can_offload: Whether the device has memory of its own. If not, `role.offload` has no effect.
         """
         kind = role.optimizer.type if role.optimizer else None
-        section = role.key.removesuffix(".path")
+        section = section_of(role.key)
         adapters = role.lora.adapters if role.lora else None
         away = role.offload and can_offload
         return Model(
@@ -189,8 +189,12 @@ class Footprint:
 
     @property
     def _teacher(self) -> Model | None:
-        """The model that training passes of the actor use. None if there is none."""
-        return next((model for model in self.models if model.in_training), None)
+        """The model that training passes of the actor use: of several, the largest one that comes to the device.
+
+        None if there is none.
+        """
+        found = [model for model in self.models if model.in_training]
+        return max(found, key=lambda model: self.extra_in_use(model, training=False), default=None)
 
     @property
     def resident(self) -> int:

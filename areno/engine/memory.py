@@ -199,6 +199,15 @@ RESTING = ("ref", "teacher", "reward", "reward.judge", "critic")
 """Configuration sections whose models may rest in host memory while they are not used."""
 
 
+def section_of(key: str) -> str:
+    """Return the configuration section of a model, such as "teacher".
+
+    Args:
+        key: The setting with its path, such as "teacher.path", or "teacher.models.math" for one of several.
+    """
+    return key.removesuffix(".path").partition(".models.")[0]
+
+
 def may_stream(role: RoleSpec) -> bool:
     """Return whether actor.offload would free device memory: the role is an actor that trains all its weights."""
     return role.key == "actor.path" and role.optimizer is not None and role.lora is None and not role.offload
@@ -226,7 +235,7 @@ def in_loading(
         yield ("set {}=bfloat16", Key("actor.dtype"))
     if can_offload:
         for each in (role, *others):
-            section = each.key.removesuffix(".path")
+            section = section_of(each.key)
             if (section in RESTING and not each.offload) or may_stream(each):
                 yield ("set {}=true", Key(f"{section}.offload"))
     yield from _smaller_optimizer(role)

@@ -35,10 +35,12 @@ from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_setting
 from areno.kernels.backend import is_before_ampere, runs_triton
 from areno.models.adapters import (
+    adapter_weights,
     add_adapters,
     init_adapters,
     load_adapters,
     refresh_adapters,
+    set_adapter_weights,
     stack_adapters,
     without_adapters,
 )
@@ -137,12 +139,17 @@ class Role:
         backend: The model and, if it is trained, its optimizer.
         offload: Moves the model between host memory and the device. Has no buffers if everything stays on the device.
         is_base: Whether the role is the actor with its adapters switched off, and holds no weights of its own.
+        owner: Name of the role whose model this role uses. "" if it has a model of its own.
+        adapters: Weights of the adapters, if several roles share the backend and differ in them. They are copied into
+            the model whenever the role is used. None: the model has the role's own weights.
     """
 
     spec: RoleSpec
     backend: TrainBackend
     offload: Offload
     is_base: bool = False
+    owner: str = ""
+    adapters: list[Tensor] | None = None
 
     @contextmanager
     def on_device(self, training: bool = False) -> Iterator[TrainBackend]:
@@ -153,6 +160,7 @@ class Role:
         """
         base = without_adapters(self.backend.model) if self.is_base else nullcontext()
         with self.offload.on_device(training), base:
+            self._set_adapters()
             yield self.backend
 
     @contextmanager
@@ -163,7 +171,13 @@ class Role:
         """
         switch = partial(without_adapters, self.backend.model) if self.is_base else nullcontext
         with self.offload.on_device():
+            self._set_adapters()
             yield self.backend.as_teacher(divergence, switch)
+
+    def _set_adapters(self) -> None:
+        """Give the model this role's adapters, if other roles use the model with other ones."""
+        if self.adapters is not None:
+            set_adapter_weights(self.backend.model, self.adapters)
 
 
 class Roles:
@@ -260,14 +274,14 @@ class Roles:
         models = {model.name: model for model in footprint.models}
         found: TokenBudgets = {}
         for name, role in self._roles.items():
-            model = models["actor" if role.is_base else name]
+            model = models[role.owner or name]
             phases = (TRAIN, SCORE) if role.spec.optimizer else (SCORE,)
             found[name] = {phase: choose_token_budget(footprint, model, phase, total, cache) for phase in phases}
         return found
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
         """Compute the memory footprint of several roles together. Raises EngineError if they do not fit the machine."""
-        roles = {name: role for name, role in roles.items() if not self.spec.is_base_of_actor(role)}
+        roles = self.spec.with_own_weights(roles)
         configs = {}
         for name, role in roles.items():
             with model_setting(role.key):
@@ -294,8 +308,11 @@ class Roles:
         return {name: role for name, role in self._roles.items() if role.spec.optimizer is not None}
 
     def release(self, name: str) -> None:
-        """Remove a role and free its memory."""
+        """Remove a role and free its memory. A model that other roles use stays, and then belongs to one of them."""
         del self._roles[name]
+        heirs = [other for other, role in self._roles.items() if role.owner == name]
+        for heir in heirs:
+            self._roles[heir].owner = "" if heir == heirs[0] else heirs[0]
         torch.cuda.empty_cache()
 
     def largest(self) -> int:
@@ -304,7 +321,10 @@ class Roles:
 
     def _load(self, spec: RoleSpec) -> Role:
         if self.spec.is_base_of_actor(spec):
-            return Role(spec, self._roles["actor"].backend, Offload(), is_base=True)
+            return Role(spec, self._roles["actor"].backend, Offload(), is_base=True, owner="actor")
+        for name, role in self._roles.items():
+            if self.spec.has_base_of(spec, role.spec):
+                return _beside(role.owner or name, role, spec)
         context, is_actor = self.context, not self._roles
         key = Key(spec.key)
         options = memory.in_loading(
@@ -406,6 +426,18 @@ class Roles:
         with model_setting(key):
             load_adapters(model, lora.init_from)
         refresh_adapters(model)
+
+
+def _beside(owner: str, role: Role, spec: RoleSpec) -> Role:
+    """Return a role with the model of another role, which `owner` has loaded, and with adapters of its own."""
+    assert spec.lora is not None
+    model = role.backend.model
+    with role.on_device():
+        if role.adapters is None:
+            role.adapters = adapter_weights(model)
+        with model_setting(spec.key):
+            load_adapters(model, spec.lora.init_from)
+        return Role(spec, role.backend, role.offload, owner=owner, adapters=adapter_weights(model))
 
 
 def has_own_memory(device: torch.device) -> bool:

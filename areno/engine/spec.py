@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -293,6 +293,30 @@ class EngineSpec:
         """
         frozen = role.optimizer is None and role.lora is None and role.head == "lm"
         return self.actor.lora is not None and frozen and self.has_folder_of_actor(role)
+
+    def has_base_of(self, role: RoleSpec, other: RoleSpec) -> bool:
+        """Return whether two frozen roles differ only in the weights of their adapters, and so share one base model.
+
+        Args:
+            role: One role.
+            other: Another role.
+        """
+        if role.lora is None or other.lora is None or role.optimizer is not None or other.optimizer is not None:
+            return False
+        same = role.lora.adapters == other.lora.adapters and role.offload == other.offload
+        return same and (role.path, role.head) == (other.path, other.head)
+
+    def with_own_weights(self, roles: Mapping[str, RoleSpec]) -> dict[str, RoleSpec]:
+        """Return the roles for which a model is loaded. All others use the model of an earlier role.
+
+        Args:
+            roles: Roles by name, the actor first.
+        """
+        found: dict[str, RoleSpec] = {}
+        for name, role in roles.items():
+            if not self.is_base_of_actor(role) and not any(self.has_base_of(role, own) for own in found.values()):
+                found[name] = role
+        return found
 
     @property
     def addresses(self) -> list[WorkerAddress]:

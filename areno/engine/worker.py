@@ -9,9 +9,9 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec
+from areno.config.teacher import Divergence
 from areno.engine import memory, profiling
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
 from areno.engine.decoder.caches import kv_cache_blocks
@@ -44,7 +45,8 @@ from areno.engine.state.checkpointer import StateCheckpointer
 from areno.engine.token_budget import TokenBudgets
 from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepMicroBatches, TrainResult
-from areno.engine.train.rows import RouteShape
+from areno.engine.train.rows import TOP, RouteShape
+from areno.engine.train.teacher import TeacherPasses, Teachers
 from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
 from areno.kernels.backend import check_dtype
@@ -436,15 +438,20 @@ class Worker:
         profiling.set_anchor()
         started = time.perf_counter()
         with ExitStack() as stack:
-            teacher = None
-            if update.divergence is not None and update.divergence.role in self.roles:
-                teacher = stack.enter_context(self.roles[update.divergence.role].as_teacher(update.divergence))
+            teachers, divergence = None, update.divergence
+            if divergence is not None and TOP[0] not in steps[0].micro_batches[0][0].fields:
+                hold = partial(self._hold_teacher, divergence)
+                teachers = stack.enter_context(Teachers(hold, divergence.role))
             backend = stack.enter_context(self.roles[role].on_device(training=True))
             stack.enter_context(nondeterministic_operations_named())
-            result = backend.train(steps, loss_fn, update, teacher)
+            result = backend.train(steps, loss_fn, update, teachers)
         result.stats["memory_gib"] = self.memory_gib()
         result.seconds = time.perf_counter() - started
         return result
+
+    def _hold_teacher(self, divergence: Divergence, role: str) -> AbstractContextManager[TeacherPasses]:
+        """Return a context that holds the model of a role on the device, and yields its passes as a teacher."""
+        return self.roles[role].as_teacher(divergence)
 
     def score(
         self,

@@ -96,6 +96,29 @@ def refresh_adapters(model: Transformer) -> None:
         adapter.refresh_stacked()
 
 
+def adapter_weights(model: Transformer) -> list[torch.Tensor]:
+    """Return copies of this rank's adapter matrices, for `set_adapter_weights`.
+
+    Args:
+        model: a model with adapters.
+    """
+    return [matrix.detach().clone() for _, adapter in _adapters(model) for matrix in (adapter.a, adapter.b)]
+
+
+@torch.no_grad()
+def set_adapter_weights(model: Transformer, weights: Sequence[torch.Tensor]) -> None:
+    """Copy adapter matrices into a model, so that it has other adapters on the same base.
+
+    Args:
+        model: a model with adapters.
+        weights: the matrices, from `adapter_weights` of this model.
+    """
+    matrices = [matrix for _, adapter in _adapters(model) for matrix in (adapter.a, adapter.b)]
+    for matrix, values in zip(matrices, weights, strict=True):
+        matrix.copy_(values)
+    refresh_adapters(model)
+
+
 def adapter_table(model: Transformer) -> list[Entry]:
     """Return every tensor of the model's adapters under peft's name, in a fixed order. Empty without adapters.
 

@@ -233,7 +233,7 @@ def forecast(
     roles = {"actor": spec.actor, **experiment_roles(config, lambda path, key: path)}
     roles = {name: replace(role, path=role.path or config.actor.path) for name, role in roles.items()}
     shapes = {name: shape_of(role.path, role.key, role.head, role.needs_head) for name, role in roles.items()}
-    apart = {name: role for name, role in roles.items() if name == "actor" or not spec.is_base_of_actor(role)}
+    apart = spec.with_own_weights(roles)
     footprint = footprint_of(spec, {name: shapes[name] for name in apart}, apart, itemsize, hardware.is_cuda)
     lengths = Lengths.of(config, model.max_position_embeddings, prompt_tokens, answer_tokens)
     step = _Step(config, hardware, spec, footprint, lengths, roles)

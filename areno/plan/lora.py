@@ -62,12 +62,13 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     return LoraSpec(adapters=adapters, init_from=folder, base=base, trained_on=trained_on)
 
 
-def teacher_adapters(actor: ModelConfig, path: str) -> LoraSpec | None:
+def teacher_adapters(actor: ModelConfig, path: str, key: str) -> LoraSpec | None:
     """Return the specification of a teacher that is the actor's base model with trained adapters.
 
     Args:
         actor: Settings of the actor.
         path: Folder or hub id of the teacher.
+        key: Setting with the path, for messages.
 
     Returns:
         The specification. None if `path` holds a whole model, or does not exist.
@@ -78,7 +79,7 @@ def teacher_adapters(actor: ModelConfig, path: str) -> LoraSpec | None:
     """
     from areno.models.registry import load_config
 
-    with keys_renamed({"actor.path": "teacher.path", KEY: "teacher.path"}.get):
+    with keys_renamed({"actor.path": key, KEY: key}.get):
         folder = adapter_folder(path)
         if folder is None:
             return None

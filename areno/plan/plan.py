@@ -20,6 +20,7 @@ from areno.config.models import ModelConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.config.run import EngineConfig
+from areno.config.teacher import ROLE, is_teacher
 from areno.data.control_tokens import allow_control_tokens
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
@@ -450,11 +451,8 @@ def experiment_roles(
     if config.ref is not None:
         roles["ref"] = partial(role, "ref", config.ref, "lm")
     if config.teacher is not None and not config.teacher.follows_actor:
-        section, more = config.teacher, {"in_training": config.teacher.divergence is not None}
-        lora = teacher_adapters(config.actor, section.path) if section.path else None
-        if lora is not None:  # on a copy of the actor's base
-            section, more = replace(section, path=None), more | {"lora": lora}
-        roles["teacher"] = partial(role, "teacher", section, "lm", **more)
+        for name in config.teacher.paths:
+            roles[name] = partial(_teacher_role, config, name, folder_of)
     if config.reward.path is not None:
         roles["reward"] = partial(role, "reward", config.reward, "value", needs_head=True)
     if config.reward.judge.path is not None:
@@ -465,6 +463,21 @@ def experiment_roles(
         trained = {name: vars(critic)[name] for name in names} | {"random_init": critic.init_from_scratch}
         roles["critic"] = partial(role, "critic", critic, "value", **trained)
     return dict(zip(roles, all_of(*roles.values()), strict=True))
+
+
+def _teacher_role(config: PolicyExperimentConfig, name: str, folder_of: Callable[[str, str], str]) -> RoleSpec:
+    """Return the specification of a teacher by the name of its role, as `experiment_roles` does."""
+    teacher = config.teacher
+    assert teacher is not None
+    path, key = teacher.paths[name], teacher.key_of(name)
+    lora = teacher_adapters(config.actor, path, key) if path else None
+    return RoleSpec(
+        path=folder_of(path, key) if path and lora is None else "",  # adapters: on a copy of the actor's base
+        key=key,
+        offload=config.offloads(teacher),
+        lora=lora,
+        in_training=teacher.divergence is not None,
+    )
 
 
 def check_plan(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> None:
@@ -479,7 +492,7 @@ def check_plan(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, 
         ConfigError: An optimizer step has too few rows, or the teacher has another vocabulary than the actor.
     """
     check_copies(config, plan.spec)
-    _check_teacher(roles, plan)
+    all_of(*(partial(_check_teacher, role, plan) for name, role in roles.items() if is_teacher(name)))
 
 
 _OF_FAMILY = (
@@ -487,14 +500,13 @@ _OF_FAMILY = (
 )
 
 
-def _check_teacher(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> None:
-    """Raise ConfigError if the teacher of a run has another vocabulary than the actor."""
+def _check_teacher(role: RoleSpec, plan: TrainerPlan) -> None:
+    """Raise ConfigError if a teacher has another vocabulary than the actor."""
     from areno.models.registry import load_config
 
-    role = roles.get("teacher")
-    if role is None or not role.path or plan.spec.has_folder_of_actor(role):
+    if not role.path or plan.spec.has_folder_of_actor(role):
         return
-    with model_setting("teacher.path"):
+    with model_setting(role.key):
         theirs, ours = (load_config(path).vocab_size for path in (role.path, plan.spec.actor.path))
     problem = None
     if theirs != ours:
@@ -502,13 +514,13 @@ def _check_teacher(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> None:
             "has a vocabulary of {} tokens in config.json (vocab_size), the actor one of {}. Sizes must be equal, also "
         )
         found += "where they differ by unused tokens only; "
-        problem = Problem("teacher.path", found + _OF_FAMILY, theirs, ours)
+        problem = Problem(role.key, found + _OF_FAMILY, theirs, ours)
     elif any((Path(role.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         own, other = (tokenizer.get_vocab() for tokenizer in (plan.tokenizer, load_tokenizer(role.path)))
         if apart := [token for token in own if own[token] != other.get(token)]:
             found = "has another tokenizer than the actor: {!r} is token {} of the actor and {} of the teacher; "
             id_of_teacher = other.get(apart[0], "none")
-            problem = Problem("teacher.path", found + _OF_FAMILY, apart[0], own[apart[0]], id_of_teacher)
+            problem = Problem(role.key, found + _OF_FAMILY, apart[0], own[apart[0]], id_of_teacher)
     if problem is not None:
         raise ConfigError(problem)
 
@@ -536,7 +548,7 @@ def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
     return {name: role if isinstance(role, RoleSpec) else _spec(role, actor) for name, role in roles.items()}
 
 
-_SCORED: dict[str, Literal["lm", "value"]] = {"ref": "lm", "teacher": "lm", "judge": "lm", "reward": "value"}
+_SCORED: dict[str, Literal["lm", "value"]] = {"ref": "lm", ROLE: "lm", "judge": "lm", "reward": "value"}
 """Roles that are never trained -> the head of their model."""
 
 
@@ -566,7 +578,7 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
     elif lr is not None and not role.trainable:
         found = f"is {lr}, but the role is not trainable; set trainable=True or leave it out"
         yield Problem(f"{key}.optimizer_lr", found)
-    if role.trainable and name in _SCORED:
+    if role.trainable and (name in _SCORED or is_teacher(name)):
         yield Problem(f"{key}.trainable", f"is True, but a role named {name!r} is only scored; set it to False")
 
 
@@ -578,7 +590,8 @@ def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
     """
     key = f"roles[{role.name!r}].path"
     folder = whole_model(str(role.path), key)
-    head = _SCORED.get(role.name, "value" if role.name == "critic" else None)
+    teaches = is_teacher(role.name)
+    head = "lm" if teaches else _SCORED.get(role.name, "value" if role.name == "critic" else None)
     valued = head == "value" or (head is None and (role.trainable or _has_value_head(folder)))
     optimizer = None
     if role.trainable:
@@ -593,7 +606,7 @@ def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
         gradient_checkpointing=actor.gradient_checkpointing,
         offload=actor.offload,
         needs_head=role.name == "reward",
-        in_training=role.name == "teacher",
+        in_training=teaches,
         own_tokenizer=role.name == "judge",
     )
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn
@@ -60,8 +61,10 @@ class DistillConfig(DistillExperimentConfig):
     teacher: DistillTeacherConfig = setting(factory=DistillTeacherConfig, help="The teacher")
 
     def loss_fn(self) -> LossFn:
-        """Return a placeholder for the loss of a policy algorithm, whose factor is 0."""
-        return _no_policy_loss
+        """Return the loss of distillation."""
+        from areno.loss_fns import distillation_loss_fn
+
+        return partial(distillation_loss_fn, **self.teacher.loss_settings())
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
         """Return the metric by which a sweep compares runs.
@@ -100,12 +103,13 @@ class DistillConfig(DistillExperimentConfig):
     def teacher_of_nothing(self) -> Iterator[Problem]:
         """Report a teacher that is the student before training, with the same prompt."""
         teacher = self.teacher
-        is_student = teacher.path in (None, self.actor.path) and not self.actor.init_lora_from
-        if is_student and teacher.prompt_key is None and not teacher.follows_actor:
-            text = (
-                "names no other model than the student, which can learn nothing from itself; set it to a teacher, or "
-            )
-            yield Problem("teacher.path", text + "set teacher.prompt_key to a field with another prompt")
+        if teacher.prompt_key is not None or self.actor.init_lora_from:
+            return
+        for role, path in teacher.paths.items():
+            if path in (None, self.actor.path):
+                text = "names no other model than the student, which can learn nothing from itself; set it to a "
+                text += "teacher, or set teacher.prompt_key to a field with another prompt"
+                yield Problem(teacher.key_of(role), text)
 
     @forbid(
         "rollout.dynamic_sampling",
@@ -123,11 +127,6 @@ class DistillConfig(DistillExperimentConfig):
                 "valid_dataset",
                 "is set, but there is no reward to evaluate; set reward.fn, reward.path or reward.judge.path",
             )
-
-
-def _no_policy_loss(*_: Any) -> Any:
-    """Stand in for the loss of a policy algorithm, whose factor is 0."""
-    raise AssertionError("the student learns from the teacher alone")
 
 
 def loop() -> type[DistillTrainer]:

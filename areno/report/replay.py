@@ -139,7 +139,7 @@ def replay(
         check_sample(sample, place)
     folder, at = choose_checkpoint(run, step, checkpoint)
     missing: list[str] = []
-    config, algorithm, roles = _settings(run, folder, device, missing)
+    config, algorithm, roles = _settings(run, folder, device, missing, samples[number].get("teacher"))
     plan = plan_of_experiment(config)
     recorded = recorded_row(samples[number], plan.tokenizer, row)
     missing += recorded.missing
@@ -205,7 +205,7 @@ def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Pa
 
 
 def _settings(
-    run: RunReader, folder: Path, device: str, missing: list[str]
+    run: RunReader, folder: Path, device: str, missing: list[str], named: str | None
 ) -> tuple[Any, Algorithm, dict[str, RoleSpec]]:
     """Load the run's configuration, changed so that the checkpoint is the actor and the engine runs on this machine.
 
@@ -215,6 +215,7 @@ def _settings(
         device: "auto", "cpu" or "cuda".
         missing: List to which a description is added if the reference model is unknown, because the run began with
             random weights.
+        named: Role of the sample's teacher, in a run with several teachers. Otherwise None.
 
     Returns:
         (configuration, algorithm of the run, reference model and teacher that can score the row).
@@ -242,6 +243,8 @@ def _settings(
         missing.append("the reference: the run began with random weights")
         config.ref = None
     teacher = config.teacher
+    if teacher is not None and teacher.models is not None:  # as in a run with the teacher of the sample alone
+        teacher.path, teacher.models = teacher.paths[named or teacher.role], None
     if teacher is not None and not teacher.follows_actor and teacher.path is None:
         teacher.path = config.actor.path
     roles = experiment_roles(config)  # before the checkpoint takes the place of the actor's own model

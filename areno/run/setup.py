@@ -16,14 +16,14 @@ from areno.agents.pool import AgentPool
 from areno.api.trainer import Trainer
 from areno.config.datasets import DatasetConfig
 from areno.config.experiments import ExperimentConfig, LossFn
-from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
+from areno.config.policy_experiments import CriticExperimentConfig, DistillExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.data.loader import BatchLoader, row_loader
-from areno.data.row_schema import RowKind
+from areno.data.row_schema import RowKind, name_problem
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
 from areno.engine.engine import Engine
 from areno.engine.spec import EngineSpec, RoleSpec
-from areno.errors import ConfigError, WorkerLost, all_of, keys_renamed
+from areno.errors import ConfigError, DataError, Key, WorkerLost, all_of, keys_renamed
 from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
 from areno.plan.forecast import Forecast, forecast
@@ -266,6 +266,8 @@ class Setup(Generic[Config]):
             section, names = replace(section, loader=config.agent.fn), {f"{key}.loader": "agent.fn"}
         with keys_renamed(names.get):
             rows, section = open_rows(section, given, self._loop.kind, key)
+        if key == "train_dataset":
+            check_teachers(config, rows)
         if isinstance(config, PolicyExperimentConfig):
             thinking, name, gconfig = config.rollout.enable_thinking, "gconfig", config.gconfig
             if key != "train_dataset" and config.eval_gconfig is not None:
@@ -382,14 +384,40 @@ def _check_config(config: ExperimentConfig, loop: LoopKind) -> None:
         raise ConfigError(f"{given} is for PPOTrainer, not for {name}: its critic would not be used")
 
 
+def check_teachers(config: ExperimentConfig, rows: Any) -> None:
+    """Check that each row of the training data names its teacher, in a run with several teachers.
+
+    Args:
+        config: Settings of the run.
+        rows: The rows: an object with a length and indexing.
+
+    Raises:
+        DataError: A row names no teacher, or an unknown one.
+    """
+    teacher = config.teacher if isinstance(config, PolicyExperimentConfig) else None
+    if teacher is None or teacher.models is None or teacher.by is None:
+        return
+    if by := getattr(rows, "unique", None):  # a dataset of Hugging Face reads a column faster than all rows
+        named = set(by(teacher.by)) if teacher.by in rows.column_names else {None}
+        if named <= set(teacher.models):
+            return
+    for index in range(len(rows)):
+        if problem := name_problem(rows[index], teacher.by, teacher.models):
+            raise DataError("row {}: {}, which {} asks for", index, problem, Key("teacher.by"))
+
+
 def with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
     """Return the loss function of a policy algorithm, joined with the loss of distillation if the run has a teacher.
+
+    Training on a teacher alone has one loss, which is returned as it is.
 
     Args:
         config: Settings of the run.
         loss_fn: Loss function of the algorithm.
     """
     if not isinstance(config, PolicyExperimentConfig) or config.teacher is None:
+        return loss_fn
+    if isinstance(config, DistillExperimentConfig):
         return loss_fn
     from areno.loss_fns import distillation_loss_fn
 

@@ -291,6 +291,7 @@ def _line(sample: ScoredSample) -> dict[str, object]:
         "status": sample.outcome.status,
         "message": sample.outcome.message,
         "solutions": sample.item.solutions,
+        **({"teacher": sample.teacher} if sample.teacher else {}),
         "prompt_tokens": len(sample.item.tokens),
         "response_tokens": sample.sequence.n_tokens,
         "finish_reason": sample.sequence.finish_reason,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from areno.config.experiments import LossFn
 from areno.config.policy_experiments import DistillExperimentConfig
 from areno.data.encode import encode_rows, sft_draft
 from areno.data.row_schema import row_problem
@@ -18,7 +19,7 @@ from areno.run.setup import RewardFns
 from areno.tracking.tracker import Tracker
 from areno.trainers.collect import collect, log_rollout, samples_logged
 from areno.trainers.loop import RewardLoop
-from areno.trainers.update import rows_of, set_teacher_prompts, update_policy
+from areno.trainers.update import rows_of, set_teachers, update_policy
 from areno.types import PromptItem, TrainSequence
 
 
@@ -27,7 +28,8 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
 
     Args:
         config: Settings of the run, such as areno.recipes.distill.DistillConfig.
-        loss_fn: Not used: teacher.loss_type chooses the loss.
+        loss_fn: A loss function in place of that of teacher.loss_type, as areno.loss_fns describes. It reads
+            `pack.divergence` or, if teacher.loss_type is sampled_reverse_kl, `pack.teacher_logprobs`.
         run_dir: Folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
         advantage_fn: Not used.
         train_dataset: Rows that replace the configured dataset: a list of dictionaries, or any object with a length and
@@ -44,7 +46,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
     def __init__(
         self,
         config: DistillExperimentConfig,
-        loss_fn: Any = None,
+        loss_fn: LossFn | None = None,
         run_dir: str | Path | None = None,
         *,
         advantage_fn: Any = None,
@@ -54,7 +56,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
         trackers: Sequence[Tracker] = (),
     ):
         rows = {"train_dataset": train_dataset, "valid_dataset": valid_dataset}
-        super().__init__(config, run_dir=run_dir, reward_fn=reward_fn, trackers=trackers, **rows)
+        super().__init__(config, loss_fn=loss_fn, run_dir=run_dir, reward_fn=reward_fn, trackers=trackers, **rows)
         try:
             self._check_first_row()
         except Exception:
@@ -86,7 +88,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
             else:
                 run.log_skipped(batch)
                 stats = update_policy(setup, rows)
-            run.progress.keep(distill_loss=stats["distill_loss"])
+            run.progress.keep(distill_loss=stats.get("distill_loss", stats["loss"]))  # a user's loss may lack it
             run.end_step(stats)
         run.finish({"distill_loss": 1, "eval_accuracy": 1})
         return run.progress.result("eval_accuracy", "distill_loss")
@@ -130,7 +132,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
             if isinstance(row, Exception):
                 raise row
             rows.append(replace(row, tokens=row.tokens[:most], prompt_mask=row.prompt_mask[:most]))  # type: ignore[index]
-        set_teacher_prompts(setup, items, rows)
+        set_teachers(setup, items, rows)
         return rows
 
     def _check_first_row(self) -> None:

@@ -18,7 +18,7 @@ from areno.config.ratio import RatioConfig
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence, TeacherConfig
 from areno.data.encode import encode_generation_prompt
-from areno.data.row_schema import row_problem
+from areno.data.row_schema import name_problem, row_problem
 from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.packing import pack_step
@@ -143,25 +143,32 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
     if config.ref is not None:
         for row, logprobs in zip(rows, rollout.scores.of("ref", rows), strict=True):
             row.ref_logprobs = logprobs
-    if config.teacher is not None and config.teacher.prompt_key is not None:
-        items = [sample.item for sample, size in zip(rollout.kept, rollout.sizes, strict=True) for _ in range(size)]
-        set_teacher_prompts(setup, items, rows)
+    if config.teacher is not None and (config.teacher.prompt_key is not None or config.teacher.by is not None):
+        samples = [sample for sample, size in zip(rollout.kept, rollout.sizes, strict=True) for _ in range(size)]
+        set_teachers(setup, [sample.item for sample in samples], rows)
+        for sample, row in zip(samples, rows, strict=True):
+            sample.teacher = row.teacher
     score_teacher(setup, rows, config.teacher)
     return rows
 
 
-def set_teacher_prompts(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence[TrainSequence]) -> None:
-    """Set the prompts that the teacher reads, if the setting teacher.prompt_key names a field of the dataset.
+def set_teachers(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence[TrainSequence]) -> None:
+    """Set the teacher of each row (setting teacher.by) and the prompt that the teacher reads (teacher.prompt_key).
 
     Args:
         setup: Models, data, settings and outputs of the run.
         items: The dataset row of each training row.
-        rows: Training rows, which are changed.
+        rows: Training rows, which are changed. Without these settings, nothing changes.
 
     Raises:
-        DataError: A dataset row has no such field, or its prompt cannot be encoded.
+        DataError: A dataset row lacks a field, names an unknown teacher, or its prompt cannot be encoded.
     """
     teacher = setup.config.teacher
+    if teacher is not None and teacher.models is not None and teacher.by is not None:
+        for item, row in zip(items, rows, strict=True):
+            if problem := name_problem(item.record, teacher.by, teacher.models):
+                raise DataError("row {}: {}, which {} asks for", item.index, problem, Key("teacher.by"))
+            row.teacher = teacher.role_of(item.record[teacher.by])
     key = None if teacher is None else teacher.prompt_key
     if key is None:
         return
@@ -189,14 +196,14 @@ def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: Te
     if teacher is None or teacher.divergence is not None:
         return
     with setup.run.clock.phase("teacher"):
-        read = [row.for_teacher() for row in rows]
-        scored = setup.trainer.score_logprobs(
-            teacher.role, [tokens for tokens, _ in read], sampling=setup.config.gconfig
-        )
-        for row, (tokens, first), logprobs in zip(rows, read, scored, strict=True):
-            found = np.zeros(len(row.tokens))  # type: ignore[arg-type]
-            found[first:] = logprobs[len(tokens) - len(found) + first :]
-            row.teacher_logprobs = found
+        for role in dict.fromkeys(row.teacher or teacher.role for row in rows):
+            of_role = [row for row in rows if (row.teacher or teacher.role) == role]
+            read = [row.for_teacher() for row in of_role]
+            scored = setup.trainer.score_logprobs(role, [tokens for tokens, _ in read], sampling=setup.config.gconfig)
+            for row, (tokens, first), logprobs in zip(of_role, read, scored, strict=True):
+                found = np.zeros(len(row.tokens))  # type: ignore[arg-type]
+                found[first:] = logprobs[len(tokens) - len(found) + first :]
+                row.teacher_logprobs = found
 
 
 def correct(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
     python examples/countdown/make_shape.py FOLDER [SIZE]
 
-SIZE is `gpu` (25 million parameters, the default) or `cpu` (0.3 million). The SFT recipe trains the weights:
+SIZE is `gpu` (25 million parameters, the default) or `cpu` (0.3 million). A student of distillation, `student` or
+`student_cpu`, has a third of these parameters. The SFT recipe trains the weights:
 
     python -m areno.recipes.sft --config-name=countdown_base actor.path=FOLDER
 """
@@ -25,6 +26,22 @@ SHAPES = {
     "cpu": {
         "hidden_size": 128,
         "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "student": {
+        "hidden_size": 320,
+        "intermediate_size": 832,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    "student_cpu": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -49,6 +49,8 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "countdown_base": (["sft"], []),
     "countdown_base_cpu": (["sft"], []),
     "countdown_cpu": (["grpo", "gspo", "online_dpo"], ["actor.path=folder"]),
+    "countdown_distill": (["distill"], ["actor.path=folder", "teacher.path=other"]),
+    "countdown_distill_cpu": (["distill"], ["actor.path=folder", "teacher.path=other"]),
     "countdown_ppo": (["ppo"], ["actor.path=folder"]),
     "environment": (["grpo", "gspo", "ppo"], ["actor.path=folder", "agent.fn=verifiers:wordle"]),
     "gsm8k": (["grpo", "gspo", "ppo", "online_dpo"], []),

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 COUNTDOWN = {"count": 300, "numbers": 4, "largest": 50, "targets": [100, 999], "easy": 0.2}
 ARITHMETIC = {"count": 300, "operations": [2, 5], "largest": 99}
 SMALL = {"count": 300, "numbers": 3, "largest": 12, "targets": [10, 99], "easy": 0.1}
+SHAPES = [("gpu", "model"), ("cpu", "model_cpu")]  # size -> folder
 GARBAGE = [
     "",
     "\n",
@@ -224,12 +225,26 @@ def test_the_random_reward_knows_nothing_of_the_answer() -> None:
     assert [reward(record) for record in records] == [reward(record) for record in records]
 
 
-@pytest.mark.parametrize("task", ["countdown", "arithmetic"])
-@pytest.mark.parametrize(("size", "folder"), [("gpu", "model"), ("cpu", "model_cpu")])
+@pytest.mark.parametrize(
+    ("task", "size", "folder"),
+    [
+        *[(task, size, folder) for task in ("countdown", "arithmetic") for size, folder in SHAPES],
+        *[("countdown", size, f"model_{size}") for size in ("student", "student_cpu")],
+    ],
+)
 def test_the_shape_is_the_one_that_the_script_makes(task: str, size: str, folder: str, tmp_path: Path) -> None:
     module(task, "make_shape").main(str(tmp_path), size)
     names = [file.name for file in tmp_path.iterdir()]
     assert filecmp.cmpfiles(tmp_path, ROOT / f"examples/{task}/{folder}", names, shallow=False) == (names, [], [])
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("model_student", "model"), ("model_student_cpu", "model_cpu")])
+def test_a_student_has_a_third_of_the_parameters(student: str, teacher: str) -> None:
+    from areno.models.cost import parameters
+    from areno.models.registry import load_config
+
+    sizes = [parameters(load_config(ROOT / f"examples/countdown/{name}")) for name in (student, teacher)]
+    assert sizes[0] / sizes[1] == pytest.approx(1 / 3, abs=0.005)
 
 
 @pytest.mark.parametrize("task", ["countdown", "arithmetic"])

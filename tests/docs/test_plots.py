@@ -11,6 +11,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,13 +153,81 @@ def test_no_curves_of_countdown(tmp_path):
     assert "there is no run 'GRPOO'" in call(LEARNING, "table", tmp_path, "GRPOO").stderr
 
 
-def test_commands_of_the_curves_of_countdown(monkeypatch, tmp_path):
+def learning_curves(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(DOCS))
-    found = importlib.import_module("learning_curves")
+    return importlib.import_module("learning_curves")
+
+
+def test_commands_of_the_curves_of_countdown(monkeypatch, tmp_path):
+    found = learning_curves(monkeypatch)
     for name in found.RUNS:
-        _, *words = found.command(Path("base"), tmp_path, name, 2, True)
-        module, task, *settings = [word for word in words if word != "-m"]
-        recipe = "grpo" if module.endswith(".py") else module.rpartition(".")[2]
-        config = load(get_algorithm(recipe).config, task.partition("=")[2], settings)
-        assert (config.seed, config.total_train_steps, config.actor.path) == (2, 100, "base")
-        assert (DOCS.parent / module).is_file() or importlib.util.find_spec(module)
+        for size in ("gpu", "cpu"):
+            setup = found.Setup(Path("base"), Path("small"), tmp_path, size, True)
+            _, *words = setup.command(name, 2)
+            module, task, *settings = [word for word in words if word != "-m"]
+            recipe = "grpo" if module.endswith(".py") else module.rpartition(".")[2]
+            if (recipe, size) == ("ppo", "cpu"):
+                continue  # PPO has no cut for CPUs
+            config = load(get_algorithm(recipe).config, task.partition("=")[2], settings)
+            is_student = name in found.GROUPS["distillation"] and name != found.TEACHER
+            assert (config.seed, config.actor.path) == (2, "small" if is_student else "base")
+            assert config.total_train_steps == (60 if size == "cpu" else 150 if recipe == "distill" else 100)
+            assert (DOCS.parent / module).is_file() or importlib.util.find_spec(module)
+            if recipe == "distill":
+                assert config.teacher.path == str(tmp_path / "learning/RL-s2/checkpoints/latest")
+
+
+def test_students_wait_for_their_teachers(monkeypatch, tmp_path, capsys):
+    found = learning_curves(monkeypatch)
+    student = "distillation, JSD"
+    jobs = found.with_teachers([(student, 1), ("GRPO", 1), (student, 2)], {}, tmp_path)
+    assert jobs == [("RL", 1), ("RL", 2), (student, 1), ("GRPO", 1), (student, 2)]
+    done = {"RL": [found.run_folder(tmp_path, "RL", 1)]}
+    assert found.with_teachers([(student, 1), (student, 2)], done, tmp_path)[0] == ("RL", 2)
+
+    events = tmp_path / "events"
+    write = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + chr(10)); sys.exit(int(sys.argv[3]))"
+
+    def command(self: Any, name: str, seed: int) -> list[str]:
+        return [sys.executable, "-c", write, str(events), f"{name}-{seed}", str(int((name, seed) == ("RL", 2)))]
+
+    monkeypatch.setattr(found.Setup, "command", command)
+    assert not found.run(found.Setup(Path("base"), Path("small"), tmp_path), jobs, 4)
+    order = events.read_text().splitlines()
+    assert sorted(order) == ["GRPO-1", "RL-1", "RL-2", f"{student}-1"]
+    assert order.index("RL-1") < order.index(f"{student}-1")
+    assert f"{student}, seed 2: FAILED, because its teacher failed" in capsys.readouterr().out
+
+
+def test_students_need_a_base_model(tmp_path):
+    done = call(LEARNING, "run", "base", tmp_path, "distillation, JSD")
+    assert done.returncode == 2
+    assert "'distillation, JSD' needs --student, the checkpoint of a smaller base model" in done.stderr
+
+
+def test_solve_rate_against_sampled_tokens(tmp_path):
+    for name, factor, n_samples in (
+        ("RL-s1", 1.0, 1000),
+        ("distillation-JSD-s1", 1.2, 100),
+        ("distillation-reverse-KL-s1", 0.9, 100),
+    ):
+        run_dir = tmp_path / "learning" / name
+        with MetricsRecorder(None, run_dir / "logs/metrics.jsonl") as recorder:
+            recorder.record(0, {"eval/accuracy": 0.1})
+            for step in range(1, 9):
+                recorder.record(step, {"rollout/response_len_mean": 100.0, "rollout/num_sequences": n_samples})
+                if not step % 4:
+                    recorder.record(step, {"eval/accuracy": factor * step * 0.1})
+        (run_dir / "logs/run.log").write_text("12:00:00 done: 8 steps in 4 s\n")
+    done = call(LEARNING, "tokens", tmp_path, tmp_path / "tokens.png", "distillation")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
+    # The goal is 0.95 * 0.8 = 0.76. RL is at 0.4 and 0.8 after 0.4 and 0.8 million tokens, and JSD is at 0.48 and 0.96
+    # after 0.04 and 0.08 million.
+    assert done.stdout.splitlines()[2:] == [
+        "| RL | 0.100 | 0.800 | 0.80 | 0.76 | 1.00 |",
+        "| distillation, reverse KL | 0.100 | 0.720 | 0.08 | never |  |",
+        "| distillation, JSD | 0.100 | 0.960 | 0.08 | 0.06 | 0.08 |",
+    ]
+    (tmp_path / "learning/RL-s1/logs/run.log").unlink()
+    assert "there is no run 'RL'" in call(LEARNING, "tokens", tmp_path, tmp_path / "x.png").stderr

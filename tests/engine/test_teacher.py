@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence
 from areno.engine.engine import Engine
@@ -22,17 +22,10 @@ from tests.helpers.layouts import folder_with
 from tests.helpers.lora_models import lora
 from tests.helpers.moe_models import moe_folder
 from tests.helpers.shared_rows import group, train_rows
+from tests.helpers.teachers import SGD, by_transformers, of_transformers
 from tests.helpers.tiny_engine import saved_tensors, spec
 
 VOCAB, PROMPT = 65, 20
-SGD = OptimizerConfig(
-    type="sgd",
-    lr=1.0,
-    lr_scheduler_type="constant",
-    warmup_steps_proportion=0.0,
-    weight_decay=0.0,
-    gradient_clipping=0.0,
-)
 SAMPLING = SamplingConfig(temperature=0.8)
 KINDS = [Divergence("forward_kl"), Divergence("reverse_kl"), Divergence("jsd", 0.3)]
 
@@ -58,39 +51,6 @@ def update(divergence: Divergence, tokens: int = 2000, **how: Any) -> UpdateSpec
     return UpdateSpec(MicroBatchSpec(max_tokens_per_mb=tokens), sampling=SAMPLING, divergence=divergence, **how)
 
 
-def of_transformers(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-
-
-def by_transformers(student: Any, teacher: Any, rows: list[TrainSequence], divergence: Divergence) -> torch.Tensor:
-    """The mean of the divergence over trained tokens, in the words of the formula."""
-    total, n_tokens = torch.zeros((), dtype=torch.float64), 0
-    for row in rows:
-        tokens, trained = torch.tensor(np.asarray(row.tokens)), ~np.asarray(row.prompt_mask)
-        first = int(np.argmax(trained))
-        theirs = tokens
-        if row.teacher_prompt is not None:
-            theirs = torch.cat([torch.tensor(row.teacher_prompt), tokens[first:]])
-        shift = len(theirs) - len(tokens)
-        q = torch.log_softmax(student(tokens[None]).logits[0] / SAMPLING.temperature, -1)
-        with torch.no_grad():
-            p = torch.log_softmax(teacher(theirs[None]).logits[0] / SAMPLING.temperature, -1)
-        for t in np.flatnonzero(trained):
-            ours, their = q[t - 1], p[t - 1 + shift]
-            if divergence.kind == "forward_kl":
-                found = (their.exp() * (their - ours)).sum()
-            elif divergence.kind == "reverse_kl":
-                found = (ours.exp() * (ours - their)).sum()
-            else:
-                m = (divergence.beta * their.exp() + (1 - divergence.beta) * ours.exp()).log()
-                found = divergence.beta * (their.exp() * (their - m)).sum()
-                found = found + (1 - divergence.beta) * (ours.exp() * (ours - m)).sum()
-            total, n_tokens = total + found, n_tokens + 1
-    return total / n_tokens
-
-
 def with_prompts(rows: list[TrainSequence]) -> list[TrainSequence]:
     """The teacher reads other beginnings, of several lengths. One row has none of its own."""
     for number, row in enumerate(rows[1:]):
@@ -111,7 +71,7 @@ def test_one_update_is_that_of_transformers(divergence: Divergence, form: str, t
         stats = engine.train(rows, distillation_loss_fn, update(divergence, tokens=120))
         engine.save(str(tmp_path / "after"))
     student, teacher = (of_transformers(tmp_path / f"saved {role}") for role in ("actor", "teacher"))
-    loss = by_transformers(student, teacher, rows, divergence)
+    loss = by_transformers(student, teacher, rows, divergence, SAMPLING)
     assert stats["distill_loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert loss.item() > 0.01
     loss.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from areno.launch.compose import load
 from areno.plan.plan import plan_of_experiment
 from areno.report.replay import Replay, replay
 from areno.tracking.reader import RunReader
+from areno.trainers.distill import DistillTrainer
 from areno.types import TrainSequence
 
 SHORT = ["total_train_steps=2", "train_dataset.batch_size=8", "gconfig.n_samples=2", "valid_dataset=null"]
@@ -39,6 +41,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with algorithm.trainer(load(algorithm.config, "quickstart", settings), folder) as trainer:
         trainer.fit()
     return folder / "checkpoints/latest"
+
+
+NO_PATH = "teacher.path=null"
 
 
 def run(recipe: str, folder: Path, *settings: str, task: str | None = None, rows: Any = None) -> RunReader:
@@ -81,6 +86,126 @@ def test_given_answers(share: float, teacher: Path, tmp_path: Path) -> None:
     assert counts == [2.0, 4.0, 2.0, 4.0]  # two samples for each of 1, 2, 1 and 2 of 5 rows: three in ten of all
     with pytest.raises(DataError, match=r"row 0: field response is missing.*on_policy_share"):
         run("distill", tmp_path / "none", *settings, rows=[{"prompt": "1+1="}] * 8)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "loss_type", "more"),
+    [
+        ("distill", "sampled_reverse_kl", ["actor.share_prefixes=on"]),
+        ("distill", "jsd", ["actor.share_prefixes=on"]),
+        ("gspo", "reverse_kl", ["teacher.prompt_key=solved"]),
+    ],
+)
+def test_rows_choose_their_teacher(recipe: str, loss_type: str, more: list[str], teacher: Path, tmp_path: Path) -> None:
+    """Against separate runs of each teacher: a step in which all rows have one teacher is a step of that teacher."""
+    settings = [f"teacher.loss_type={loss_type}", *(DISTILL if recipe == "distill" else []), *more]
+    settings += ["actor.optimizer.lr=0", "train_dataset.shuffle=false", "total_train_steps=3"]
+    adapted = _adapters(tmp_path)
+    several = [*settings, f"teacher.models={{trained: {teacher}, adapted: {adapted}}}", "teacher.by=skill", NO_PATH]
+    skills = ["trained"] * 8 + ["adapted"] * 8 + ["trained", "adapted"] * 4
+    rows = [{**row, "skill": skill} for row, skill in zip([*ROWS, *ROWS], skills, strict=False)]
+    name = "train/distill_loss"
+    found = run(recipe, tmp_path / "several", *several, rows=rows).series(name).values
+    alone = {
+        path: run(
+            recipe, tmp_path / ("one" if path == teacher else "two"), *settings, f"teacher.path={path}", rows=rows
+        )
+        .series(name)
+        .values
+        for path in (teacher, adapted)
+    }
+    assert found[:2] == [alone[teacher][0], alone[adapted][1]]
+    assert abs(alone[teacher][0] - alone[adapted][0]) > 1e-3
+    assert min(each[2] for each in alone.values()) < found[2] < max(each[2] for each in alone.values())
+
+
+def _adapters(folder: Path) -> Path:
+    """Adapters of the quickstart's model, with a step of training that leads far away."""
+    settings = ["actor.use_lora=true", "actor.optimizer.lr=1e-2", "actor.optimizer.warmup_steps_proportion=0"]
+    run("grpo", folder / "a", *settings, "total_train_steps=1", task="quickstart")
+    return folder / "a/checkpoints/latest"
+
+
+def test_a_resumed_run_of_several_teachers_is_the_same(teacher: Path, tmp_path: Path) -> None:
+    settings = [
+        f"teacher.models={{trained: {teacher}, first: null}}",
+        "teacher.by=skill",
+        NO_PATH,
+        "teacher.prompt_key=solved",
+    ]
+    settings += ["teacher.loss_type=jsd", "recover.mode=auto", "recover.freq_steps=1"]
+    settings += [*DISTILL, "actor.optimizer.lr_decay_steps=9", "on_policy_share=0.5"]
+    rows = [{**row, "skill": ("trained", "first")[index % 2]} for index, row in enumerate(ROWS)]
+    whole = run("distill", tmp_path / "whole", *settings, "total_train_steps=4", rows=rows)
+    run("distill", tmp_path / "parts", *settings, "total_train_steps=2", rows=rows)
+    parts = run("distill", tmp_path / "parts", *settings, "total_train_steps=4", rows=rows)
+    for name in ("train/distill_loss", "train/grad_norm"):
+        assert parts.series(name).values == whole.series(name).values
+
+
+def test_a_replay_asks_the_teacher_of_the_sample(teacher: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{**row, "skill": ("trained", "adapted")[index % 2]} for index, row in enumerate(ROWS)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = [*SHORT, *DISTILL, f"train_dataset.path={file}", "train_dataset.loader=null", NO_PATH]
+    settings += [f"teacher.models={{trained: {teacher}, adapted: {_adapters(tmp_path)}}}", "teacher.by=skill"]
+    settings += ["rollout.dump_to_file=true", "trial_name=run", f"cluster.fileroot={tmp_path}"]
+    assert command.run(get_algorithm("distill"), "distill", settings) == 0
+    played = RunReader(tmp_path / "quickstart_distill/run")
+    named = [sample["teacher"] for sample in played.samples(1)]
+    assert set(named) == {"teacher.trained", "teacher.adapted"}
+    for number in map(named.index, set(named)):
+        for token in replay(played, 1, number, device="cpu").tokens[1:]:
+            if token.trained:  # the recorded advantage is log(teacher / student)
+                assert token.teacher is not None
+                assert token.then is not None
+                assert token.teacher - token.then == pytest.approx(token.advantage, abs=1e-4)
+
+
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_unknown_teachers_are_refused_before_models_load(as_dataset: bool, teacher: Path, tmp_path: Path) -> None:
+    settings = [*DISTILL, f"teacher.models={{sums: {teacher}, words: {teacher}}}", "teacher.by=skill", NO_PATH]
+    for skill, message in (
+        ("sum", "field skill is 'sum'; did you mean sums?; there are sums, words"),
+        (None, "missing"),
+    ):
+        rows: Any = [*({**row, "skill": "sums"} for row in ROWS), {**ROWS[0], "skill": skill}]
+        if as_dataset:
+            import datasets
+
+            rows = datasets.Dataset.from_list(rows)
+        with pytest.raises(DataError, match=rf"row 20: field skill.*{re.escape(message[-9:])}.*teacher\.by"):
+            run("distill", tmp_path / "run", *settings, rows=rows)
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    settings = [*DISTILL, f"teacher.models={{sums: {teacher}, words: {other}}}", "teacher.by=skill", NO_PATH]
+    rows = [{**row, "skill": "sums"} for row in ROWS]
+    with pytest.raises(ConfigError, match=r"teacher\.models\.words: has a vocabulary of \d+ tokens"):
+        run("distill", tmp_path / "run", *settings, rows=rows)
+
+
+def test_a_loss_of_the_user(teacher: Path, tmp_path: Path) -> None:
+    """Twice the loss of the recipe has twice its gradient."""
+    settings = [*SHORT, *DISTILL, f"teacher.path={teacher}", "teacher.loss_type=reverse_kl", "actor.optimizer.lr=0"]
+
+    def twice(pack: Any, logprobs: Any) -> Any:
+        loss = 2 * pack.token_mean(pack.trained(pack.need("divergence")))
+        return loss, {"doubled": loss.detach()}
+
+    found = {}
+    for loss_fn in (None, twice):
+        config = load(get_algorithm("distill").config, "quickstart_distill", settings)
+        folder = tmp_path / str(loss_fn and "own")
+        with DistillTrainer(config, loss_fn, folder, train_dataset=ROWS) as trainer:
+            trainer.fit()
+        found[loss_fn] = RunReader(folder)
+    for name in ("train/loss", "train/grad_norm"):
+        expected = [2 * value for value in found[None].series(name).values]
+        assert found[twice].series(name).values == pytest.approx(expected, rel=1e-4)
+    assert found[twice].series("train/doubled").values == found[twice].series("train/loss").values
+    assert "train/distill_loss" not in found[twice].metrics()
 
 
 @pytest.mark.parametrize("recipe", ["gspo", "ppo"])
@@ -217,6 +342,16 @@ def test_another_vocabulary_is_refused(teacher: Path, tmp_path: Path) -> None:
         (["teacher.rl_loss_weight=1"], "teacher.rl_loss_weight: unknown key"),
         (["actor.adv_norm.eps=1"], "actor.adv_norm"),
         (["actor.use_lora=true", "teacher.offload=true"], "teacher.offload: is true, but with actor.use_lora"),
+        (["teacher.models={a: b}"], "teacher.by: is null, but there are several teachers"),
+        (["teacher.by=a"], "teacher.by: is a, but teacher.models is null"),
+        (["teacher.models={a: b}", "teacher.by=c", "teacher.path=d"], "teacher.path: is d, but models names"),
+        (["teacher.models={}", "teacher.by=c"], "teacher.models: is empty; name at least one teacher"),
+        (["teacher.models={1a: b}", "teacher.by=c"], "teacher.models: has the name '1a'; a letter and then"),
+        (["teacher.models={a: null, b: c}", "teacher.by=d"], "teacher.models.a: names no other model than the student"),
+        (
+            ["teacher.models={a: b}", "teacher.by=c", "teacher.follows_actor=true", "teacher.prompt_key=d"],
+            "teacher.models: is set, but follows_actor is true",
+        ),
         (["valid_dataset=default", "valid_dataset.path=rows"], "valid_dataset: is set, but there is no reward"),
     ],
 )

@@ -246,7 +246,7 @@ def test_the_reward_model_of_the_quickstart_trains_a_policy(tmp_path):
 def test_quickstart_learns_to_rank(tmp_path, seed):
     config = load(RewardModelConfig, "quickstart_rw", [f"seed={seed}", f"cluster.fileroot={tmp_path}"])
     with areno.RewardModelTrainer(config) as trainer:
-        assert trainer.fit() >= 0.99
+        assert trainer.fit() == 1.0
         told = scalars(trainer.run.folder)
     assert told["eval/accuracy"][0] == 0.5  # the head starts at 0, so every comparison is a tie
     assert told["eval/margin"][-1] > 1

@@ -43,7 +43,7 @@ class KeptLayers:
         split: Whether sequence parallelism divides the tokens, see Transformer.forward.
 
     Attributes:
-        teacher: A teacher whose logits the passes compute, too. None if there is none.
+        teacher: The teachers whose logits the passes compute, too. None if there is none.
     """
 
     def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True, split: bool = False):

@@ -30,7 +30,7 @@ from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, halved, pack_group, pack_step
 from areno.engine.train.prefixes import order_to_share
 from areno.engine.train.routes import StepRouting
-from areno.engine.train.teacher import TeacherPasses, listed_teacher
+from areno.engine.train.teacher import TeacherPasses, Teachers, listed_teacher
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
@@ -118,7 +118,7 @@ class TrainBackend:
         self._split = sequence_parallel and model.tp.size > 1
         self._multiple = model.tp.size if self._split else 1  # of the number of tokens of a pass
         self._prefix: PrefixPass | None = None  # begun by the last micro-batch
-        self._teacher: TeacherPasses | None = None  # of the last call of `train`
+        self._teachers: Teachers | None = None  # of the last call of `train`
         self.is_alone = model.tp.size == context.size == 1
         free = partial(free_bytes, self.device) if on_cuda else None
         self.kept_layers = KeptLayers(model, free, self.is_alone, self._split)
@@ -165,7 +165,7 @@ class TrainBackend:
         steps: Sequence[StepMicroBatches],
         loss_fn: LossFn,
         update: UpdateSpec,
-        teacher: TeacherPasses | None = None,
+        teachers: Teachers | None = None,
     ) -> TrainResult:
         """Take optimizer steps on this data-parallel rank's share of the rows.
 
@@ -176,7 +176,7 @@ class TrainBackend:
             steps: This rank's share of each step, from `share_steps`.
             loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns.
             update: Settings of the update.
-            teacher: The teacher of `update.divergence`. None if there is no divergence, or if rows list the teacher's
+            teachers: The teachers of `update.divergence`. None if there is no divergence, or if rows list the teacher's
                 log-probabilities.
 
         Returns:
@@ -188,7 +188,7 @@ class TrainBackend:
             EngineError: Memory ran out, or the loss function returned something invalid. If the backend was made with
                 exact=True, also if the model disagrees with a rollout log-probability of a row with staleness 0.
         """
-        self._teacher = self.kept_layers.teacher = teacher
+        self._teachers = self.kept_layers.teacher = teachers
         with self._out_of_memory_hint(update.mb_spec):
             # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
             batches = [pack_step(step, update.rows_per_unit, self.device, step.shares) for step in steps]
@@ -314,8 +314,8 @@ class TrainBackend:
             yield
         finally:
             self._leave_prefix()
-            if self._teacher is not None:
-                self._teacher.end()
+            if self._teachers is not None:
+                self._teachers.end()
 
     def _leave_prefix(self) -> None:
         """Free the memory of the prefixes of the last micro-batches, if they had any in common."""
@@ -391,8 +391,8 @@ class TrainBackend:
         # The teacher comes first: its activations are gone when those of this model are stored.
         teacher: Teacher | None = None
         lists = pack is not None and pack.teacher_top_tokens is not None
-        if divergence is not None and self._teacher is not None and not lists:
-            teacher = self._teacher.at(packed)
+        if divergence is not None and self._teachers is not None and not lists:
+            teacher = self._teachers.at(packed)
         hidden_nD, share = self._hidden(packed)
         places_T, hidden_TD = share.before(hidden_nD, packed.places_to_predict())
         if divergence is not None and pack is not None and lists:

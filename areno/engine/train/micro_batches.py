@@ -110,17 +110,19 @@ def keep_old_logprobs(
                 start += row.n_tokens
 
 
-def sharing_beside_teacher(sharing: Sharing, of_teacher: Sharing, rows: Sequence[Row], cp_size: int) -> Sharing:
-    """Return the rule by which an update with a teacher computes prefixes that rows have in common only once.
+def sharing_beside_teachers(
+    sharing: Sharing, of_teachers: Iterable[Sharing], rows: Sequence[Row], cp_size: int
+) -> Sharing:
+    """Return the rule by which an update with teachers computes prefixes that rows have in common only once.
 
     Args:
         sharing: Rule of the trained model.
-        of_teacher: Rule of the teacher's model.
+        of_teachers: Rules of the teachers' models.
         rows: The rows of the update.
         cp_size: Number of context-parallel ranks that share a micro-batch.
 
     Returns:
-        `sharing`. APART (never) if the model of the teacher cannot share prefixes, or if the teacher reads prompts of
+        `sharing`. APART (never) if the model of a teacher cannot share prefixes, or if the teacher reads prompts of
         its own, because rows with the same beginning may then have different divergences.
 
     Raises:
@@ -131,7 +133,7 @@ def sharing_beside_teacher(sharing: Sharing, of_teacher: Sharing, rows: Sequence
             text = "rows have a teacher_prompt, which context parallelism does not support; set {}=1"
             raise EngineError(text, Key("engine.cp_size"))
         return APART
-    return sharing if of_teacher.when != "off" else APART
+    return APART if any(each.when == "off" for each in of_teachers) else sharing
 
 
 def _of_flat(flat: FlatRows, sizes: Sequence[Sequence[int]], *others: Any) -> StepMicroBatches:
@@ -199,11 +201,20 @@ def share_steps(
         of_ranks: list[StepMicroBatches] = []
         costs = [sum(_row_cost(row, cost) for row in units[index]) if dp_size > 1 else 1.0 for index in step]
         for mine in _split_units(tokens, costs, dp_size, step_shares):
-            my_units, spec = [tokens[place] for place in mine], update_of_units.mb_spec
-            rule = sharing if step_shares else APART
-            found, rank_shares = row_micro_batches(
-                my_units, spec, cp_size, rule, order, keeps_count=counts_micro_batches
-            )
+            spec, rule = update_of_units.mb_spec, sharing if step_shares else APART
+            found, rank_shares = [], False
+            parts = _by_teacher([units[step[place]] for place in mine])
+            for part in parts:
+                of_part, part_shares = row_micro_batches(
+                    [tokens[mine[at]] for at in part],
+                    spec,
+                    cp_size,
+                    rule,
+                    order if len(parts) == 1 else None,
+                    keeps_count=counts_micro_batches,
+                )
+                found += [[[part[at] for at in batch] for batch in group] for group in of_part]
+                rank_shares |= part_shares
             groups = [[[row for at in batch for row in units[step[mine[at]]]] for batch in group] for group in found]
             if not mine:  # the rank takes part in collectives, but adds nothing to the loss
                 groups = [[[_untrained(units[index][0] for index in step)]]]
@@ -212,6 +223,23 @@ def share_steps(
         for of_rank, steps in zip(of_ranks, shares, strict=True):
             steps.append(replace(of_rank, rounds=rounds))
     return shares
+
+
+def _by_teacher(units: Sequence[Sequence[Row]]) -> list[list[int]]:
+    """Divide units by the teacher of their rows, so that a micro-batch and its common prefixes have one teacher.
+
+    Returns:
+        The indices of the units of each teacher, in the order of the first units.
+
+    Raises:
+        DataError: The rows of a unit have different teachers.
+    """
+    found: dict[str, list[int]] = {}
+    for index, rows in enumerate(units):
+        if len({row.teacher for row in rows}) > 1:
+            raise DataError(f"{len(rows)} adjacent rows belong together, but have different teachers; give them one")
+        found.setdefault(rows[0].teacher, []).append(index)
+    return list(found.values())
 
 
 def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, share: bool) -> list[list[int]]:

@@ -64,6 +64,7 @@ class PackedTokens:
             first ones of the caller's rows.
         shared: How the caller's rows are made of the N tokens. None if no prefixes are shared.
         prefix: The earlier forward pass that has computed the first tokens. None if there is none.
+        teacher: Name of the role whose model is the teacher of the rows. "" stands for the role of the divergence.
         for_teacher: The input of the teacher's forward pass, which predicts the same tokens after other prompts. None
             if the teacher reads the same rows.
     """
@@ -76,6 +77,7 @@ class PackedTokens:
     predicted_T: Tensor | None = None
     shared: SharedTokens | None = None
     prefix: PrefixPass | None = None
+    teacher: str = ""
     for_teacher: PackedTokens | None = None
 
     @property
@@ -284,7 +286,7 @@ def pack_step(
             routes = [[row.fields["routes"] for row in rows] for rows in group]
         packed = pack_group(tokens, device, routes, trained, share)
         for rows, one in zip(group, packed, strict=True):
-            one.for_teacher = _pack_for_teacher(rows, device)
+            one.teacher, one.for_teacher = rows[0].teacher, _pack_for_teacher(rows, device)
         packs += [(one, _pack_rows(rows, one, step, rows_per_unit)) for rows, one in zip(group, packed, strict=True)]
     return packs
 

@@ -34,6 +34,7 @@ class Row:
             has, is an integer array of experts.
         reward: Reward of the row.
         staleness: Number of optimizer steps since the row was sampled.
+        teacher: Name of the role whose model is the teacher. "" stands for the role of the divergence.
         teacher_prompt: int64 tokens that a teacher reads in place of the tokens before `response_start`. None if the
             teacher reads the same tokens.
         response_start: Index of the first token that the teacher shares.
@@ -44,6 +45,7 @@ class Row:
     fields: dict[str, np.ndarray] = field(default_factory=dict)
     reward: float = 0.0
     staleness: int = 0
+    teacher: str = ""
     teacher_prompt: np.ndarray | None = None
     response_start: int = 0
 
@@ -78,6 +80,7 @@ class FlatRows:
         fields: Arrays by their names in DataPack.
         rewards: Reward of each row.
         staleness: Number of optimizer steps since each row was sampled.
+        teachers: `Row.teacher` of each row.
         teacher_prompts: `Row.teacher_prompt` of each row.
         response_starts: `Row.response_start` of each row.
     """
@@ -88,6 +91,7 @@ class FlatRows:
     fields: dict[str, np.ndarray]
     rewards: list[float]
     staleness: list[int]
+    teachers: list[str]
     teacher_prompts: list[np.ndarray | None]
     response_starts: list[int]
 
@@ -105,6 +109,7 @@ class FlatRows:
             fields={name: np.concatenate([row.fields[name] for row in rows]) for name in rows[0].fields},
             rewards=[row.reward for row in rows],
             staleness=[row.staleness for row in rows],
+            teachers=[row.teacher for row in rows],
             teacher_prompts=[row.teacher_prompt for row in rows],
             response_starts=[row.response_start for row in rows],
         )
@@ -120,11 +125,18 @@ class FlatRows:
                 {name: values[start:end] for name, values in self.fields.items()} if self.fields else {},
                 reward,
                 staleness,
+                teacher,
                 prompt,
                 response_start,
             )
-            for (start, end), reward, staleness, prompt, response_start in zip(
-                bounds, self.rewards, self.staleness, self.teacher_prompts, self.response_starts, strict=True
+            for (start, end), reward, staleness, teacher, prompt, response_start in zip(
+                bounds,
+                self.rewards,
+                self.staleness,
+                self.teachers,
+                self.teacher_prompts,
+                self.response_starts,
+                strict=True,
             )
         ]
 
@@ -241,7 +253,7 @@ def _read_arrays(
         return None
     n = len(lengths)
     return FlatRows(
-        lengths, tokens.astype(np.int64, copy=False), trained, fields, rewards, staleness, [None] * n, [0] * n
+        lengths, tokens.astype(np.int64, copy=False), trained, fields, rewards, staleness, [""] * n, [None] * n, [0] * n
     )
 
 
@@ -461,7 +473,11 @@ def _add_teacher(
             n, n_first = (each.fields[TOP[0]].shape[1] for each in (row, rows[0]))
             if n != n_first:
                 raise DataError(f"{called}: teacher_top has {n} tokens for each position, the first row {n_first}")
-        elif source.teacher_prompt is not None:
+            continue
+        if source.teacher is not None and not isinstance(source.teacher, str):
+            raise DataError(f"{called}: teacher is {source.teacher!r}; the name of a role is expected, or None")
+        row.teacher = source.teacher or ""
+        if source.teacher_prompt is not None:
             called = f"{called}: teacher_prompt"
             row.teacher_prompt = read_tokens(source.teacher_prompt, called, vocab_size)
             row.response_start = source.for_teacher()[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 
 import torch
@@ -77,6 +77,47 @@ class TeacherPasses:
         if self._prefix is not None:
             self._prefix.end()
         self._prefix = self._prefix_of_student = None
+
+
+class Teachers:
+    """The teachers of an update. At most one of them is on the device, and it changes between micro-batches.
+
+    Use it as a context manager, whose end takes the last teacher off the device.
+
+    Args:
+        hold: Returns a context that holds the model of a role on the device, and yields its passes.
+        default: Role of the teacher of micro-batches whose rows name none.
+    """
+
+    def __init__(self, hold: Callable[[str], AbstractContextManager[TeacherPasses]], default: str):
+        self._hold, self._default = hold, default
+        self._role, self._stack = "", ExitStack()
+        self._passes: TeacherPasses | None = None
+
+    def __enter__(self) -> Teachers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+        self._stack.close()
+
+    def at(self, packed: PackedTokens) -> WholeTeacher:
+        """Run the layers of a micro-batch's teacher on it, see `TeacherPasses.at`.
+
+        Args:
+            packed: The student's input.
+        """
+        role = packed.teacher or self._default
+        if self._passes is None or role != self._role:
+            self.end()
+            self._stack.close()
+            self._role, self._passes = role, self._stack.enter_context(self._hold(role))
+        return self._passes.at(packed)
+
+    def end(self) -> None:
+        """Free the memory of the last pass over prefixes."""
+        if self._passes is not None:
+            self._passes.end()
 
 
 def listed_teacher(packed: PackedTokens, pack: DataPack, places_T: Tensor, divergence: Divergence) -> Teacher | None:
