@@ -263,7 +263,7 @@ def _record(output: GenerationOutput) -> dict[str, Any]:
 
 def _output(record: Mapping[str, Any]) -> GenerationOutput:
     """Return the sample that `_record` wrote."""
-    arrays = {name: _decoded(record[name], dtype) for name, dtype in _ARRAYS.items()}
+    arrays: dict[str, Any] = {name: _decoded(record[name], dtype) for name, dtype in _ARRAYS.items()}
     routes = record.get("routes")
     if routes is not None:
         routes = np.frombuffer(base64.b64decode(routes["bytes"]), routes["dtype"]).reshape(routes["shape"])
@@ -276,5 +276,5 @@ def _encoded(array: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
 
 
-def _decoded(text: str, dtype: str) -> list[Any]:
+def _decoded(text: str, dtype: str) -> Any:
     return np.frombuffer(base64.b64decode(text), dtype).tolist()
