@@ -17,9 +17,10 @@ kernel has ended and its results are visible. Four rules follow.
 - Before `wait_for_previous`, a kernel writes nothing. After it, no earlier kernel of the chain still runs, so nothing
   else accesses the same memory. This requires that at least one program of each kernel waits. Programs that have no
   work and write nothing may return without waiting.
-- If every program of a kernel calls `wait_for_previous` before `launch_dependents`, all kernels before this one have
-  ended when the next kernel begins. Before it waits, the next kernel may then read their results, past the first-level
-  cache (".cg"), and may write memory that this kernel does not access.
+- If every program of a kernel B calls `wait_for_previous` before `launch_dependents`, all kernels before B have ended
+  when the kernel after B begins. Before it waits, the kernel after B may read the results of the kernels before B, past
+  the first-level cache (cache modifier ".cg"), and may write memory that B does not access. B must have at least one
+  program: a launch with an empty grid does not happen.
 - The kernel after the chain is launched as usual, so it begins after all kernels of the chain. `launch_dependents` in
   the last kernel of the chain has no effect.
 """

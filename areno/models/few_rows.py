@@ -1,7 +1,8 @@
-"""The layers of a decoding step with few rows, as one chain of kernels of which each begins before the last has ended.
+"""The layers of a decoding step with at most 64 rows, as one chain of kernels with programmatic dependent launch (PDL).
 
-For few rows, kernels take a few microseconds each, and a quarter of the time of a layer passes between kernels. The
-results are those of `models/fused.py`, except for rounding.
+With few rows, each kernel takes a few microseconds, and a quarter of a layer's time passes between kernels. In the
+chain, a kernel begins before the previous one has ended (`kernels/jit.py`). The results are those of `models/fused.py`,
+except for rounding.
 
 This file imports Triton: import it only if `Transformer.runs_fused` returns True. Shape letters as in `transformer.py`.
 """
@@ -28,11 +29,11 @@ from areno.models.layer import Layer
 
 
 def runs_few_rows(layers: Sequence[Layer], n_tokens: int, attend: Attend) -> bool:
-    """Return whether a pass can run as `few_rows_layers`.
+    """Return whether `few_rows_layers` can compute a pass.
 
-    The pass must be of a rollout, without gradients, and have few tokens. The model must be on one GPU of compute
-    capability 9.0 or more, have attention and a gated MLP in every layer with norms only before them, and have neither
-    an active adapter nor products in a fixed order (`engine.exact`).
+    The pass must belong to a rollout, without gradients, and have at most `MOST_ROWS` tokens. The model must be on one
+    GPU of compute capability 9.0 or more. Each layer must have attention and a gated MLP, with norms only before them.
+    Adapters must be inactive, and products must not need a fixed order (`engine.exact`).
 
     Args:
         layers: the layers of the model.
@@ -45,7 +46,7 @@ def runs_few_rows(layers: Sequence[Layer], n_tokens: int, attend: Attend) -> boo
 
 
 def _is_plain(layer: Layer) -> bool:
-    """Return whether `few_rows_layers` computes all parts of a layer."""
+    """Return whether `few_rows_layers` supports all parts of a layer."""
     attention, mlp = layer.attention, layer.mlp
     if attention is None or attention.gated or isinstance(attention.q_norm, ShardedRMSNorm):
         return False
@@ -65,7 +66,7 @@ def _is_plain(layer: Layer) -> bool:
 def few_rows_layers(
     layers: Sequence[Layer], final_norm: RMSNorm, x_ND: Tensor, angles: Sequence[Angles], attend: Attend
 ) -> Tensor:
-    """Run all layers and the final norm of a model, for a pass for which `runs_few_rows` returns True.
+    """Run all layers and the final norm of a model, if `runs_few_rows` returns True for the pass.
 
     Args:
         layers: the layers of the model.
@@ -86,10 +87,10 @@ def few_rows_layers(
 def _run(
     layer: Layer, stream_ND: Tensor, delta_SND: Tensor | None, angles: Angles, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """Run a layer on the residual stream plus the summands of the previous MLP's output.
+    """Run a layer on the sum of the residual stream and of the previous MLP's output, given as summands.
 
     Returns:
-        The residual stream before the addition of this MLP's output, and summands of this output.
+        The residual stream without the output of this layer's MLP, and the summands of this output.
     """
     attention, mlp = layer.attention, layer.mlp
     assert attention is not None

@@ -1,8 +1,8 @@
 """The prefill of prompt chunks: its inputs, which go to the device in one copy, and CUDA graphs of prefills.
 
-The host takes longer to launch the kernels of a prefill than the device to compute them, if the prefill or the model is
-small. A CUDA graph launches them at once. Graphs have fixed sizes, so a prefill is padded: behind its chunks follow a
-row of padding tokens, which write to the scratch block of the KV cache, and rows without tokens.
+If the prefill or the model is small, the host takes longer to launch the kernels than the device to compute them. A
+CUDA graph launches all kernels at once. Graphs have fixed sizes, so a prefill is padded: its chunks are followed by a
+row of padding tokens, which write to the scratch block of the KV cache, and by rows without tokens.
 
 Shape letters: N computed tokens, M attended tokens, T block tables of a group of layers, K completed prompts, R chunks.
 Places in the KV cache are indices of tokens: block * block_size + offset.
@@ -21,11 +21,11 @@ from areno.engine.decoder.block_manager import BlockManager, KVGroup
 from areno.engine.decoder.graphs import Captures, GraphCache
 from areno.engine.decoder.scheduler import Chunk
 
-# The sizes of prefills with a CUDA graph. With few sizes, few graphs exist, so none is ever dropped.
+# The sizes of prefills with a CUDA graph. With few sizes, there are few graphs, and none has to be dropped.
 _TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-_FEW_TOKENS = 2048  # prefills of at most these have graphs for every model
-# Larger prefills have graphs if they have at most this product of tokens and parameters. On an H100, 8,192 tokens of
-# Qwen3-0.6B, 3.6e12, keep the device busy for 19 ms, and the host, which launches each kernel, for over 30 ms.
+_FEW_TOKENS = 2048  # prefills of at most this size have graphs for every model
+# Largest product of tokens and parameters for which larger prefills have graphs. On an H100, 8,192 tokens of Qwen3-0.6B
+# (3.6e12) take the device 19 ms. Without a graph, the host takes over 30 ms to launch the kernels.
 _MOST_WORK = 5e12
 _KEYS = (1024, 4096, 16384)
 _ROWS = 64
@@ -229,8 +229,8 @@ class PrefillBatch:
     def padded(self, scratch: int, most_tokens: int) -> tuple[PrefillBatch, PrefillShape] | None:
         """Return an equal prefill of a size for which there can be a CUDA graph, and this size.
 
-        Behind the chunks follow a row of padding tokens, a row without queries that has the padding of the keys, and
-        empty rows. The logits of missing prompts are those of the first token, which nobody reads.
+        The chunks are followed by a row of padding tokens, a row that has no queries and the padding of the keys, and
+        empty rows. `last` is padded with the first token, whose logits are not read.
 
         Args:
             scratch: Place in the KV cache that padding tokens write to and read.
@@ -267,7 +267,8 @@ class PrefillBatch:
             ],
         )
         shape = batch.shape
-        # Attention launches programs for `max_q` queries of every row, most of which end at once.
+        # Attention launches programs for `max_q` queries of every row. Programs beyond the end of a row stop at once,
+        # but with many tokens they are many. A power of two as bound adds few shapes.
         max_q = size if size <= _FEW_TOKENS else min(size, 1 << (shape.max_q - 1).bit_length())
         return batch, replace(shape, max_q=max_q, max_k=(n_keys,))
 
@@ -282,7 +283,7 @@ class PrefillGraphs:
         body: Function that computes a prefill and returns the logits of the last tokens, (K, V).
         scratch: Place in the KV cache that padding tokens write to and read.
         captures: Captures the graphs.
-        n_params: Number of parameters of the layers, on which the largest size depends.
+        n_params: Number of parameters of the layers. Prefills of smaller models have graphs up to larger sizes.
 
     Attributes:
         graphs: The graphs by PrefillShape.

@@ -2,15 +2,17 @@
 # pyright: reportGeneralTypeIssues=false
 """Matrix products of at most 64 rows, for decoding steps of few samples, as Triton kernels.
 
-Such a product takes about as long as its weight takes to be read from memory. So it is cut by columns, and by inputs if
-there are few columns, until most multiprocessors read a part of the weight. The kernels are part of the chain of
-kernels of a layer, each of which begins before the previous one has ended (`kernels/jit.py`). On an H100, a layer of
-Qwen3-0.6B takes 25 us without its attention for 64 rows, and 36 us with the products of cuBLAS.
+Such a product takes about as long as reading its weight from memory. So the weight is divided by outputs, and also by
+inputs if there are few outputs, until most multiprocessors read a part. The kernels use programmatic dependent launch:
+each begins before the previous kernel of the layer has ended (`kernels/jit.py`). On an H100, a layer of Qwen3-0.6B
+without its attention takes 25 us for 64 rows, and 36 us with the products of cuBLAS.
 
 Shape letters: N rows, I inputs, O outputs, S parts of the inputs.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -23,24 +25,31 @@ from areno.kernels.elementwise.triton_swiglu import activated
 from areno.kernels.jit import kernel
 
 MOST_ROWS = 64
-_COLUMNS, _WARPS = 32, 4  # columns of a tile, and warps of its program
-# Rows of a tile -> its inputs, and the number of tiles in shared memory, without and with a gate: tiles of gate and up
-# are twice as large. The fastest on an H100.
+_COLUMNS, _WARPS = 32, 4  # outputs of a tile, and warps of its program
+# Rows of a tile -> its inputs, and the number of pipeline stages without and with a gate. With a gate, a stage holds
+# two tiles of the weight. The fastest on an H100.
 _TILES = {16: (256, 4, 4), 32: (128, 6, 4), 64: (128, 6, 4)}
-_SHARED_MEMORY = 2**10 * 200  # bytes that a program needs
+_SHARED_MEMORY = 200 * 2**10  # bytes that are enough for each entry of _TILES
 _MOST_PARTS = 4
 
 
 def supports_few_rows(weight_OI: Tensor) -> bool:
-    """Return whether the products of this module can have a weight as factor, with PDL and enough shared memory.
+    """Return whether the products of this module support the dtype and the device of a weight.
+
+    The device must have PDL and enough shared memory.
 
     Args:
-        weight_OI: weight, (outputs, inputs). Its values do not matter.
+        weight_OI: weight, (outputs, inputs).
     """
-    if weight_OI.dtype not in (torch.bfloat16, torch.float16) or not jit.supports_pdl(weight_OI.device):
+    return weight_OI.dtype in (torch.bfloat16, torch.float16) and _has_shared_memory(weight_OI.device)
+
+
+@functools.cache
+def _has_shared_memory(device: torch.device) -> bool:
+    """Return whether a device has PDL, and enough shared memory for one program."""
+    if not jit.supports_pdl(device):
         return False
-    memory = getattr(torch.cuda.get_device_properties(weight_OI.device), "shared_memory_per_block_optin", 0)
-    return memory >= _SHARED_MEMORY
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= _SHARED_MEMORY
 
 
 def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -55,7 +64,7 @@ def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
 
 
 def partial_products(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return summands of x W^T, (S, N, O) float32. Each is the product of a part of the inputs.
+    """Return x W^T as S summands, (S, N, O) float32. Each summand is the product of a part of the inputs.
 
     Args:
         x_NI: inputs, (rows, inputs), at most `MOST_ROWS` rows.
@@ -73,7 +82,7 @@ def gated_product(x_NI: Tensor, weight_2OI: Tensor, gelu: bool = False) -> Tenso
 
     Args:
         x_NI: inputs, (rows, inputs), at most `MOST_ROWS` rows.
-        weight_2OI: weights G of the gate and U, one below the other, (2 * outputs, inputs), in the dtype of x.
+        weight_2OI: the weight G of the gate with the weight U below it, (2 * outputs, inputs), in the dtype of x.
         gelu: whether the activation is the tanh form of GELU instead of SiLU.
     """
     out_NO = x_NI.new_empty((1, len(x_NI), len(weight_2OI) // 2))
@@ -134,9 +143,9 @@ def _few_rows_kernel(
     GELU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Compute some columns of the product of one part of the inputs in each program.
+    """Compute, in each program, some columns of the product of one part of the inputs.
 
-    With IS_GATED, `weight_ptr` has the weights of the gate, and those of up below them.
+    With IS_GATED, the rows of the up weight follow the rows of the gate weight in `weight_ptr`.
     """
     if PDL:
         jit.launch_dependents()

@@ -4,9 +4,11 @@
 A row has positions of its own, and positions that it shares with the other rows of its prefix group. Both kinds of
 positions are cut into splits that run in parallel. A program for a split of a group computes all rows of the group.
 Their queries for one key head are the rows of one matrix product, so shared blocks are read once for the group (the
-idea of cascade attention, arXiv 2402.05099). If each row has one split of its own, the splits of groups are computed by
-a first launch, and the program of a row adds their results to its own. Otherwise all splits are computed by one launch,
-and a second kernel combines the partial results of each row.
+idea of cascade attention, arXiv 2402.05099).
+
+There are two ways to combine the results of a row's splits. If each row has one split of its own, a first launch
+computes the splits of groups, and a second launch computes the rows. The program of a row adds the results of its group
+to its own. Otherwise one launch computes all splits, and a second kernel combines the partial results of each row.
 
 The grid depends on shapes alone and programs read lengths on the device, so a CUDA graph can capture the launches.
 Shape letters as in `reference.py`.
@@ -64,17 +66,18 @@ def decode_attention(
     n_groups, group_size = (0, 1) if batch.prefix_groups_GR is None else batch.prefix_groups_GR.shape
     if n_groups == 0:
         shared_splits = 0
+    assert n_groups == 0 or shared_splits > 0, "groups without splits"
     out = q_BHC.new_empty((n_rows, n_heads, head_dim))
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     options = jit.pdl_options(q_BHC.device) if batch.pdl else {}
 
     def parts(n_parts: int) -> tuple[Tensor, Tensor]:
-        """Return memory for the partial results of `n_parts` splits of each row, and for their sums of weights."""
+        """Allocate the partial results of `n_parts` splits of each row, and the logarithms of their sums of weights."""
         partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32)
         return partial, partial.new_empty((n_rows, n_heads, n_parts))
 
     def launch(out: Tensor, log_sum: Tensor | None, own: int, shared: int, *others: Tensor) -> None:
-        """Compute `own` splits of each row, and `shared` splits of each group, and add `others` to the former."""
+        """Compute `own` splits of each row and `shared` splits of each group. Rows add the results `others`."""
         _split_kernel[(n_kv_heads, n_groups * shared + n_rows * own)](
             q_BHC,
             k_BKC,
@@ -256,12 +259,12 @@ def _split_kernel(
     """Compute the partial result of one split for one key head in each program.
 
     A split is a range of a row's own positions, or of the positions that a prefix group shares. An empty split writes
-    nothing. Without `log_sum_ptr`, a row has one split of its own, whose program writes the output of the row. With
-    `others_ptr`, this program first adds the results that the launch before this one, which had only the splits of
-    groups, left for the row.
+    nothing. If `log_sum_ptr` is None, each row has one split of its own, and `out_ptr` is the output of attention. The
+    program of a row then adds the partial results in `others_ptr`, from the previous launch, which computed the groups.
 
-    With PDL, the first split of every row calls `wait_for_previous`. A launch of groups alone waits before it lets the
-    next launch begin, so the next one may read the new queries, keys and values before it waits itself.
+    With PDL, the first split of every row calls `wait_for_previous`. If a launch has only groups, each of its programs
+    waits before it calls `launch_dependents`. So the next launch may read the new queries, keys and values, and write
+    the keys and values to the cache, before it waits for the results of groups (third rule in `kernels/jit.py`).
     """
     if PDL:
         if not HAS_ROWS:
@@ -345,7 +348,7 @@ def _split_kernel(
             head = kv_head * HEADS_PER_KEY + cell
             if PDL and others_ptr is None:
                 jit.wait_for_previous()
-            # ".cg": the first-level cache may have what was there before the kernel that wrote these.
+            # ".cg": without a wait, the first-level cache may hold older values of this memory.
             q_place = q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :]
             q = tl.load(q_place, mask=real, other=0.0, cache_modifier=".cg")
             best = tl.full([OWN_ROWS], float("-inf"), tl.float32)

@@ -121,13 +121,30 @@ def test_larger_prefills_are_padded_for_smaller_models(n_params: int, most: int)
     assert graphs.run(batch_of(most + 1)) is None
 
 
+def rows_alike(n_tokens: int, n_rows: int) -> PrefillBatch:
+    """A prefill of whole prompts, which have about the same length."""
+    cu_q = np.linspace(0, n_tokens, n_rows + 1).astype(np.int64)
+    place = PrefillPlaces(np.arange(n_tokens)[None], None, cu_q.astype(np.int32))
+    return PrefillBatch(np.arange(n_tokens), np.arange(n_tokens), cu_q, cu_q[1:] - 1, [place])
+
+
 def test_attention_of_many_tokens_launches_programs_for_the_longest_row() -> None:
-    lengths = [300] * 13  # 3,900 tokens, and 196 of padding
-    cu_q = np.cumsum([0, *lengths])
-    place = PrefillPlaces(np.arange(3900)[None], None, cu_q.astype(np.int32))
-    found = PrefillBatch(np.arange(3900), np.arange(3900), cu_q, cu_q[1:] - 1, [place]).padded(SCRATCH, 8192)
+    found = rows_alike(3900, 13).padded(SCRATCH, 8192)
     assert found is not None
     assert (found[1].n_tokens, found[1].max_q) == (4096, 512)
+
+
+def test_larger_prefills_have_few_shapes() -> None:
+    shapes: set[PrefillShape] = set()
+    for n_tokens in range(2049, 16385, 61):
+        for n_rows in (1, 2, 3, 4, 8, 16, 32, 64):
+            batch = rows_alike(n_tokens, n_rows)
+            found = batch.padded(SCRATCH, 16384)
+            assert found is not None
+            # Of the rows, or of the padding.
+            assert max(batch.shape.max_q, found[1].n_tokens - n_tokens) <= found[1].max_q <= found[1].n_tokens
+            shapes.add(found[1])
+    assert 20 < len(shapes) <= 45
 
 
 @pytest.mark.parametrize(
