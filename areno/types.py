@@ -168,8 +168,8 @@ class GenerationRequest:
         begun: Tokens of the completion from an earlier rollout. Sampling continues after them, with the random numbers
             that the sample would have had without the interruption. Only for a request of one sample. None starts a
             new completion.
-        draft_scope: Number of the task or conversation, an int64, with rollout.speculation: drafts come from samples of
-            requests with the same number. None takes the samples of the same prompt.
+        draft_scope: With rollout.speculation, requests with the same number share drafts, such as the turns of a
+            conversation. An int64. None shares drafts with requests that have the same prompt.
     """
 
     request_id: int

@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areno.bench.arguments import Settings, Work, row
+from areno.bench.arguments import Settings
 from areno.bench.device import memory_watched
 from areno.bench.profile import busy_s, idle_share, phase_table, trace
 from areno.bench.timing import Timed, log_progress, measure, repeat_name
+from areno.bench.work import Work, row
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig
 from areno.config.run import EngineConfig

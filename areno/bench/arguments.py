@@ -1,146 +1,23 @@
-"""The command line of the benchmark, and the batch of work that it describes.
+"""The command line of the benchmark.
 
-`Work` is one batch: prompts of random tokens, their lengths, and how often each prompt is sampled. `Settings` is one
-parsed command line. A wrong argument raises a ConfigError of one line that says what to change.
+`Settings` is one parsed command line. A wrong argument raises a ConfigError of one line that says what to change.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
+from areno.bench.work import Work
 from areno.config.models import OptimizerType
 from areno.engine.spec import SharePrefixes
 from areno.errors import ConfigError, Problem
-from areno.types import TrainSequence
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """One batch of prompts and completions, described by their lengths.
-
-    Attributes:
-        prompt_lens: Number of tokens in each prompt.
-        new_lens: For each prompt, the number of tokens in each of its completions.
-        n_samples: Number of completions for each prompt.
-        name: Description for reports.
-    """
-
-    prompt_lens: tuple[int, ...]
-    new_lens: tuple[int, ...]
-    n_samples: int
-    name: str
-
-    @staticmethod
-    def fixed(n_prompts: int, n_samples: int, prompt_len: int, new_tokens: int) -> Work:
-        """Return a batch whose prompts all have one length, and whose completions all have one length.
-
-        Args:
-            n_prompts: Number of prompts.
-            n_samples: Number of completions for each prompt.
-            prompt_len: Number of tokens in each prompt.
-            new_tokens: Number of tokens in each completion.
-        """
-        name = f"{n_prompts} x {n_samples}, prompt {prompt_len}, {new_tokens} new tokens"
-        prompt_lens, new_lens = (prompt_len,) * n_prompts, (new_tokens,) * n_prompts
-        return Work(prompt_lens=prompt_lens, new_lens=new_lens, n_samples=n_samples, name=name)
-
-    @staticmethod
-    def uniform(n_prompts: int, n_samples: int, low: int, high: int) -> Work:
-        """Return a batch whose prompt and completion lengths are drawn uniformly for each prompt.
-
-        The same arguments always give the same lengths.
-
-        Args:
-            n_prompts: Number of prompts.
-            n_samples: Number of completions for each prompt.
-            low: Shortest length, in tokens.
-            high: Longest length, in tokens.
-        """
-        draw = random.Random(0)
-        lens = [draw.randint(low, high) for _ in range(2 * n_prompts)]
-        name = f"{n_prompts} x {n_samples}, prompt and new tokens uniform in {low}..{high}"
-        return Work(prompt_lens=tuple(lens[::2]), new_lens=tuple(lens[1::2]), n_samples=n_samples, name=name)
-
-    @property
-    def n_rows(self) -> int:
-        """Number of samples in the batch."""
-        return len(self.prompt_lens) * self.n_samples
-
-    @property
-    def n_new(self) -> int:
-        """Number of sampled tokens in the whole batch."""
-        return sum(self.new_lens) * self.n_samples
-
-    @property
-    def row_lens(self) -> list[int]:
-        """Number of tokens in each row. A row is a prompt with one of its completions."""
-        lens = [a + b for a, b in zip(self.prompt_lens, self.new_lens, strict=True)]
-        return [length for length in lens for _ in range(self.n_samples)]
-
-    def with_new_at_most(self, max_new: int) -> Work:
-        """Return the same prompts with completions of at most `max_new` tokens.
-
-        Args:
-            max_new: Largest number of tokens in a completion, without the prompt.
-        """
-        return dataclasses.replace(self, new_lens=tuple(min(max_new, new_len) for new_len in self.new_lens))
-
-    def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """Draw the prompts as random token ids.
-
-        Args:
-            vocab_size: Number of token ids to draw from.
-            seed: Seed of the random generator.
-
-        Returns:
-            Token ids of each prompt, in the lengths `prompt_lens`.
-        """
-        draw = random.Random(seed)
-        return [draw.choices(range(vocab_size), k=length) for length in self.prompt_lens]
-
-    def random_rows(self, vocab_size: int, seed: int) -> list[TrainSequence]:
-        """Draw training rows of random tokens, to train or score without a rollout.
-
-        Args:
-            vocab_size: Number of token ids to draw from.
-            seed: Seed of the random generator.
-
-        Returns:
-            A row for each sample.
-        """
-        draw = random.Random(-1 - seed)
-        return [
-            row(prompt, draw.choices(range(vocab_size), k=new_len), [-10.0] * new_len, sample)
-            for prompt, new_len in zip(self.prompts(vocab_size, seed), self.new_lens, strict=True)
-            for sample in range(self.n_samples)
-        ]
-
-
-def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sample: int) -> TrainSequence:
-    """Build a training row from a prompt and a completion, with a made-up advantage.
-
-    Args:
-        prompt: Token ids of the prompt.
-        response: Token ids of the completion.
-        logprobs: Log-probability of each token in the completion.
-        sample: Index of the sample among those of its prompt. The advantage is 1 for odd and -1 for even indices.
-    """
-    n_prompt, advantage = len(prompt), 1.0 if sample % 2 else -1.0
-    return TrainSequence(
-        prompt_mask=[True] * n_prompt + [False] * len(response),
-        tokens=[*prompt, *response],
-        logprobs=[0.0] * n_prompt + list(logprobs),
-        advantages=[0.0] * n_prompt + [advantage] * len(response),
-    )
-
 
 Compared = Literal["rollout", "train", "step", "logprob"]
 """Kinds of work that take --against."""
@@ -157,6 +34,7 @@ PLAIN = "plain"
 _STANDALONE = get_args(Standalone)
 _OF_TRL = ("config", "algo", "seeds", "overrides")
 _USED_BY_SPECULATION = ("config", "overrides")  # of those
+_BATCHES = [8, 32, 256]
 _USED_BY_TRL = ("work", "shape", "device", "steps", "folder", "json", *_OF_TRL)
 _WORKS = (
     "step: rollout, then one GSPO step on its samples. sampling: the cost of sampling settings. state: the cost of "
@@ -166,8 +44,9 @@ _WORKS = (
     "not the device's work. grid: the settings that tune.enabled chooses against a grid of "
     "settings, with lengths that are drawn up to --prompt-len and --new-tokens. ahead: rollouts that do not wait for "
     "their longest samples against rollouts that do, with log-normal lengths. speculation: rollouts with drafts "
-    "against rollouts without, with an index of earlier samples of the same prompts. trl: the training of a base model "
-    "by areno and by GRPOTrainer of TRL, with the same settings: rewards, solve rates and the time of a step"
+    "(rollout.speculation) against rollouts without, after rollouts of the same prompts that fill the index. trl: the "
+    "training of a base model by areno and by GRPOTrainer of TRL, with the same settings: rewards, solve rates and the "
+    "time of a step"
 )
 
 
@@ -345,9 +224,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_arguments_of_runs(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the works "trl" and "speculation", which take settings of runs."""
     add = parser.add_argument
-    at_once = "speculation: numbers of samples that are decoded at once (default: 8 32 256)"
-    add("--batches", type=_positive, nargs="+", default=[8, 32, 256], metavar="N", help=at_once)
-    turns = "speculation: turns of each sample, as of an agent that calls tools (default: %(default)s)"
+    at_once = (
+        "speculation: numbers of samples that are decoded at once, rounded up to whole prompts (default: 8 32 256)"
+    )
+    add("--batches", type=_positive, nargs="+", default=_BATCHES, metavar="N", help=at_once)
+    turns = (
+        "speculation: number of turns of each sample, a conversation with made-up tool results (default: %(default)s)"
+    )
     add("--turns", type=_positive, default=1, help=turns)
     settings_of_runs = "trl, speculation: name of the YAML file with the settings of the runs"
     add("--config", metavar="NAME", help=f"{settings_of_runs}, as --config-name")
@@ -482,6 +365,7 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
         (args.steps and kind not in ("grid", "trl"), "--steps", f"is for grid and trl, not for {kind}"),
         (args.limit_s and kind != "grid", "--limit-s", f"is for grid, not for {kind}"),
         *_problems_of_ahead(args),
+        *_problems_of_speculation(args),
         (args.messages and kind != "sft", "--messages", f"is for sft, not for {kind}"),
         (
             kind == "sft" and bool(args.uniform or args.prompts or args.samples),
@@ -515,6 +399,18 @@ def _problems_of_ahead(args: argparse.Namespace) -> Iterator[tuple[bool, str, st
     yield equal and not args.max_head_offpolicyness, "--equal-rewards", "needs --max-head-offpolicyness above 0"
     too_many = kind == "ahead" and args.ahead > most
     yield too_many, "--ahead", f"is {args.ahead}; samples get too old with more than {most}"
+
+
+def _problems_of_speculation(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
+    """Yield (whether it is wrong, argument, message) for the arguments of the work "speculation"."""
+    is_ours = args.work == "speculation"
+    yield args.batches != _BATCHES and not is_ours, "--batches", f"is for speculation, not for {args.work}"
+    yield args.turns != 1 and not is_ours, "--turns", f"is for speculation, not for {args.work}"
+    taken = "--batches, --samples, --prompt-len and --new-tokens"
+    yield is_ours and args.prompts is not None, "--prompts", f"is for other works; speculation takes {taken}"
+    yield is_ours and args.uniform is not None, "--uniform", f"is for other works; speculation takes {taken}"
+    is_twice = is_ours and args.config is not None and args.samples is not None
+    yield is_twice, "--samples", "does not go with --config, which gives the number; use --set gconfig.n_samples=N"
 
 
 def _check_trl(args: argparse.Namespace) -> None:

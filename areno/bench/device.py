@@ -23,7 +23,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from areno.bench.arguments import Work
+from areno.bench.work import Work
 from areno.models.cost import Cost, forward_flops, mean_pairs, train_flops
 from areno.models.speed import Rates
 

@@ -21,9 +21,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from areno.bench.arguments import Settings, Work
+from areno.bench.arguments import Settings
 from areno.bench.shapes import Texts
 from areno.bench.timing import log_progress
+from areno.bench.work import Work
 from areno.engine import engine as engine_module
 from areno.engine.processes.messages import Outputs, pack
 from areno.engine.requests import RequestLimits

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areno.bench.areno_contender import ArenoContender, requests
-from areno.bench.arguments import Settings, Work, row
+from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
+from areno.bench.work import Work, row
 from areno.config.datasets import DatasetConfig
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig, GenerationConfig, RolloutConfig, TuneConfig

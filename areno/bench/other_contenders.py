@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from areno.bench.arguments import Settings, Work, row
+from areno.bench.arguments import Settings
 from areno.bench.device import synchronize
+from areno.bench.work import Work, row
 from areno.errors import EngineError
 from areno.models.registry import load_config
 from areno.types import TrainSequence

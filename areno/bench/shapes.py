@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from areno.bench.arguments import Work
+from areno.bench.work import Work
 from areno.errors import ConfigError, Problem
 from areno.models.known_shapes import SHAPES, known_shape
 

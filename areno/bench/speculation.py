@@ -1,9 +1,9 @@
-"""Compare rollouts with drafts (rollout.speculation=on) with rollouts without, over the same prompts and seeds.
+"""Compare the speed of rollouts with drafts (rollout.speculation=on) and without, over the same prompts and seeds.
 
-The index of drafts is warm: earlier rollouts have sampled the same prompts with other seeds, as earlier epochs would
-have. The weights stay the same, so drafts are right more often than in a training that changes the model much. With
---turns above 1, each sample is a conversation: its completion and a made-up result of a tool become the prompt of its
-next turn, and all conversations about a prompt share drafts, as those of agents do.
+Before the timed rollouts, other rollouts sample the same prompts with other seeds, as earlier epochs would, and fill
+the index of drafts. The weights stay the same, so drafts are right more often than in a training with large updates.
+With --turns above 1, each sample is a conversation: the prompt of its next turn is its last prompt, its completion and
+a made-up result of a tool. All conversations about a prompt share drafts, as the conversations of agents do.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from areno.recipes import grpo
 from areno.types import GenerationRequest, SamplingParams
 
 _EPOCHS = 2  # rollouts of the same prompts before the timed ones
-_RESULT_TOKENS = 12  # of a tool's made-up result
+_RESULT_TOKENS = 12  # tokens of a tool's made-up result
 
 
 @dataclass(frozen=True)
 class _Prompts:
-    """What is sampled: the prompts, the samples of each at most, and the sampling settings."""
+    """The prompts as token ids, the largest number of samples of a prompt, and the sampling settings."""
 
     tokens: Sequence[list[int]]
     n_samples: int
@@ -45,7 +45,7 @@ class _Prompts:
 def run_speculation(settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
     """Time rollouts with and without drafts in turn, for each number of samples at once.
 
-    On a CPU, the engine is exact, because otherwise it keeps no samples of earlier rollouts.
+    On a CPU, the engine is always exact, because otherwise it would keep no samples of earlier rollouts.
 
     Args:
         settings: The parsed command line. `config` names the YAML file with the prompts and the sampling settings. If
@@ -54,9 +54,10 @@ def run_speculation(settings: Settings, folder: str, random_init: bool) -> dict[
         random_init: Whether to draw random weights instead of loading weights.
 
     Returns:
-        `batches`: for each number of samples, figures by name: `rows`, `off` and `on` (tokens per second), `ratio` of
-        the two, `drafted`, `accepted`, `steps`, `draft_steps` (of the last rollout with drafts), `acceptance`,
-        `step_share`, `same` (share of the completions that are equal with and without drafts).
+        `batches`: for each number of samples, figures by name. `rows` is the number of samples, rounded up to whole
+        prompts. `off` and `on` are tokens per second, `ratio` is `on / off`. `drafted`, `accepted`, `steps`,
+        `draft_steps`, `acceptance` and `step_share` are the DraftCounts of the last rollout with drafts. `same` is the
+        share of the completions that are equal with and without drafts.
 
     Raises:
         ConfigError: A setting of the config is wrong, or it has too few prompts.
@@ -71,8 +72,8 @@ def run_speculation(settings: Settings, folder: str, random_init: bool) -> dict[
 
 def _prompts(settings: Settings, folder: str, vocab_size: int) -> _Prompts:
     """Return the prompts of the config, or random ones."""
-    n_prompts = max(settings.batches)
     if settings.config is None:
+        n_prompts = max(-(-n_rows // settings.work.n_samples) for n_rows in settings.batches)
         work = replace(settings.work, prompt_lens=settings.work.prompt_lens[:1] * n_prompts)
         params = SamplingParams(max_new_tokens=max(work.new_lens), ignore_eos=True)
         return _Prompts(work.prompts(vocab_size, 0), work.n_samples, params)
@@ -89,7 +90,7 @@ def _compare(engine: Engine, settings: Settings, prompts: _Prompts, n_rows: int)
     """Return the figures of one number of samples."""
     n_samples = min(n_rows, prompts.n_samples)
     chosen = replace(prompts, tokens=prompts.tokens[: -(-n_rows // n_samples)], n_samples=n_samples)
-    # Each kind of batch is captured as a graph on the way, so that no timed rollout has to.
+    # These rollouts also capture the CUDA graphs, so that no timed rollout has to.
     _roll_out(engine, settings, chosen, "off", seed=0)
     for epoch in range(_EPOCHS):
         _roll_out(engine, settings, chosen, "on", seed=epoch)
@@ -106,13 +107,20 @@ def _compare(engine: Engine, settings: Settings, prompts: _Prompts, n_rows: int)
         n_all += len(found["on"])
     off, on = (statistics.median(speeds[mode]) for mode in ("off", "on"))
     of_drafts = asdict(counts) | {"acceptance": counts.acceptance, "step_share": counts.step_share}
-    return {"rows": n_rows, "off": off, "on": on, "ratio": on / off, "same": n_same / n_all, **of_drafts}
+    return {
+        "rows": len(chosen.tokens) * n_samples,
+        "off": off,
+        "on": on,
+        "ratio": on / off,
+        "same": n_same / n_all,
+        **of_drafts,
+    }
 
 
 def _roll_out(
     engine: Engine, settings: Settings, prompts: _Prompts, mode: Any, seed: int
 ) -> tuple[float, list[list[int]], DraftCounts]:
-    """Run a rollout, and return its seconds, the completions of all turns, and the counts of drafts."""
+    """Run a rollout. Return its time in seconds, the completions of all turns, and the counts of drafts."""
     decoder = DecoderConfig(
         max_prefill_tokens=settings.max_prefill_tokens,
         mem_fraction=settings.mem_fraction,

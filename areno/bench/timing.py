@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from areno.bench.arguments import Kind, Work
+from areno.bench.arguments import Kind
+from areno.bench.work import Work
 from areno.types import TrainSequence
 
 

@@ -139,9 +139,9 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculation",
         choices=["auto", "on", "off"],
         default="off",
-        help="guess the next tokens of an answer from what followed the same tokens before, in its conversation or in "
-        "conversations that begin alike, and check several in a step where this is expected to be faster; auto: on for "
-        "GPUs",
+        help="on: where faster, draft the next tokens of an answer and verify several in one step; a draft is the text "
+        "that followed the same tokens before, in the conversation or in others with the same first messages. auto: on "
+        "for GPUs (default: %(default)s)",
     )
     add("--disable-thinking", action="store_true", help="pass enable_thinking=false to the chat template")
     add(

@@ -240,9 +240,10 @@ class DecoderConfig(Section):
     eager_decode: bool = setting(False, help="Decode and prefill without CUDA graphs", flag="--eager-decode")
     speculation: Literal["auto", "on", "off"] = setting(
         "off",
-        help="auto: on for GPUs, off for CPUs. on: where faster, guess the next tokens of a sample from what followed "
-        "the same tokens before, in samples of its prompt (of earlier steps, too, on GPUs or with engine.exact), and "
-        "check several at once. Samples change no more than with another batch size. off: do not guess. Also off "
+        help="auto: on for GPUs, off for CPUs. on: where faster, draft the next tokens of a sample and verify several "
+        "in one decode step. A draft is what followed the same tokens before, in the samples of the prompt. Samples of "
+        "earlier steps count with engine.exact, and on GPUs without engine.deterministic. Drafts change samples no "
+        "more than another batch size does, and not at all with engine.exact. off: no drafts. Also off "
         "with prompts_ahead and max_head_offpolicyness, and with dynamic_sampling if its rounds overlap",
     )
 

@@ -324,9 +324,10 @@ class SamplingEngine:
         return self.workers.stats()
 
     def draft_counts(self) -> DraftCounts:
-        """Return how many tokens this rollout phase, or the last one, has drafted and accepted (rollout.speculation).
+        """Return the counts of drafted and accepted tokens of this rollout phase, or else of the last one.
 
-        The counts are as of the last outputs of each data-parallel rank. Any thread may call this.
+        Drafts need `rollout.speculation`. Each data-parallel rank reports its counts with its outputs. Any thread may
+        call this.
         """
         return DraftCounts.of(self.rollout_stats())
 

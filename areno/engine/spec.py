@@ -456,9 +456,9 @@ class RolloutStats:
         cached_prompt_tokens: Prompt tokens found in the prefix cache, which need no prefill.
         graph_replays: Passes over the model that ran as a CUDA graph: decode steps and prefills.
         drafted_tokens: Drafted tokens that were verified (rollout.speculation).
-        accepted_tokens: Those of the drafted tokens that were sampled.
-        decode_steps: Decoding passes, with or without drafts.
-        draft_steps: Those of the decoding passes that verified drafts.
+        accepted_tokens: Drafted tokens that were accepted.
+        decode_steps: Decode steps, with or without drafts.
+        draft_steps: Decode steps that verified drafts.
     """
 
     running: int = 0
@@ -478,10 +478,10 @@ class DraftCounts:
     """Counts of the drafts of a rollout phase so far, summed over the data-parallel ranks (rollout.speculation).
 
     Attributes:
-        drafted: Drafted tokens that were verified.
-        accepted: Those of the drafted tokens that were sampled.
-        steps: Decoding passes, with or without drafts.
-        draft_steps: Those of the decoding passes that verified drafts.
+        drafted: Number of drafted tokens that were verified.
+        accepted: Number of drafted tokens that were accepted, which means sampled without a step of their own.
+        steps: Number of decode steps, with or without drafts.
+        draft_steps: Number of decode steps that verified drafts.
     """
 
     drafted: int = 0
@@ -491,7 +491,7 @@ class DraftCounts:
 
     @staticmethod
     def of(stats: Iterable[RolloutStats]) -> DraftCounts:
-        """Return the sums over ranks.
+        """Sum the counts of all ranks.
 
         Args:
             stats: The counters of each data-parallel rank.
@@ -506,5 +506,5 @@ class DraftCounts:
 
     @property
     def step_share(self) -> float:
-        """Share of the decoding passes that verified drafts."""
+        """Share of the decode steps that verified drafts, 0 without steps."""
         return self.draft_steps / max(1, self.steps)

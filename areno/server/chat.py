@@ -128,9 +128,9 @@ class ChatCompletions:
 
 
 def task_of(messages: Sequence[Message], prompt: Prompt) -> int:
-    """Return a number of the messages before the first answer, 60 bits of their hash.
+    """Return a hash of the messages before the first answer, 60 bits.
 
-    The turns of a conversation have the same number, and so have all conversations about a task that begin alike.
+    All turns of a conversation have the same hash, and so do conversations that begin with the same messages.
 
     Args:
         messages: The conversation.

@@ -322,8 +322,8 @@ class Sampler:
             ("areno_samples_waiting", "Samples waiting for a place in it.", sum(one.waiting for one in stats)),
             ("areno_samples_in_flight", "Samples of requests being answered.", self.n_samples),
             ("areno_preemptions", "Samples sent back to waiting.", sum(one.preemptions for one in stats)),
-            ("areno_drafted_tokens", "Tokens that were guessed and checked.", drafts.drafted),
-            ("areno_accepted_tokens", "Of these, sampled.", drafts.accepted),
+            ("areno_drafted_tokens", "Drafted tokens that were verified.", drafts.drafted),
+            ("areno_accepted_tokens", "Drafted tokens that were accepted.", drafts.accepted),
         ]
 
 

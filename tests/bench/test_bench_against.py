@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from areno.bench.arguments import Work
 from areno.bench.other_contenders import TransformersContender, VllmContender
+from areno.bench.work import Work
 from areno.engine.engine import Engine
 from areno.errors import EngineError
 from tests.helpers.bench_runs import TINY, found, settings

@@ -8,8 +8,8 @@ import pytest
 
 from areno.bench.__main__ import main
 from areno.bench.areno_contender import sampling_page, speeds
-from areno.bench.arguments import Work
 from areno.bench.serving import ClientLoad, Clients, serving_page
+from areno.bench.work import Work
 from tests.helpers.agent_model import TOKENIZER, model_folder
 
 TINY = "--device cpu --prompts 2 --samples 2 --prompt-len 6 --new-tokens 5 --repeats 1"

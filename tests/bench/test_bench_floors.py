@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from areno.bench.arguments import Work, row
 from areno.bench.device import decode_s, floors, prefill_s
 from areno.bench.shapes import model_folder
 from areno.bench.timing import Timed, measure
+from areno.bench.work import Work, row
 from areno.models.cost import Cost, forward_flops, pairs, train_flops
 from areno.models.registry import load_config
 from areno.models.speed import Rates

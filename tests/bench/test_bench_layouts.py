@@ -7,8 +7,9 @@ import json
 import pytest
 
 from areno.bench.__main__ import main
-from areno.bench.arguments import Work, parse
+from areno.bench.arguments import parse
 from areno.bench.device import decode_s, prefill_s
+from areno.bench.work import Work
 from areno.errors import ConfigError
 from areno.models.cost import Cost
 from areno.models.speed import Rates

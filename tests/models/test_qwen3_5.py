@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 
-from areno.bench.arguments import Work
 from areno.bench.device import decode_s, prefill_s
 from areno.bench.shapes import model_folder
+from areno.bench.work import Work
 from areno.config.models import OptimizerConfig
 from areno.config.run import EngineConfig, Layout
 from areno.engine.engine import Engine

@@ -1,10 +1,10 @@
 """Drafts from repetition: the tokens that followed the last tokens of a sample when they occurred before.
 
 DraftIndex finds the longest suffix of a text (8, 5 or 3 tokens) that occurs earlier in the same text or in other texts
-of its scope, such as the samples of the same prompt. SampleMemory keeps finished samples of earlier rollouts until
-their scope is sampled again. SuffixDrafter keeps both up to date, and decides how many tokens to propose. All decisions
-depend on counts only, so all ranks that share a model decide alike. The idea is from SuffixDecoding (arXiv 2411.04975)
-and DAS (arXiv 2511.13841), with hash tables in place of suffix trees. No tensors.
+of its scope. A scope is a set of samples that share drafts, such as the samples of a prompt. SampleMemory keeps
+finished samples until their scope is sampled again. SuffixDrafter keeps both up to date, and decides how many tokens to
+propose. All decisions depend on counts only, so all ranks that share a model decide alike. The idea is from
+SuffixDecoding (arXiv 2411.04975) and DAS (arXiv 2511.13841), with hash tables in place of suffix trees. No tensors.
 
 Shape letters: R texts, N tokens, L lengths of suffixes, J drafted tokens.
 """
@@ -21,21 +21,21 @@ from areno.types import GenerationRequest
 
 LENGTHS = (3, 5, 8)  # tokens of a suffix
 SHORTEST, LONGEST = LENGTHS[0], LENGTHS[-1]
-SEGMENT = 256  # tokens of a text that are stored together
-BREAK = -1  # between samples that are stored in one text
-MOST = 8  # drafted tokens of a sequence in a step
-MAX_SEQUENCES = 256  # with more, a step computes so much that more rows take as much longer
-INDEX_TOKENS = 1 << 21  # 60 MB: 4 bytes of a token, 24 of its places in the tables
+SEGMENT = 256  # tokens that the index stores together
+BREAK = -1  # stored between samples that share a text
+MOST = 8  # largest number of drafted tokens of a sequence in a step
+MAX_SEQUENCES = 256  # larger batches do not draft: their time grows in proportion to the number of rows
+INDEX_TOKENS = 1 << 21  # 60 MB: 4 bytes for a token, and 24 for its places in the tables
 MEMORY_TOKENS = 1 << 25  # 134 MB
-SCOPE_TOKENS = 1 << 14  # of the memory, for a scope
-_SAMPLE_OVERHEAD = 64  # the memory of a sample beside its tokens, in tokens
+SCOPE_TOKENS = 1 << 14  # largest share of a scope in the memory
+_SAMPLE_OVERHEAD = 64  # memory of a sample in addition to its tokens, in tokens
 _LENGTHS = np.array(LENGTHS)
-_BACK = np.arange(LONGEST)  # how many tokens before the last one of a suffix
+_BACK = np.arange(LONGEST)  # distances from the last token of a suffix
 _FACTORS = np.random.default_rng(0).integers(1 << 63, size=LONGEST).astype(np.uint64) * np.uint64(2) + np.uint64(1)
-_CHUNK = 64  # tokens of a prompt that are recognised together
-_INDEXED_AT_ONCE = 16_384  # tokens of finished samples, in a step
-_PROBED = 16  # sequences of a large batch that show whether drafts would pay
-_LEAST_GAIN = 1.03  # of the expected speed, or a step does without drafts
+_CHUNK = 64  # prompts are compared in chunks of this many tokens
+_INDEXED_AT_ONCE = 16_384  # tokens of finished samples that are indexed in a step
+_PROBED = 16  # sequences that are looked at first in a larger batch, to see whether drafts would pay
+_LEAST_GAIN = 1.03  # least expected speed with drafts, relative to the speed without
 _LONGEST_PAUSE = 128  # steps
 
 
@@ -46,7 +46,8 @@ class Text:
     Attributes:
         scope: Number of the scope. A text is only compared with texts of the same scope.
         segment: Segment that holds the end of the text.
-        serial: Serial number of the segment. If the segment has another one by now, it holds another text.
+        serial: Serial number of the segment when the text began to use it. If the segment has another serial number,
+            it has been overwritten.
     """
 
     scope: int
@@ -61,8 +62,9 @@ class DraftIndex:
     hash table without chains maps the hash of that many tokens to the place after their last occurrence. A place is
     checked against the stored tokens, so a collision of hashes can hide an occurrence but not invent one.
 
-    An occurrence in a growing text counts when 8 tokens follow it. Otherwise the samples of a prompt, which decode side
-    by side, would find each other, and drafts of a token or two, in place of a finished sample.
+    In a growing text, an occurrence is entered when 8 tokens follow it. The samples of a prompt are decoded side by
+    side. Without this rule, the last occurrence would often be near the end of such a sample and give a draft of one or
+    two tokens, where a finished sample would give 8.
 
     Args:
         n_tokens: Number of tokens that are stored, rounded up to whole segments.
@@ -76,7 +78,7 @@ class DraftIndex:
         self._scope = np.zeros(n_segments, dtype=np.int64)
         n_bits = (n_segments * SEGMENT - 1).bit_length() + 1  # half empty, so that few occurrences are hidden
         self._shift = np.uint64(64 - n_bits)
-        # Place + 1, so that an empty table is one of zeros, whose memory the system provides as it is written.
+        # Entries are place + 1, so an empty table is all zeros, and the system provides its memory only when written.
         self._tables = np.zeros((len(_LENGTHS), 1 << n_bits), dtype=np.int32)
         self._n_opened = 0
 
@@ -127,14 +129,14 @@ class DraftIndex:
             now = [new[:n] for new, n in zip(tokens, room, strict=True)]
             self._append(segments_R, now, ends)
             rest = [(text, new[n:]) for text, new, n in zip(texts, tokens, room, strict=True) if len(new) > n]
-            for text, _ in rest:  # go on in another segment, which begins with the last tokens of this one
+            for text, _ in rest:  # continue in another segment, which begins with the last tokens of this one
                 end = (text.segment + 1) * SEGMENT
                 other = self.open(text.scope, self._tokens[end - LONGEST : end].tolist())
                 text.segment, text.serial = other.segment, other.serial
             texts, tokens = [text for text, _ in rest], [new for _, new in rest]
 
     def _append(self, segments_R: np.ndarray, tokens: list[list[int]], ends: bool) -> None:
-        """Append tokens to segments that have room for them, and note after which suffixes tokens occur."""
+        """Append tokens to segments that have room for them, and enter their suffixes in the tables."""
         length_R = self._length[segments_R]
         end_R = length_R + np.array([len(new) for new in tokens], dtype=np.int64)
         row_N, offset_N = _ranges(length_R, end_R)
@@ -151,9 +153,9 @@ class DraftIndex:
             table[slots_N[is_long_N]] = places_N[is_long_N] + 1
 
     def _hashed(self, places_N: np.ndarray, offset_N: np.ndarray, scope_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the table slots (L, N) of the suffixes before some places, and their tokens from last to first (N, 8).
+        """Return the table slots (L, N) of the suffixes before places, and their tokens from last to first (N, 8).
 
-        Tokens before the begin of the segment are -1.
+        Tokens before the beginning of the segment are -1.
         """
         before_N8 = self._tokens[np.maximum(places_N[:, None] - 1 - _BACK, 0)].astype(np.int64)
         before_N8[offset_N[:, None] <= _BACK] = -1
@@ -187,10 +189,10 @@ class DraftIndex:
         return np.where(is_found_R, _LENGTHS[best_R], 0), places_LR[best_R, np.arange(len(texts))]
 
     def following(self, places_R: np.ndarray) -> list[list[int]]:
-        """Return up to 8 tokens from each of some places on, up to the next BREAK or the end of their segments.
+        """Return up to 8 tokens from each place on, up to the next BREAK or the end of the segment.
 
         Args:
-            places_R: Places from `find`.
+            places_R: (R,) int64, places from `find`.
         """
         n_R = np.minimum(MOST, self._length[places_R // SEGMENT] - places_R % SEGMENT).tolist()
         tokens_RJ = self._tokens[np.minimum(places_R[:, None] + np.arange(MOST), len(self._tokens) - 1)].tolist()
@@ -199,7 +201,7 @@ class DraftIndex:
 
 
 def _ranges(start_R: np.ndarray, end_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers from `start_R` up to `end_R` of each row, one row after the other: the rows, the numbers."""
+    """Return the concatenated ranges from `start_R` up to `end_R`, as two arrays: the row and the number of each."""
     counts_R = end_R - start_R
     row_N = np.repeat(np.arange(len(counts_R)), counts_R)
     return row_N, np.arange(len(row_N)) + (start_R - np.cumsum(counts_R) + counts_R)[row_N]
@@ -207,21 +209,24 @@ def _ranges(start_R: np.ndarray, end_R: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 @dataclass(slots=True)
 class _Scope:
-    """The samples of a scope, the oldest first, each with the number of its tokens that are of the prompt."""
+    """The samples of a scope, the oldest first: (number of leading tokens that belong to the prompt, tokens)."""
 
     samples: deque[tuple[int, np.ndarray]] = field(default_factory=deque)
     n_tokens: int = 0
 
 
 class SampleMemory:
-    """Finished samples by scope, as arrays. Drops samples of the scope that has got none for the longest time.
+    """Finished samples by scope, as arrays.
+
+    If there are too many tokens, the oldest samples are dropped, first in the scope to which no sample was added for
+    the longest time. In all sizes, a sample counts its tokens plus 64.
 
     Args:
-        n_tokens: Largest number of tokens of all samples, each of which counts 64 tokens more.
-        of_scope: Largest number of tokens of a scope, counted likewise. Its newest sample is kept in any case.
+        n_tokens: Largest size of all samples.
+        of_scope: Largest size of the samples of a scope. The newest sample is kept even if it is larger.
 
     Attributes:
-        n_tokens: Number of tokens now, counted likewise.
+        n_tokens: Current size of all samples.
     """
 
     def __init__(self, n_tokens: int, of_scope: int):
@@ -273,7 +278,7 @@ class StepCosts:
     """Time of a decoding step. The unit is the time that one more row adds on the device.
 
     Attributes:
-        fixed: Time of a step without rows, which mostly reads the weights.
+        fixed: Time of a step without rows, mostly for reading the weights.
         verification: Time that a step with drafts takes beyond that of a step with the same number of rows.
         most_rows: Largest number of rows of a step with drafts.
         host: Time of the host for each sequence of a step with drafts, during which the device waits.
@@ -286,9 +291,9 @@ class StepCosts:
 
 
 def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -> StepCosts:
-    """Return the costs of a decoding step for a model.
+    """Return rough costs of a decoding step for a model.
 
-    They are rough. Where drafts are often right, they pay by far, and elsewhere few are made.
+    Rough costs suffice: if drafts are often right, the gain is large, and if not, few tokens are drafted.
 
     Args:
         n_params: Number of parameters of the model.
@@ -320,17 +325,17 @@ class _Row:
 
 
 class SuffixDrafter:
-    """Proposes drafts from a DraftIndex, as many tokens as pay according to a model of costs.
+    """Proposes drafts from a DraftIndex. A model of costs decides how many tokens pay.
 
-    How likely a drafted token is right is measured for each length of the suffix, on drafts that were verified and on
-    drafts that were not. If drafts would not pay, the drafter pauses, at first for 2 steps and finally for 128, or
-    until the batch has shrunk by a quarter. After a pause of a large batch, some of its sequences show whether drafts
-    would pay for all, so that a batch that does not draft costs next to nothing.
+    The share of right tokens is measured for each length of the suffix, on drafts that were verified and on drafts that
+    were not. If drafts would not pay, the drafter pauses, at first for 2 steps and finally for 128, or until the batch
+    has shrunk by a quarter. After a pause, only some sequences of a large batch are looked up at first. So a batch that
+    does not draft loses next to no time.
 
     Args:
-        remembers: Whether samples of earlier rollouts are kept. If not, the drafts of a rollout do not depend on
-            whether the run was resumed before it. Drafts change no token, but the number of rows in a matrix product,
-            and so the last bits of its results.
+        remembers: Whether samples of earlier rollouts are kept. If not, a rollout makes the same drafts whether or not
+            the run was resumed before it. This matters because the number of rows of a matrix product, which drafts
+            change, can affect the last bits of its results.
         index_tokens: Size of the index in tokens.
         memory_tokens: Size of the memory of finished samples in tokens.
 
@@ -354,7 +359,7 @@ class SuffixDrafter:
         self._pause = self._waits = self._paused_at = self._n_rollouts = 0
 
     def begin(self, costs: StepCosts) -> None:
-        """Begin a rollout. Samples of the last one that have not finished are forgotten.
+        """Begin a rollout, and forget unfinished samples of the last one.
 
         Args:
             costs: Time of a step.
@@ -415,7 +420,7 @@ class SuffixDrafter:
         """
         n_rows, none = len(sequences), [[] for _ in sequences]
         if not self._is_on and n_rows > 2 * _PROBED:
-            # Neighbours, and the same ones after each pause, so that few scopes are indexed.
+            # Neighbours, and the same sequences after each pause, so that few scopes are indexed.
             start = self._n_rollouts * _PROBED % (n_rows - _PROBED + 1)
             if self._worthwhile(*self._drafts_of(sequences[start : start + _PROBED])[1:], n_rows) is None:
                 self._wait(n_rows)
@@ -429,16 +434,16 @@ class SuffixDrafter:
         return [draft[:n] for draft, n in zip(drafts, counts_R.tolist(), strict=True)]
 
     def _wait(self, n_rows: int) -> None:
-        """Begin a pause, which is longer than the last one unless samples wait to be indexed."""
+        """Begin a pause, twice as long as the last one unless samples wait to be indexed."""
         if not self._pending:
             self._pause = min(max(2, 2 * self._pause), _LONGEST_PAUSE)
         self._is_on, self._waits, self._paused_at = False, self._pause, n_rows
 
     def _drafts_of(self, sequences: list[Sequence]) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
-        """Return the longest draft for each sequence, the lengths of the suffixes, and those of the drafts."""
+        """Return the longest draft for each sequence, the lengths of the suffixes (R,), and of the drafts (R,)."""
         for sequence in sequences:
             sequence.settle()
-        if len(self._rows) > 2 * MAX_SEQUENCES:  # aborted ones among them
+        if len(self._rows) > 2 * MAX_SEQUENCES:  # some of these sequences were aborted
             self._rows = {each: row for each, row in self._rows.items() if each.finish_reason is None}
         rows = [self._rows.get(sequence) or self._begin(sequence) for sequence in sequences]
         self._index_pending()
@@ -455,8 +460,8 @@ class SuffixDrafter:
     def _worthwhile(self, lengths_R: np.ndarray, available_R: np.ndarray, n_rows: int) -> np.ndarray | None:
         """Return how many tokens to draft for each of some sequences, (R,) int64. None if drafts do not pay.
 
-        A drafted token pays if it adds more expected tokens for its row's time than the step has in that time. The
-        sequences stand for all `n_rows` sequences of the step.
+        A drafted token pays if the probability that it is right, per time of its row, is larger than the expected
+        number of tokens of the step per time. The sequences are a sample of all `n_rows` sequences of the step.
         """
         costs, weight = self._costs, n_rows / len(lengths_R)
         right_L = (self._right + 2) / (self._tried + 4)  # without a try: as likely right as wrong
@@ -472,7 +477,7 @@ class SuffixDrafter:
         return counts_R if rate > plain * _LEAST_GAIN else None
 
     def _scope(self, request: GenerationRequest) -> int:
-        """Return the number of the scope of a request: the given one, or else a hash of its prompt."""
+        """Return the scope of a request: `draft_scope` if given, otherwise a hash of its prompt."""
         if request.draft_scope is not None:
             return request.draft_scope
         found = self._scope_of.get(request.request_id)
@@ -483,7 +488,7 @@ class SuffixDrafter:
         return found[1]
 
     def _begin(self, sequence: Sequence) -> _Row:
-        """Return the row of a sequence that was not seen before. Its scope and prompt are indexed if they are not."""
+        """Return the row of a new sequence, and index its scope and its prompt unless the index has them."""
         prompt, scope = sequence.request.prompt, self._scope(sequence.request)
         known = self._loaded.get(scope)
         if known is None or not self.index.is_stored(known):
@@ -495,9 +500,9 @@ class SuffixDrafter:
         return row
 
     def _index_prompt(self, scope: int, prompt: list[int]) -> None:
-        """Index the tokens of a prompt, except leading chunks that another prompt of the scope has, too.
+        """Index the tokens of a prompt, except leading chunks that are equal to those of another prompt of the scope.
 
-        So the prompts of a conversation, each of which continues the last one, are indexed once.
+        So each token of a conversation is indexed once, although each prompt repeats the previous one.
         """
         tokens, digest = np.array(prompt, dtype=np.int64), scope
         digests, n_known = list[int](), 0
@@ -515,7 +520,7 @@ class SuffixDrafter:
             self._chunks |= dict.fromkeys(digests, text)
 
     def _index_new(self, rows: list[_Row], sequences: list[Sequence]) -> None:
-        """Index the tokens that sequences got since their last call, and count which drafts were right."""
+        """Index the tokens that sequences got since the last call, and count which drafts were right."""
         new: list[list[int]] = []
         for row, sequence in zip(rows, sequences, strict=True):
             tokens = sequence.tokens
@@ -544,7 +549,7 @@ class SuffixDrafter:
         row.draft = None
 
     def _index_pending(self) -> None:
-        """Index finished samples, for one step as many as take little time."""
+        """Index finished samples, at most `_INDEXED_AT_ONCE` tokens and the rest of a sample."""
         budget, texts, tokens = _INDEXED_AT_ONCE, list[Text](), list[list[int]]()
         of_scopes: dict[int, list[int]] = {}
         while self._pending and budget > 0:
@@ -566,6 +571,6 @@ class SuffixDrafter:
 
 def _drop_overwritten(texts: dict[int, Text], index: DraftIndex) -> None:
     """Remove texts that the index has overwritten, if there are many texts."""
-    if len(texts) > 8 * index.n_segments:  # of which at most the half are stored
+    if len(texts) > 8 * index.n_segments:  # at least half of them are overwritten
         for key in [key for key, text in texts.items() if not index.is_stored(text)]:
             del texts[key]

@@ -191,7 +191,7 @@ class Sequence:
             self.versions += versions.tolist()
 
     def completion_tokens(self) -> np.ndarray:
-        """Return the tokens of the whole completion of a finished sample, (n,) int64."""
+        """Return all completion tokens of a finished sample, (n,) int64."""
         if self.completion is not None:
             return self.completion[0]
         return np.array(self.tokens[self.n_prompt :], dtype=np.int64)

@@ -35,8 +35,8 @@ class Drafter(Protocol):
         """Return a draft for each sequence: the tokens that may follow. Empty for no draft.
 
         Args:
-            sequences: The sequences of the next step, all of whose tokens have arrived. `Sequence.settle` brings them
-                into `tokens`.
+            sequences: The sequences of the next step, all of whose tokens have arrived. Call `Sequence.settle` before
+                reading `Sequence.tokens`.
         """
         ...
 
