@@ -9,7 +9,7 @@ that take a few microseconds each, with a gap of about one microsecond between t
 PDL, the first kernel is launched as usual, and the others with `pdl_options`. A kernel of the chain may begin as soon
 as every program of the previous kernel has called `launch_dependents` or has ended. It first does the work that does
 not depend on the chain, such as loading weights, and then calls `wait_for_previous`, which returns when the previous
-kernel has ended and its results are visible. Four rules follow.
+kernel has ended and its results are visible. Three rules follow.
 
 - Before `wait_for_previous`, a kernel reads only memory that was complete before the chain began. The third kernel of a
   chain may begin while the first still runs, because the second may call `launch_dependents` before it waits. A kernel
@@ -17,10 +17,6 @@ kernel has ended and its results are visible. Four rules follow.
 - Before `wait_for_previous`, a kernel writes nothing. After it, no earlier kernel of the chain still runs, so nothing
   else accesses the same memory. This requires that at least one program of each kernel waits. Programs that have no
   work and write nothing may return without waiting.
-- If every program of a kernel B calls `wait_for_previous` before `launch_dependents`, all kernels before B have ended
-  when the kernel after B begins. Before it waits, the kernel after B may read the results of the kernels before B, past
-  the first-level cache (cache modifier ".cg"), and may write memory that B does not access. B must have at least one
-  program: a launch with an empty grid does not happen.
 - The kernel after the chain is launched as usual, so it begins after all kernels of the chain. `launch_dependents` in
   the last kernel of the chain has no effect.
 """

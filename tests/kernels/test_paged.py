@@ -73,12 +73,6 @@ def test_new_keys_and_values_go_to_the_last_position_and_nowhere_else() -> None:
     assert torch.equal(written, pages)
 
 
-def with_whole_rows(batch: PagedBatch) -> PagedBatch:
-    """Each row's own positions are one split, which the results of several splits of its group are added to."""
-    cut = cut_into(batch, 512, 32)
-    return replace(cut, splits=(1, cut.splits[1]))
-
-
 def compare_triton(device: str) -> None:
     """Run in a process of its own under the interpreter, which is slow and so gets less, or on the GPU."""
     from areno.kernels.paged import triton
@@ -94,7 +88,7 @@ def compare_triton(device: str) -> None:
             q, k, v = wide.split([q.shape[1], k.shape[1], v.shape[1]], dim=1)
             expected_pages = pages.float()
             expected = reference.decode_attention(q.float(), k.float(), v.float(), expected_pages, teamed)
-            batches = [cut_into(teamed, 64, 32), without_teams(teamed), with_whole_rows(teamed)]
+            batches = [cut_into(teamed, 64, 32), without_teams(teamed)]
             if on_gpu:
                 batches += [teamed, cut_into(without_teams(teamed), 32, 32), cut_into(teamed, 512, 32)]
             for batch in batches:
@@ -113,8 +107,7 @@ def compare_windows(device: str) -> None:
         q, k, v, pages, teamed = make_case(*shape, device=device)
         expected_pages = pages.clone()
         expected = reference.decode_attention(q, k, v, expected_pages, teamed, window)
-        whole = with_whole_rows(teamed)
-        for batch in (cut_into(teamed, 64, 32), without_teams(teamed), forgotten(teamed, shape[3], window), whole):
+        for batch in (cut_into(teamed, 64, 32), without_teams(teamed), forgotten(teamed, shape[3], window)):
             written = pages.clone()
             got = triton.decode_attention(q, k, v, written, batch, window)
             torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)

@@ -138,7 +138,7 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
     assert re.fullmatch(r"let( read)+( write)+", heads)  # the first of the chain
 
     ints = {"lengths_ptr": "i64", "shared_ptr": "i64", "split_lens_ptr": "i64"}
-    partial = {"out_ptr": "fp32", "log_sum_ptr": "fp32"}
+    partial = {"partial_ptr": "fp32", "log_sum_ptr": "fp32"}
     halves = dict.fromkeys(["q_ptr", "new_k_ptr", "new_v_ptr", "k_ptr", "v_ptr"], "bf16")
     numbers = (
         "q_stride",
@@ -149,7 +149,6 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
         "n_group_splits",
         "own_splits",
         "shared_splits",
-        "n_others",
     )
     constants = {
         "scale": 1.0,
@@ -159,17 +158,16 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
         "HEAD_DIM": 16,
         "PADDED_DIM": 16,
         "BLOCK_SIZE": 32,
+        "ONE_PART": False,
         "PDL": True,
     }
-    alone = {"others_ptr": None, "others_log_sum_ptr": None, "groups_ptr": None, "GROUP_SIZE": 1}
-    grouped = {"others_ptr": None, "others_log_sum_ptr": None, "GROUP_SIZE": 2}
     pieces = {**ints, **partial, **halves, "table_ptr": "i32", "slots_ptr": "i64"}
     for window in (None, 40):
         before, piece = _compiled(
             paged._split_kernel,
             pieces,
             numbers,
-            {**constants, **alone, "WINDOW": window, "HAS_ROWS": True, "HAS_GROUPS": False},
+            {**constants, "WINDOW": window, "groups_ptr": None, "GROUP_SIZE": 1, "HAS_GROUPS": False},
         )
         assert before == {*ints, "slots_ptr"}
         assert re.match(r"let (read ){4}wait read", piece)
@@ -178,36 +176,14 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
             paged._split_kernel,
             {**pieces, "groups_ptr": "i64"},
             numbers,
-            {**constants, **grouped, "WINDOW": window, "HAS_ROWS": True, "HAS_GROUPS": True},
+            {**constants, "WINDOW": window, "GROUP_SIZE": 2, "HAS_GROUPS": True},
         )
         assert before == {*ints, "slots_ptr", "groups_ptr"}
         assert piece.count("wait") == 2  # of a group's piece, and of a row's
-        before, piece = (
-            _compiled(  # the splits of groups in a launch of their own: it waits, and then lets the next begin
-                paged._split_kernel,
-                {**pieces, "groups_ptr": "i64"},
-                numbers,
-                {**constants, **grouped, "WINDOW": window, "HAS_ROWS": False, "HAS_GROUPS": True},
-            )
-        )
-        assert not before
-        assert re.match(r"wait let read", piece)
-        assert piece.count("wait") == 1
-        others = {"others_ptr": "fp32", "others_log_sum_ptr": "fp32"}
-        before, piece = _compiled(  # the splits of rows, which read queries before they wait for the groups' results
-            paged._split_kernel,
-            {**pieces, **others, "out_ptr": "bf16"},
-            numbers,
-            {**constants, "log_sum_ptr": None, "groups_ptr": None, "GROUP_SIZE": 1, "WINDOW": window}
-            | {"HAS_ROWS": True, "HAS_GROUPS": False},
-        )
-        assert before == {*ints, "slots_ptr", "table_ptr", *halves}
-        assert re.match(r"let (read ){5}", piece)
-        assert piece.count("wait") == 1
 
     before, join = _compiled(
         paged._combine_splits_kernel,
-        {**ints, "partial_ptr": "fp32", "log_sum_ptr": "fp32", "out_ptr": "bf16"},
+        {**ints, **partial, "out_ptr": "bf16"},
         ("n_heads", "n_parts", "own_splits"),
         {"HEAD_DIM": 32, "PADDED_DIM": 32, "MAX_PARTS": 2, "PDL": True},
     )

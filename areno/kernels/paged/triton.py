@@ -2,13 +2,9 @@
 """Paged decode attention as Triton kernels (flash-decoding; running softmax: arXiv 1805.02867).
 
 A row has positions of its own, and positions that it shares with the other rows of its prefix group. Both kinds of
-positions are cut into splits that run in parallel. A program for a split of a group computes all rows of the group.
-Their queries for one key head are the rows of one matrix product, so shared blocks are read once for the group (the
-idea of cascade attention, arXiv 2402.05099).
-
-There are two ways to combine the results of a row's splits. If each row has one split of its own, a first launch
-computes the splits of groups, and a second launch computes the rows. The program of a row adds the results of its group
-to its own. Otherwise one launch computes all splits, and a second kernel combines the partial results of each row.
+positions are cut into splits that run in parallel. A second kernel combines the partial results of each row. A program
+for a split of a group computes all rows of the group. Their queries for one key head are the rows of one matrix
+product, so shared blocks are read once for the group (the idea of cascade attention, arXiv 2402.05099).
 
 The grid depends on shapes alone and programs read lengths on the device, so a CUDA graph can capture the launches.
 Shape letters as in `reference.py`.
@@ -66,82 +62,66 @@ def decode_attention(
     n_groups, group_size = (0, 1) if batch.prefix_groups_GR is None else batch.prefix_groups_GR.shape
     if n_groups == 0:
         shared_splits = 0
-    assert n_groups == 0 or shared_splits > 0, "groups without splits"
+    n_parts = own_splits + shared_splits
     out = q_BHC.new_empty((n_rows, n_heads, head_dim))
+    partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32) if n_parts > 1 else out
+    log_sum = q_BHC.new_empty((n_rows, n_heads, n_parts), dtype=torch.float32)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     options = jit.pdl_options(q_BHC.device) if batch.pdl else {}
-
-    def parts(n_parts: int) -> tuple[Tensor, Tensor]:
-        """Allocate the partial results of `n_parts` splits of each row, and the logarithms of their sums of weights."""
-        partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32)
-        return partial, partial.new_empty((n_rows, n_heads, n_parts))
-
-    def launch(out: Tensor, log_sum: Tensor | None, own: int, shared: int, *others: Tensor) -> None:
-        """Compute `own` splits of each row and `shared` splits of each group. Rows add the results `others`."""
-        _split_kernel[(n_kv_heads, n_groups * shared + n_rows * own)](
-            q_BHC,
-            k_BKC,
-            v_BKC,
-            k_blocks,
-            v_blocks,
-            batch.table_TW,
-            batch.slots_B,
-            batch.lengths_B,
-            batch.shared_lens_B,
-            batch.split_lens,
-            batch.prefix_groups_GR,
-            out,
-            log_sum,
-            *(others or (None, None)),
-            head_dim**-0.5 * 1.4426950408889634,  # log2(e): the kernels use powers of 2
-            q_BHC.stride(0),
-            k_BKC.stride(0),
-            v_BKC.stride(0),
-            k_blocks.stride(1),
-            batch.table_TW.stride(0),
-            n_groups * shared,
-            own,
-            shared,
-            shared_splits,
-            HEADS_PER_KEY=n_shared_heads,
-            GROUP_SIZE=group_size,
-            OWN_ROWS=max(16, triton.next_power_of_2(n_shared_heads)),  # tl.dot needs 16 rows
-            GROUP_ROWS=max(16, triton.next_power_of_2(n_shared_heads * group_size)),
-            HEAD_DIM=head_dim,
-            PADDED_DIM=padded_dim,
-            BLOCK_SIZE=block_size,
-            WINDOW=window,
-            HAS_ROWS=own > 0,
-            HAS_GROUPS=shared > 0,
-            num_warps=n_warps,
-            num_stages=n_stages,
-            **options,
-        )
-
-    if own_splits == 1:
-        others = parts(shared_splits) if n_groups else ()
-        if n_groups:
-            launch(*others, 0, shared_splits)
-        launch(out, None, 1, 0, *others)
-        return out
-    partial, log_sum = parts(own_splits + shared_splits)
-    launch(partial, log_sum, own_splits, shared_splits)
-    _combine_splits_kernel[(n_rows, triton.cdiv(n_heads, _JOIN_HEADS.value))](
-        partial,
-        log_sum,
+    _split_kernel[(n_kv_heads, n_groups * shared_splits + n_rows * own_splits)](
+        q_BHC,
+        k_BKC,
+        v_BKC,
+        k_blocks,
+        v_blocks,
+        batch.table_TW,
+        batch.slots_B,
         batch.lengths_B,
         batch.shared_lens_B,
         batch.split_lens,
-        out,
-        n_heads,
-        own_splits + shared_splits,
+        batch.prefix_groups_GR,
+        partial,
+        log_sum,
+        head_dim**-0.5 * 1.4426950408889634,  # log2(e): the kernels use powers of 2
+        q_BHC.stride(0),
+        k_BKC.stride(0),
+        v_BKC.stride(0),
+        k_blocks.stride(1),
+        batch.table_TW.stride(0),
+        n_groups * shared_splits,
         own_splits,
+        shared_splits,
+        HEADS_PER_KEY=n_shared_heads,
+        GROUP_SIZE=group_size,
+        OWN_ROWS=max(16, triton.next_power_of_2(n_shared_heads)),  # tl.dot needs 16 rows
+        GROUP_ROWS=max(16, triton.next_power_of_2(n_shared_heads * group_size)),
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
-        MAX_PARTS=triton.next_power_of_2(own_splits + shared_splits),
-        num_warps=4,
+        BLOCK_SIZE=block_size,
+        HAS_GROUPS=n_groups > 0,
+        ONE_PART=n_parts == 1,
+        WINDOW=window,
+        num_warps=n_warps,
+        num_stages=n_stages,
         **options,
     )
+    if n_parts > 1:
+        _combine_splits_kernel[(n_rows, triton.cdiv(n_heads, _JOIN_HEADS.value))](
+            partial,
+            log_sum,
+            batch.lengths_B,
+            batch.shared_lens_B,
+            batch.split_lens,
+            out,
+            n_heads,
+            n_parts,
+            own_splits,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded_dim,
+            MAX_PARTS=triton.next_power_of_2(n_parts),
+            num_warps=4,
+            **options,
+        )
     return out
 
 
@@ -215,8 +195,7 @@ def _attend(
 
 
 @kernel(
-    do_not_specialize=["n_group_splits", "own_splits", "shared_splits", "n_others"],
-    do_not_specialize_on_alignment=_ROW_POINTERS,
+    do_not_specialize=["n_group_splits", "own_splits", "shared_splits"], do_not_specialize_on_alignment=_ROW_POINTERS
 )
 def _split_kernel(
     q_ptr,
@@ -230,10 +209,8 @@ def _split_kernel(
     shared_ptr,
     split_lens_ptr,
     groups_ptr,
-    out_ptr,
+    partial_ptr,
     log_sum_ptr,
-    others_ptr,
-    others_log_sum_ptr,
     scale,
     q_stride,
     new_k_stride,
@@ -243,7 +220,6 @@ def _split_kernel(
     n_group_splits,
     own_splits,
     shared_splits,
-    n_others,
     HEADS_PER_KEY: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     OWN_ROWS: tl.constexpr,
@@ -251,24 +227,17 @@ def _split_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
+    ONE_PART: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     """Compute the partial result of one split for one key head in each program.
 
     A split is a range of a row's own positions, or of the positions that a prefix group shares. An empty split writes
-    nothing. If `log_sum_ptr` is None, each row has one split of its own, and `out_ptr` is the output of attention. The
-    program of a row then adds the partial results in `others_ptr`, from the previous launch, which computed the groups.
-
-    With PDL, the first split of every row calls `wait_for_previous`. If a launch has only groups, each of its programs
-    waits before it calls `launch_dependents`. So the next launch may read the new queries, keys and values, and write
-    the keys and values to the cache, before it waits for the results of groups (third rule in `kernels/jit.py`).
+    nothing. With PDL, the first split of every row calls `wait_for_previous`.
     """
     if PDL:
-        if not HAS_ROWS:
-            jit.wait_for_previous()
         jit.launch_dependents()
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
@@ -307,7 +276,7 @@ def _split_kernel(
                         least = row_length - WINDOW
                         start = tl.maximum(start, tl.min(least, axis=0) // _TILE * _TILE)
                     place = q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :]
-                    if PDL and HAS_ROWS:
+                    if PDL:
                         jit.wait_for_previous()
                     q = tl.load(place, mask=real, other=0.0)
                     best, total, acc = _attend(
@@ -331,10 +300,10 @@ def _split_kernel(
                     if WINDOW is not None:  # rows that attend to none of these positions get log_sum -inf
                         total = tl.where(best == float("-inf"), 1.0, total)
                     part = (row * n_heads + head) * n_parts + own_splits + split
-                    place = out_ptr + part[:, None] * HEAD_DIM + dim[None, :]
-                    tl.store(place, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
+                    place = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
+                    tl.store(place, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)
                     tl.store(log_sum_ptr + part, best + tl.log2(total), mask=row >= 0)
-    elif HAS_ROWS:
+    else:
         piece -= n_group_splits
         row = (piece // own_splits).to(tl.int64)
         split = piece % own_splits
@@ -346,20 +315,16 @@ def _split_kernel(
             cell = tl.arange(0, OWN_ROWS)
             real = (cell < HEADS_PER_KEY)[:, None] & real_dim[None, :]
             head = kv_head * HEADS_PER_KEY + cell
-            if PDL and others_ptr is None:
+            if PDL:
                 jit.wait_for_previous()
-            # ".cg": without a wait, the first-level cache may hold older values of this memory.
-            q_place = q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :]
-            q = tl.load(q_place, mask=real, other=0.0, cache_modifier=".cg")
+            q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=real, other=0.0)
             best = tl.full([OWN_ROWS], float("-inf"), tl.float32)
             total = tl.zeros([OWN_ROWS], tl.float32)
             acc = tl.zeros([OWN_ROWS, PADDED_DIM], tl.float32)
             if split == 0:
                 # Write the new token's key and value to the cache, and begin the softmax with them.
-                k_place = new_k_ptr + row * new_k_stride + kv_head * HEAD_DIM + dim
-                v_place = new_v_ptr + row * new_v_stride + kv_head * HEAD_DIM + dim
-                new_k = tl.load(k_place, mask=real_dim, other=0.0, cache_modifier=".cg")
-                new_v = tl.load(v_place, mask=real_dim, other=0.0, cache_modifier=".cg")
+                new_k = tl.load(new_k_ptr + row * new_k_stride + kv_head * HEAD_DIM + dim, mask=real_dim, other=0.0)
+                new_v = tl.load(new_v_ptr + row * new_v_stride + kv_head * HEAD_DIM + dim, mask=real_dim, other=0.0)
                 block = tl.load(table_row + last // BLOCK_SIZE).to(tl.int64)
                 place = block * (BLOCK_SIZE * stride) + (last % BLOCK_SIZE) * stride
                 tl.store(k_ptr + place + dim, new_k, mask=real_dim)
@@ -392,24 +357,10 @@ def _split_kernel(
             )
             if WINDOW is not None:
                 total = tl.where(best == float("-inf"), 1.0, total)
-            if others_ptr is not None:
-                if PDL:
-                    jit.wait_for_previous()
-                n_shared = tl.load(shared_ptr + row).to(tl.int32)
-                for other in range(tl.cdiv(n_shared, tl.load(split_lens_ptr + 1).to(tl.int32))):
-                    part = (row * n_heads + head) * n_others + other
-                    log_sum = tl.load(others_log_sum_ptr + part, mask=cell < HEADS_PER_KEY, other=float("-inf"))
-                    partial = tl.load(others_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=real, other=0.0)
-                    new_best = tl.maximum(best, log_sum)  # finite, because this split has the new token
-                    weight = tl.exp2(log_sum - new_best)
-                    decay = tl.exp2(best - new_best)
-                    acc = acc * decay[:, None] + weight[:, None] * partial
-                    total = total * decay + weight
-                    best = new_best
             part = (row * n_heads + head) * n_parts + split
-            cells = out_ptr + part[:, None] * HEAD_DIM + dim[None, :]
-            tl.store(cells, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
-            if log_sum_ptr is not None:
+            cells = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(cells, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)
+            if not ONE_PART:
                 tl.store(log_sum_ptr + part, best + tl.log2(total), mask=cell < HEADS_PER_KEY)
 
 
