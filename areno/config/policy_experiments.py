@@ -372,8 +372,8 @@ class PairedPolicyExperimentConfig(PolicyExperimentConfig):
 
     @forbid(
         "pairs_per_prompt",
-        "is {self.pairs_per_prompt}, but the gconfig.n_samples={self.gconfig.n_samples} samples of a prompt make fewer "
-        "pairs; lower it, or sample more",
+        "is {self.pairs_per_prompt}, which needs {self.trained_per_prompt} samples of a prompt, two for each pair, but "
+        "gconfig.n_samples={self.gconfig.n_samples}; raise gconfig.n_samples, or lower pairs_per_prompt",
     )
     def more_pairs_than_samples(self) -> bool:
         """Return whether a prompt has too few samples for its pairs, each of which has two."""

@@ -1,4 +1,4 @@
-"""The prompts whose samples are under way across steps, with rollout.prompts_ahead.
+"""The prompts that are sampled across steps, with rollout.prompts_ahead.
 
 A group is the samples of one prompt, and is whole when all of them have finished. A step samples more prompts than it
 trains on, and ends its rollout when as many groups are whole as its batch has prompts. With

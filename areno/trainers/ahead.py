@@ -31,7 +31,7 @@ _STEPS = 16  # decoding steps between two decisions about the prompts to replace
 
 
 def sample_ahead(
-    setup: PolicySetup, batch: Batch[PromptItem], scores: StepScores | None
+    setup: PolicySetup, batch: Batch[PromptItem], scores: StepScores
 ) -> tuple[list[ScoredSample], np.ndarray, dict[str, float]]:
     """Sample until as many groups as the batch has prompts are whole, and score these groups.
 
@@ -111,12 +111,11 @@ def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Gr
 def sample_replacing(
     setup: PolicySetup, batch: Batch[PromptItem]
 ) -> tuple[list[ScoredSample], np.ndarray, dict[str, float], list[Batch[PromptItem]]]:
-    """Sample as `sample_ahead` does, and replace groups without a difference in their rewards meanwhile (DAPO).
+    """Sample until enough groups have different rewards, and replace groups with equal rewards meanwhile (DAPO).
 
-    Prompts begin in the order of the data. A prompt is trained in the step in which its group is found to have
-    different rewards, or in a later one, and dropped if all its rewards are equal. If rollout.max_sampling_rounds
-    batches of a step or the end of the data leave too few groups, the step trains on fewer. If all groups would be
-    dropped, the step trains on the first of them.
+    Prompts begin in the order of the data. A group with different rewards is trained in this step, or in a later one if
+    the step is full. If the step may take no further batch (rollout.max_sampling_rounds, or the end of the data), it
+    may train on fewer groups. If all groups are dropped, the step trains on the first of them.
 
     Args:
         setup: Models, data, settings and outputs of the run.
@@ -165,7 +164,7 @@ def sample_replacing(
 
 
 class _Replacing:
-    """Begins prompts and scores groups during a rollout, as an Admission decides. See RolloutSteering.
+    """Begins prompts and scores groups during a rollout, as an Admission decides. It is a RolloutSteering.
 
     Args:
         setup: Models, data, settings and outputs of the run.

@@ -1,9 +1,9 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476): the choice of groups, and a rollout whose rounds overlap.
 
-A group is the samples of one prompt. A round samples a batch of prompts. Prompts whose samples all have the same reward are dropped, so a step may need
-several rounds. A further round begins as soon as the dropped prompts show that the step needs the round, while the
-samples of earlier rounds are still decoded. Overlapping does not change the samples: prompts that are known to be
-dropped early are dropped in the end, too, so the step needs the same rounds whenever they begin.
+A group is the samples of one prompt. Groups whose rewards are all equal are dropped. A round samples a batch of
+prompts, and a step may need several rounds. A further round begins as soon as the dropped groups show that the step
+needs it, while the samples of earlier rounds are still decoded. Overlapping does not change the samples: a dropped
+group stays dropped, so the step needs the same rounds whenever they begin.
 """
 
 from __future__ import annotations
