@@ -21,9 +21,9 @@ _TABLES_START, _TABLES_END = "<!-- generated: tables of flags -->", "<!-- end of
 _HEAD = """\
 # Configuration reference
 
-This page lists every setting of every recipe, that is, of every training algorithm: distill, dpo, grpo, gspo, kto,
-online_dpo, ppo, rw and sft. Give a setting on the command line (`actor.optimizer.lr=2e-6`) or in a YAML file. Types and
-bounds are checked before a run starts, and all problems are reported at once.
+This page lists every setting of every recipe, that is, of every [training algorithm](../recipes.md). Give a setting on
+the command line (`actor.optimizer.lr=2e-6`) or in a YAML file. Types and bounds are checked before a run starts, and
+all problems are reported at once.
 
 - If only some recipes have a setting, its row ends with their names, as in *Recipes: dpo.* Settings without such an
   ending belong to all recipes.

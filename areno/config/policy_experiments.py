@@ -250,9 +250,15 @@ class PolicyExperimentConfig(ExperimentConfig):
         return -(-prompts_at_once // 4)
 
     @property
+    def replaces_prompts(self) -> bool:
+        """Whether dynamic sampling samples other prompts in the place of those that it drops."""
+        rollout = self.rollout
+        return rollout.dynamic_sampling and rollout.max_sampling_rounds > 1 and not self.dynamic_bs
+
+    @property
     def replaces_in_flight(self) -> bool:
-        """Whether steps that do not wait for their longest samples drop prompts and begin others in their place."""
-        return self.rollout.dynamic_sampling and not self.dynamic_bs and self.rollout.max_head_offpolicyness > 0
+        """Whether prompts are replaced during the rollout of steps that do not wait for their longest samples."""
+        return self.replaces_prompts and self.rollout.max_head_offpolicyness > 0
 
     @forbid(
         "rollout.dynamic_sampling",
@@ -261,8 +267,7 @@ class PolicyExperimentConfig(ExperimentConfig):
     )
     def replacements_postponed(self) -> bool:
         """Return whether prompts would be replaced in a run that postpones prompts."""
-        replaces = self.rollout.dynamic_sampling and not self.dynamic_bs
-        return replaces and self.prompts_ahead > 0 and not self.rollout.max_head_offpolicyness
+        return self.replaces_prompts and self.prompts_ahead > 0 and not self.rollout.max_head_offpolicyness
 
     @forbid(
         "rollout.dynamic_sampling",
@@ -367,8 +372,8 @@ class PairedPolicyExperimentConfig(PolicyExperimentConfig):
 
     @forbid(
         "pairs_per_prompt",
-        "is {self.pairs_per_prompt}, but the gconfig.n_samples={self.gconfig.n_samples} samples of a prompt make fewer "
-        "pairs; lower it, or sample more",
+        "is {self.pairs_per_prompt}, which needs {self.trained_per_prompt} samples of a prompt, two for each pair, but "
+        "gconfig.n_samples={self.gconfig.n_samples}; raise gconfig.n_samples, or lower pairs_per_prompt",
     )
     def more_pairs_than_samples(self) -> bool:
         """Return whether a prompt has too few samples for its pairs, each of which has two."""

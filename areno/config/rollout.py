@@ -296,8 +296,8 @@ class RolloutConfig(DecoderConfig):
     )
     max_sampling_rounds: int = setting(
         10,
-        help="Used with dynamic_sampling. Largest number of batches of prompts that are sampled per step. If the "
-        "batch is still not full after them, the step trains on the prompts that were kept",
+        help="Used with dynamic_sampling. Largest number of batches of prompts that a step takes from the data. If too "
+        "few prompts are kept, the step trains on fewer. 1: dropped prompts are not replaced, as with dynamic_bs",
         gt=0,
         only_with=(
             Needs("dynamic_sampling", so="no prompts are sampled again"),

@@ -95,7 +95,7 @@ _OF_ROLLOUT = {
 _OF_DATASETS = {
     **dict.fromkeys(("num_workers", "pin_memory", "num_dataset_workers"), _NO_LOADERS),
     **dict.fromkeys(("scheduling_spec", "setup_timeout"), _NO_LOADERS),
-    "type": "the recipe says what the rows are for: sft, dpo, kto, rw, grpo, gspo, online_dpo or ppo",
+    "type": "the recipe decides what the rows are for, as in python -m areno.recipes.dpo",
 }
 
 _OF_FILES = {

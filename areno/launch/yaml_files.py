@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from areno.api.algorithms import own_algorithms
 from areno.files.paths import root
 
 _RECIPES = "# Recipes: "
@@ -65,10 +66,14 @@ def headline(file: Path) -> str:
 
 
 def recipes(file: Path) -> list[str]:
-    """Return the recipes that a YAML file is for, from its line `# Recipes: grpo, gspo`. Empty without the line."""
+    """Return the recipes that a YAML file is for, from its line `# Recipes: grpo, gspo`. Empty without the line.
+
+    `# Recipes: all` stands for all algorithms of areno.
+    """
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     told = next((line.removeprefix(_RECIPES) for line in lines if line.startswith(_RECIPES)), "")
-    return [name.strip() for name in told.split(",") if name.strip()]
+    names = [name.strip() for name in told.split(",") if name.strip()]
+    return own_algorithms() if names == ["all"] else names
 
 
 def _files(folders: Iterable[Path]) -> dict[str, Path]:

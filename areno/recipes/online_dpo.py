@@ -6,9 +6,9 @@
     h      = sum over the sample's tokens of log(policy / ref)
     loss   = mean over pairs of -log sigmoid(beta (h(y+) - h(y-)))        (2402.04792 eq. 2, 2305.18290 eq. 7)
 
-A reward is that of a function, a reward model or a judge, which may compare samples with each other. pairs_per_prompt
-asks for more pairs of a prompt: second best and second worst, and so on. Two samples with equal rewards are no pair.
-actor.loss_type chooses another loss of pairs, such as IPO (areno/loss_fns/preferences.py).
+Rewards come from a function, a reward model or a judge, which may compare samples with each other. With
+pairs_per_prompt above 1, the second best and the second worst sample are a pair, too, and so on. Two samples with equal
+rewards are no pair. actor.loss_type chooses another loss of pairs, such as IPO (areno/loss_fns/preferences.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class OnlineDPOActorConfig(PreferenceLossConfig, PolicyConfig):
-    """The policy, with the choice of its loss. Settings that change rewards but not their order are fixed."""
+    """The policy and its loss. It lacks the settings of rewards that do not change the order of samples."""
 
     gradient_accumulation_steps: ClassVar[int | None] = None  # type: ignore[misc]  # the number of pairs varies
     reward_bias: ClassVar[float] = 0.0  # type: ignore[misc]
@@ -61,7 +61,7 @@ class OnlineDPOConfig(PairedPolicyExperimentConfig):
     )
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        """Return how samples are paired, in the place of advantages, which pairs do not have.
+        """Return the sign of each sample in its pair, which `areno replay` shows as the advantage.
 
         Args:
             rows: A TrainSequence for each sample of the step.

@@ -1,8 +1,8 @@
-"""The samples of one prompt, and the decisions of a step about which of them it trains on.
+"""Groups of samples, and the classes that choose the groups of a step.
 
-A group is the samples of one prompt, and is whole when all of them have finished. `Choice` decides in a step that
-trains on the groups which are whole first. `Admission` decides in a step with dynamic sampling, which drops groups and
-begins other prompts in their place. Both are told about finished samples, and sample nothing themselves.
+A group is the samples of one prompt. It is whole when all of them have finished. `Choice` trains on the groups that are
+whole first. `Admission` is for dynamic sampling: it drops groups, and begins other prompts in their place. Callers
+report finished samples to these classes, which sample nothing themselves.
 """
 
 from __future__ import annotations
@@ -188,13 +188,14 @@ class Choice:
 class Admission:
     """Decides during a rollout with dynamic sampling (DAPO, arXiv 2503.14476) which groups begin and are trained.
 
-    Groups whose rewards are all equal are dropped as soon as this is known, and other prompts begin in their place
-    (the admission of AReaL, arXiv 2505.24298). Groups with different rewards are trained in the order in which they
-    became whole. Groups at their deadline have a place in the step, unless they are dropped.
+    A group whose rewards are all equal is dropped as soon as the rewards are known, and another prompt begins in its
+    place (the admission of AReaL, arXiv 2505.24298). Groups with different rewards are trained in the order in which
+    they became whole. Groups at their deadline have a place in the step, unless they are dropped.
 
-    All decisions depend on the order of finished samples and on rewards, not on the time when a reward is known. For
-    this, `to_judge` names the groups whose rewards have to be waited for. A group is named at the earliest in the call
-    after the one in which it became whole, and only if the device would have free places or the step may be complete.
+    Decisions depend on the order of finished samples and on rewards, not on the time at which a reward is known. For
+    this, `to_judge` returns the groups whose rewards the caller must wait for. It returns a group only if the device
+    would have free places or the step may be complete, and not before the next decoding interval after the group became
+    whole.
 
     Args:
         begun: The groups that earlier steps have begun, the oldest first.
@@ -245,7 +246,7 @@ class Admission:
         return self._n_open
 
     def begin(self) -> list[Group]:
-        """Begin groups as long as there is room, and return them. Those of earlier steps come first."""
+        """Begin groups as long as there is room, and return them. The first call begins the groups of earlier steps."""
         if len(self.taken) == self.size:
             return []
         found, self._carried = self._carried, []
@@ -305,7 +306,7 @@ class Admission:
         self._n_old = len(self._unknown)
 
     def keep_dropped(self) -> None:
-        """Train on dropped groups, as many as the step has places. For a step whose groups are all dropped."""
+        """Fill the step with dropped groups. Call it at the end of a step that has dropped all its groups."""
         self.taken, self.dropped = self.dropped[: self.size], self.dropped[self.size :]
 
 

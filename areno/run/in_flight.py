@@ -1,4 +1,4 @@
-"""The prompts whose samples are under way across steps, with rollout.prompts_ahead.
+"""The prompts that are sampled across steps, with rollout.prompts_ahead.
 
 A group is the samples of one prompt, and is whole when all of them have finished. A step samples more prompts than it
 trains on, and ends its rollout when as many groups are whole as its batch has prompts. With
@@ -54,7 +54,7 @@ class InFlight:
         self._items_at, self._n_samples, self._limit = items_at, n_samples, limit
         self._sampled_with = {"limit": limit, "n_samples": n_samples, **(sampled_with or {})}
         self.groups: list[Group] = []
-        self._lengths: dict[int, list[int]] = {}  # step -> lengths of the samples that it began and that have ended
+        self._lengths: dict[int, list[int]] = {}  # step -> lengths of the trained samples that it began
         self._newest = (0, -1)  # (batch, index) of the newest admitted prompt; all earlier ones were admitted
 
     def begin(
@@ -168,9 +168,6 @@ class InFlight:
                 group.finished[output.sample] = output
                 group.parked.pop(output.sample, None)
         gone = set(choice.gone)
-        for group in choice.gone if self._limit else ():
-            begun_at = step if group.begun_at is None else group.begun_at
-            self._lengths.setdefault(begun_at, []).extend(map(n_tokens, group.outputs))
         self.groups = [group for group in self.groups if group not in gone]
         n_thrown_away = 0
         for group in self.groups:
@@ -185,15 +182,19 @@ class InFlight:
                 group.begun_at = step
         return n_thrown_away
 
-    def begun_lengths(self, step: int) -> list[int]:
-        """Return the lengths in tokens of all samples that were begun `limit` steps before a step.
+    def begun_lengths(self, step: int, trained: Iterable[Group]) -> list[int]:
+        """Return the lengths in tokens of the trained samples whose groups were begun `limit` steps before a step.
 
-        They have all ended, whichever step trained them, so their lengths are not biased towards short samples. Later
-        calls for this step or earlier ones return nothing.
+        All these groups have been trained or dropped by now, whichever step trained them, so their lengths are not
+        biased towards short samples. Call it once for each step.
 
         Args:
             step: Number of the step, which has ended its rollout.
+            trained: The groups that the step trains on.
         """
+        for group in trained:
+            begun_at = step if group.begun_at is None else group.begun_at
+            self._lengths.setdefault(begun_at, []).extend(map(n_tokens, group.outputs))
         found = self._lengths.get(step - self._limit, [])
         self._lengths = {begun: lengths for begun, lengths in self._lengths.items() if begun > step - self._limit}
         return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -23,31 +22,33 @@ from areno.run.groups import Admission, Choice, Group, n_tokens
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agents import sample_live_agents
+from areno.trainers.rounds import n_groups, warn_all_equal, with_signal
 from areno.trainers.score import Scorer
 from areno.trainers.scores import StepScores
 from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, ScoredSample
-
-logger = logging.getLogger("areno")
 
 _STEPS = 16  # decoding steps between two decisions about the prompts to replace
 
 
 def sample_ahead(
-    setup: PolicySetup, batch: Batch[PromptItem], scores: StepScores | None
-) -> tuple[list[ScoredSample], dict[str, float]]:
+    setup: PolicySetup, batch: Batch[PromptItem], scores: StepScores
+) -> tuple[list[ScoredSample], np.ndarray, dict[str, float]]:
     """Sample until as many groups as the batch has prompts are whole, and score these groups.
+
+    With rollout.dynamic_sampling, groups whose rewards are all equal are not trained.
 
     Args:
         setup: Models, data, settings and outputs of the run.
         batch: The prompts of the step. The step may train on prompts of other batches instead.
-        scores: Scores of the rows to train on, which are computed while rewards are computed. None computes no scores.
+        scores: Scores of the rows to train on. Without dynamic sampling, which chooses the rows by their rewards, they
+            are computed while rewards are computed.
 
     Returns:
-        (samples of the groups to train on, rollout/* metrics of staleness or of postponed prompts).
+        (samples of the whole groups, (B,) bool mask of the groups to train on, rollout/* metrics).
     """
     run, config = setup.run, setup.config
     in_flight, step = run.progress.in_flight, run.step
-    n_ahead, upcoming = config.prompts_ahead, run.progress.upcoming
+    n_ahead, upcoming, drops = config.prompts_ahead, run.progress.upcoming, config.rollout.dynamic_sampling
     number = run.progress.batches_taken
     choice = in_flight.begin(step, n_ahead, batch.items, lambda n: [each.items for each in upcoming(n)], number)
     before = [(group, part) for group in choice.groups for part in group.parked.values()]
@@ -61,16 +62,21 @@ def sample_ahead(
                 parked = _sample(setup, choice, scorer)
             n_thrown_away = in_flight.end(step, choice, parked)
             log_stage("rollout_end")
-        if scores is not None and scorer.is_waiting and setup.agents is None:
+        if not drops and scorer.is_waiting and setup.agents is None:
             scores.compute_early(scorer.samples)
         with run.clock.phase("reward"):  # waits for the rewards that are still being computed
             samples = scorer.finish()
+    keep, scalars = np.ones(len(samples), dtype=bool), dict[str, float]()
+    if drops:
+        keep, dropped = with_signal(samples, n_groups(samples))
+        scalars = {"rollout/sampling_rounds": int(len(batch) > 0), "rollout/dropped_groups": dropped}
     if setup.live_agents is not None:
         run.tracer.add_sessions(step, "rollout", samples)
-        return samples, _metrics(setup, samples, setup.live_agents.take_recomputed(), 0)
-    # The samples that have continued, whose keys and values were computed again.
-    went_on = [part for group, part in before if n_tokens(group.latest(part.sample)) > n_tokens(part)]
-    return samples, _metrics(setup, samples, sum(map(n_tokens, went_on)), n_thrown_away)
+        n_recomputed = setup.live_agents.take_recomputed()
+    else:
+        n_recomputed = _n_recomputed(before)
+    scalars |= _metrics(setup, samples, keep, choice.groups, n_recomputed, n_thrown_away)
+    return samples, keep, scalars
 
 
 def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Group, GenerationOutput]]:
@@ -102,20 +108,14 @@ def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Gr
     return [(group_of[output.request_id], output) for output in parked]
 
 
-def warn_all_equal() -> None:
-    """Warn that dynamic sampling has found no group with different rewards for the step."""
-    logger.warning("all groups of this step have equal rewards: there is nothing to prefer in them")
-
-
 def sample_replacing(
     setup: PolicySetup, batch: Batch[PromptItem]
 ) -> tuple[list[ScoredSample], np.ndarray, dict[str, float], list[Batch[PromptItem]]]:
-    """Sample as `sample_ahead` does, and replace groups without a difference in their rewards meanwhile (DAPO).
+    """Sample until enough groups have different rewards, and replace groups with equal rewards meanwhile (DAPO).
 
-    Prompts begin in the order of the data. A prompt is trained in the step in which its group is found to have
-    different rewards, or in a later one, and dropped if all its rewards are equal. If rollout.max_sampling_rounds
-    batches of a step or the end of the data leave too few groups, the step trains on fewer. If all groups would be
-    dropped, the step trains on the first of them.
+    Prompts begin in the order of the data. A group with different rewards is trained in this step, or in a later one if
+    the step is full. If the step may take no further batch (rollout.max_sampling_rounds, or the end of the data), it
+    may train on fewer groups. If all groups are dropped, the step trains on the first of them.
 
     Args:
         setup: Models, data, settings and outputs of the run.
@@ -157,15 +157,14 @@ def sample_replacing(
     taken, gone = set(admission.taken), set(admission.gone)
     samples = [sample for sample in samples if admission.groups[sample.group] in gone]
     keep = np.array([admission.groups[sample.group] in taken for sample in samples])
-    kept = [sample for sample, is_kept in zip(samples, keep, strict=True) if is_kept]
-    before = [(group, part) for group, part in replacing.before if n_tokens(group.latest(part.sample)) > n_tokens(part)]
-    scalars = _metrics(setup, kept, sum(n_tokens(part) for _, part in before), 0)
-    scalars |= {"rollout/sampling_rounds": len(batches), "rollout/dropped_groups": len(admission.dropped)}
+    scalars = _metrics(setup, samples, keep, admission.groups, _n_recomputed(replacing.before), 0)
+    n_rounds = sum(len(each) > 0 for each in batches)  # the batch of a step is empty after the end of the data
+    scalars |= {"rollout/sampling_rounds": n_rounds, "rollout/dropped_groups": len(admission.dropped)}
     return samples, keep, scalars, batches
 
 
 class _Replacing:
-    """Begins prompts and scores groups during a rollout, as an Admission decides. See RolloutSteering.
+    """Begins prompts and scores groups during a rollout, as an Admission decides. It is a RolloutSteering.
 
     Args:
         setup: Models, data, settings and outputs of the run.
@@ -248,17 +247,34 @@ def numbered(output: GenerationOutput, request_id: int) -> GenerationOutput:
     return output
 
 
+def _n_recomputed(before: Iterable[tuple[Group, GenerationOutput]]) -> int:
+    """Return the number of tokens of samples that have continued, whose keys and values were computed again.
+
+    Args:
+        before: Each unfinished sample with its group, as it was at the start of the rollout.
+    """
+    return sum(n_tokens(part) for group, part in before if n_tokens(group.latest(part.sample)) > n_tokens(part))
+
+
 def _metrics(
-    setup: PolicySetup, samples: Sequence[ScoredSample], n_recomputed: int, n_thrown_away: int
+    setup: PolicySetup,
+    samples: Sequence[ScoredSample],
+    keep: np.ndarray,
+    groups: Sequence[Group],
+    n_recomputed: int,
+    n_thrown_away: int,
 ) -> dict[str, float]:
     """Return the metrics of the step's staleness, or of its postponed prompts.
 
     Args:
         setup: Models, data, settings and outputs of the run.
-        samples: The samples that the step trains on.
+        samples: The B samples of whole groups.
+        keep: (B,) bool, True for samples of groups that the step trains on.
+        groups: Group number of a sample -> its group.
         n_recomputed: Number of completion tokens whose keys and values were computed again.
         n_thrown_away: Number of sampled tokens that are thrown away.
     """
+    samples = [sample for sample, is_kept in zip(samples, keep, strict=True) if is_kept]
     version, in_flight = setup.trainer.engine.weights_version, setup.run.progress.in_flight
     versions = [np.asarray(vars(sample.sequence)["resp_versions"]) for sample in samples]
     versions = [each for each in versions if len(each)]  # failed agents have no tokens
@@ -270,14 +286,15 @@ def _metrics(
             "rollout/postponed_prompts": n_postponed,
             "rollout/discarded_tokens": n_thrown_away / max(1, n_tokens),
         }
-    begun = in_flight.begun_lengths(setup.run.step)
+    trained = dict.fromkeys(groups[sample.group] for sample in samples)
+    begun = in_flight.begun_lengths(setup.run.step, trained)
     parked = [len(part.tokens) for group in in_flight.groups for part in group.parked.values() if part.tokens]
     if setup.live_agents is not None:
         parked = setup.live_agents.parked
     return {
-        "rollout/oldest_gap": max(gaps),
-        "rollout/newest_gap": min(gaps),
-        "rollout/versions_per_sample": float(np.mean([len(np.unique(each)) for each in versions])),
+        "rollout/oldest_gap": max(gaps, default=0),
+        "rollout/newest_gap": min(gaps, default=0),
+        "rollout/versions_per_sample": sum(len(np.unique(each)) for each in versions) / max(1, len(versions)),
         "rollout/carried_tokens": sum(int((each < version).sum()) for each in versions) / max(1, n_tokens),
         "rollout/recomputed_tokens": n_recomputed / max(1, n_tokens),
         "rollout/parked_samples": len(parked),

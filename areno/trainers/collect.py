@@ -16,8 +16,8 @@ from areno.plan.plan import sampling_params
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agents import sample_with_agents
-from areno.trainers.ahead import sample_ahead, sample_replacing, warn_all_equal
-from areno.trainers.rounds import can_overlap, sample_rounds
+from areno.trainers.ahead import sample_ahead, sample_replacing
+from areno.trainers.rounds import can_overlap, has_signal, n_groups, sample_rounds, with_signal
 from areno.trainers.rows import joined, n_trained, rows_per_sample, trained
 from areno.trainers.score import Scorer
 from areno.trainers.scores import StepScores
@@ -177,15 +177,9 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
         samples, keep, scalars, batches = sample_replacing(setup, batch)
         return _rollout(samples, keep, batches, scores, scalars)
     if config.prompts_ahead or run.progress.in_flight.groups:  # these may be left from before a change of settings
-        # Dynamic sampling decides by the rewards which rows are trained.
-        early = None if config.rollout.dynamic_sampling else scores
-        samples, scalars = sample_ahead(setup, batch, early)
-        keep = np.ones(len(samples), dtype=bool)
-        if config.rollout.dynamic_sampling:
-            keep, dropped = _with_signal(samples, n_groups(samples))
-            scalars |= {"rollout/sampling_rounds": 1, "rollout/dropped_groups": dropped}
+        samples, keep, scalars = sample_ahead(setup, batch, scores)
         return _rollout(samples, keep, [batch], scores, scalars)
-    most = config.rollout.max_sampling_rounds if config.rollout.dynamic_sampling and not config.dynamic_bs else 1
+    most = config.rollout.max_sampling_rounds if config.replaces_prompts else 1
     if most > 1 and can_overlap(setup):
         samples, batches = sample_rounds(setup, batch, most)
     else:
@@ -204,22 +198,9 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
             batches.append(more)
     keep, scalars = np.ones(len(samples), dtype=bool), {}
     if config.rollout.dynamic_sampling:
-        keep, dropped = _with_signal(samples, len(batch))
+        keep, dropped = with_signal(samples, len(batch))
         scalars = {"rollout/sampling_rounds": len(batches), "rollout/dropped_groups": dropped}
     return _rollout(samples, keep, batches, scores, scalars)
-
-
-def _with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray, int]:
-    """Return (mask of the first `size` groups with different rewards, number of groups that are not among them).
-
-    If there are no such groups, the mask has the first `size` groups in spite of their equal rewards.
-    """
-    keep = first_groups(samples, has_signal(samples), size)
-    dropped = n_groups(samples) - n_groups(samples, keep)
-    if not keep.any():
-        warn_all_equal()
-        keep = first_groups(samples, ~keep, size)
-    return keep, dropped
 
 
 def _rollout(
@@ -233,30 +214,6 @@ def _rollout(
     keep = keep & [sample.outcome.value is not None for sample in samples]
     skipped_long, total_skipped_long = sum(each.skipped_long for each in batches), batches[-1].total_skipped_long
     return Rollout(samples, keep, skipped_long, total_skipped_long, scores, scalars)
-
-
-def n_groups(samples: Sequence[ScoredSample], among: np.ndarray | None = None) -> int:
-    """Return the number of groups, where a group is the samples of one prompt.
-
-    If `among`, a (B,) bool mask, is given, count only groups that have a sample in the mask.
-    """
-    groups = np.array([sample.group for sample in samples])
-    return len(np.unique(groups if among is None else groups[among]))
-
-
-def has_signal(samples: Sequence[ScoredSample]) -> np.ndarray:
-    """Return a (B,) bool mask, True for samples whose group has different rewards (DAPO, arXiv 2503.14476 eq. 11)."""
-    rewards = rewards_by_group(samples)
-    return np.array([len(set(rewards.get(sample.group, ()))) > 1 for sample in samples])
-
-
-def first_groups(samples: Sequence[ScoredSample], among: np.ndarray, n: int) -> np.ndarray:
-    """Return a copy of the (B,) bool mask `among` in which only the first `n` groups are still True.
-
-    A group is the samples of one prompt. Only groups with a sample in `among` count.
-    """
-    groups = np.array([sample.group for sample in samples])
-    return among & np.isin(groups, np.unique(groups[among])[:n])
 
 
 def sample_and_score(

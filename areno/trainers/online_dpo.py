@@ -104,10 +104,8 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
         """
         config, samples = self.setup.config, rollout.samples
         if n_apart := sum(n_rows > 1 for n_rows in rollout.sizes):
-            text = (
-                "%d samples of this step are in no pair: their agents' later turns do not begin with the tokens of the "
-            )
-            logger.warning(text + "earlier turns, so each sample has several training rows", n_apart)
+            text = "%d samples of this step are in no pair: their agents' later turns do not begin with the tokens of "
+            logger.warning(text + "the earlier turns, so each sample has several training rows", n_apart)
         able = [index for index in np.flatnonzero(rollout.keep).tolist() if self._is_comparable(samples[index])]
         rewards = sample_rewards([samples[index] for index in able], config.actor, config.gconfig.max_new_tokens)
         groups = [samples[index].group for index in able]
@@ -117,7 +115,9 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
             differences = [rewards[chosen] - rewards[rejected] for chosen, rejected in found]
             scalars["rollout/pair_reward_diff"] = float(np.mean(differences))
         else:
-            logger.warning("no prompt of this step has samples with different rewards: there is no pair to train on")
+            problem = "no prompt of this step has samples with different rewards: there is no pair to train on"
+            n_out = int(rollout.keep.sum()) - len(able)
+            logger.warning(problem + " (%d samples are left out: cut off, empty, or in several training rows)", n_out)
         keep = np.zeros_like(rollout.keep)
         keep[[able[index] for pair in found for index in pair]] = True
         places = (np.cumsum(keep) - 1)[able]  # of the samples among those that are kept
@@ -125,7 +125,10 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
         return replace(rollout, keep=keep, scalars={**rollout.scalars, **scalars}), pairs
 
     def _is_comparable(self, sample: ScoredSample) -> bool:
-        """Return whether a sample can be a part of a pair: it has tokens to train, and all are in one training row."""
+        """Return whether a sample may be in a pair.
+
+        It needs a token, and one training row. With actor.mask_no_eos_with_zero, it must not be cut off.
+        """
         cut_off = sample.sequence.finish_reason == "length" and self.setup.config.actor.mask_no_eos_with_zero
         return not cut_off and sample.sequence.n_tokens > 0 and rows_per_sample([sample]) == [1]
 
@@ -142,7 +145,7 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
             return {}
         config, n_copies = self.setup.config, self.setup.trainer.engine.spec.layout.data_size
         n_pairs = len(rows) // 2
-        # Each copy of the model needs a pair in each update. To train all pairs equally often keeps their mean.
+        # Each copy of the model needs a pair in each update. Repeating all pairs does not change their mean.
         rows = [*rows] * -(-n_copies // n_pairs)
         n_updates = max(1, min(config.actor.ppo_n_minibatches, n_pairs // n_copies))
         how = {"rows_per_unit": 2, "old_logprobs": config.actor.old_logprobs}

@@ -1,15 +1,19 @@
-"""The rollout of a step with dynamic sampling (DAPO, arXiv 2503.14476), whose rounds overlap.
+"""Dynamic sampling (DAPO, arXiv 2503.14476): the choice of groups, and a rollout whose rounds overlap.
 
-A round samples a batch of prompts. Prompts whose samples all have the same reward are dropped, so a step may need
-several rounds. A further round begins as soon as the dropped prompts show that the step needs the round, while the
-samples of earlier rounds are still decoded. Overlapping does not change the samples: prompts that are known to be
-dropped early are dropped in the end, too, so the step needs the same rounds whenever they begin.
+A group is the samples of one prompt. Groups whose rewards are all equal are dropped. A round samples a batch of
+prompts, and a step may need several rounds. A further round begins as soon as the dropped groups show that the step
+needs it, while the samples of earlier rounds are still decoded. Overlapping does not change the samples: a dropped
+group stays dropped, so the step needs the same rounds whenever they begin.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+import numpy as np
+
+from areno.api.metrics import rewards_by_group
 from areno.api.session import request_seed
 from areno.engine.spec import RolloutStats
 from areno.plan.plan import sampling_params
@@ -18,7 +22,57 @@ from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.score import Scorer
 from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, ScoredSample
 
+logger = logging.getLogger("areno")
+
 _STEPS = 16  # decoding steps between decisions
+
+
+def with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray, int]:
+    """Choose groups with different rewards. If there are none, choose groups with equal rewards, and warn.
+
+    Args:
+        samples: All B samples of the step.
+        size: Largest number of groups to choose. The first ones are chosen.
+
+    Returns:
+        (keep, dropped): a (B,) bool mask of the samples of the chosen groups, and the number of groups that are not
+        among the first `size` groups with different rewards.
+    """
+    keep = first_groups(samples, has_signal(samples), size)
+    dropped = n_groups(samples) - n_groups(samples, keep)
+    if not keep.any():
+        warn_all_equal()
+        keep = first_groups(samples, ~keep, size)
+    return keep, dropped
+
+
+def n_groups(samples: Sequence[ScoredSample], among: np.ndarray | None = None) -> int:
+    """Return the number of groups, where a group is the samples of one prompt.
+
+    If `among`, a (B,) bool mask, is given, count only groups that have a sample in the mask.
+    """
+    groups = np.array([sample.group for sample in samples])
+    return len(np.unique(groups if among is None else groups[among]))
+
+
+def has_signal(samples: Sequence[ScoredSample]) -> np.ndarray:
+    """Return a (B,) bool mask, True for samples whose group has different rewards (DAPO, arXiv 2503.14476 eq. 11)."""
+    rewards = rewards_by_group(samples)
+    return np.array([len(set(rewards.get(sample.group, ()))) > 1 for sample in samples])
+
+
+def first_groups(samples: Sequence[ScoredSample], among: np.ndarray, n: int) -> np.ndarray:
+    """Return a copy of the (B,) bool mask `among` in which only the first `n` groups are still True.
+
+    A group is the samples of one prompt. Only groups with a sample in `among` count.
+    """
+    groups = np.array([sample.group for sample in samples])
+    return among & np.isin(groups, np.unique(groups[among])[:n])
+
+
+def warn_all_equal() -> None:
+    """Warn that dynamic sampling has found no group with different rewards for the step."""
+    logger.warning("all groups of this step have equal rewards: there is nothing to prefer in them")
 
 
 def can_overlap(setup: PolicySetup) -> bool:

@@ -39,7 +39,7 @@ class StepScores:
         """
         config = self._setup.config
         needed: dict[ScoreName, bool] = {
-            # If only some samples are trained, such as those of pairs, the rewards decide which ones.
+            # In online DPO, rewards decide which samples are in pairs. So not all rows need log-probabilities.
             "ref": config.ref is not None and config.trained_per_prompt == config.gconfig.n_samples,
             "values": isinstance(config, CriticExperimentConfig),
             "proximal": isinstance(config.actor, RatioConfig) and config.actor.needs_proximal,

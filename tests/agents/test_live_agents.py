@@ -73,7 +73,7 @@ def test_agents_go_on_under_new_weights_and_their_tokens_say_so(
     sample, found = collect.sample_ahead, list[tuple[int, list[ScoredSample], list[np.ndarray]]]()
 
     def spy(setup: PolicySetup, *args: Any) -> Any:
-        samples, metrics = sample(setup, *args)
+        samples, keep, metrics = sample(setup, *args)
         rows = [row for each in samples if each.trajectory for row in each.trajectory.rows]
         scored = setup.trainer.score_logprobs("actor", [row.tokens for row in rows], sampling=setup.config.gconfig)
         version = setup.trainer.engine.weights_version
@@ -83,7 +83,7 @@ def test_agents_go_on_under_new_weights_and_their_tokens_say_so(
             for row, logprobs in zip(rows, scored, strict=True)
         ]
         found.append((version, samples, differences))
-        return samples, metrics
+        return samples, keep, metrics
 
     monkeypatch.setattr(collect, "sample_ahead", spy)
     played = epoch(tmp_path / "run", *AHEAD, "engine.exact=true")

@@ -315,12 +315,12 @@ def test_lengths_are_those_of_trained_samples_and_of_samples_that_a_step_began(t
 
     def watched(setup: Any, batch: Any, scores: Any) -> Any:
         step[0] += 1
-        samples, scalars = sample(setup, batch, scores)
+        samples, keep, scalars = sample(setup, batch, scores)
         for each in samples:  # the version of a token says which step sampled it: each step has one update
             versions = np.asarray(each.sequence.resp_versions)
             begun = step[0] - (setup.trainer.engine.weights_version - int(versions.min()))
             sampled.setdefault((step[0], each.item.index), []).append((begun, len(versions)))
-        return samples, scalars
+        return samples, keep, scalars
 
     monkeypatch.setattr(collect, "sample_ahead", watched)
     run = epoch(tmp_path / "run", *AHEAD)

@@ -19,7 +19,7 @@ from areno.run.groups import Group
 from areno.run.in_flight import InFlight
 from areno.trainers import ahead, collect
 from areno.types import GenerationOutput, PromptItem, TrainSequence
-from tests.helpers.policy_runs import Played, play
+from tests.helpers.policy_runs import Played, play, trained
 
 # Which prompts begin and which are trained ----------------------------------------------------------------------------
 
@@ -210,9 +210,36 @@ def test_with_frozen_weights_an_epoch_trains_the_groups_with_different_rewards(r
     assert Counter(found) == Counter(expected)
     assert all(len(rows) == 8 for rows in run.rows[:-1])
     assert sum(run.series("rollout/dropped_groups")) == 22 - len(expected)
-    assert sum(run.series("rollout/sampling_rounds")) >= 6
+    assert sum(run.series("rollout/sampling_rounds")) == 6  # all batches of the epoch
     assert 1 <= max(run.series("rollout/oldest_gap")) <= 2
     assert sum(run.series("rollout/parked_samples")) > 0
+
+
+def check_lengths(run: Played) -> None:
+    """The metrics of lengths count the samples of trained prompts, each once."""
+    for step, rows in enumerate(run.rows):
+        lengths = [len(trained(row, "logprobs")) for row in rows]
+        assert run.series("rollout/trained_len_mean")[step] == pytest.approx(np.mean(lengths))
+        assert run.series("rollout/trained_len_max")[step] == max(lengths)
+
+
+def test_lengths_are_those_of_trained_prompts(tmp_path, monkeypatch):
+    found = list[list[int]]()
+    lengths_of = InFlight.begun_lengths
+
+    def watched(self: InFlight, *given: Any) -> list[int]:
+        found.append(lengths_of(self, *given))
+        return found[-1]
+
+    monkeypatch.setattr(InFlight, "begun_lengths", watched)
+    run = epoch(tmp_path / "run", *AHEAD, n=40)
+    assert sum(run.series("rollout/dropped_groups")) > 4
+    check_lengths(run)
+    assert found[:2] == [[], []]
+    in_time = sorted(itertools.chain(*found))
+    every = sorted(len(trained(row, "logprobs")) for rows in run.rows for row in rows)
+    assert len(in_time) >= len(every) - 2 * 8 > 0  # the samples that the last two steps begin have no step to be logged
+    assert not Counter(in_time) - Counter(every)
 
 
 @pytest.mark.parametrize("reward", [odd, slow_odd], ids=["quick", "slow"])
@@ -245,10 +272,15 @@ def test_a_step_without_any_difference_ends_after_some_rounds(tmp_path):
     assert "all groups of this step have equal rewards" in (tmp_path / "run/logs/run.log").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("ahead", [["rollout.max_head_offpolicyness=2"], ["rollout.prompts_ahead=2"]])
-def test_dropped_prompts_are_not_replaced_with_dynamic_bs(ahead, tmp_path):
-    settings = [*LONG, "rollout.dynamic_sampling=true", "dynamic_bs=true", "actor.recompute_logprob=false", *ahead]
-    run = epoch(tmp_path / "run", *settings)
+@pytest.mark.parametrize("ahead", ["rollout.max_head_offpolicyness=2", "rollout.prompts_ahead=2"])
+@pytest.mark.parametrize("once", ["dynamic_bs=true", "rollout.max_sampling_rounds=1"])
+def test_dropped_prompts_are_not_replaced_if_a_step_takes_one_batch(once, ahead, tmp_path):
+    settings = [*LONG, "rollout.dynamic_sampling=true", "actor.recompute_logprob=false", once, ahead]
+    run = epoch(tmp_path / "run", *settings, "rollout.max_concurrent_rollouts=8")
+    waiting = "parked_samples" if "max_head" in ahead else "postponed_prompts"
+    assert sum(run.series(f"rollout/{waiting}")) > 0
+    if "max_head" in ahead:
+        check_lengths(run)
     dropped = run.series("rollout/dropped_groups")
     assert sum(dropped) > 2
     n_partial = 0

@@ -256,7 +256,7 @@ def test_few_pairs_are_shared_by_many_copies(online: Variant, tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["gconfig.n_samples=6"], "pairs_per_prompt: is 4, but the gconfig.n_samples=6 samples of a prompt make fewer"),
+        (["gconfig.n_samples=6"], "pairs_per_prompt: is 4, which needs 8 samples of a prompt, two for each pair"),
         (["actor.loss_type=simpo"], "ref: is loaded but not used by actor.loss_type=simpo; set ref=null"),
         (["ref=null"], "ref: is null, but actor.loss_type=sigmoid compares with a reference model; leave it out"),
         (["actor.ppo_n_minibatches=3"], "actor.ppo_n_minibatches: is 3, which does not divide the 128 pairs of a step"),

@@ -13,7 +13,7 @@ from areno.config.ratio import RejectionSamplingConfig
 from areno.errors import ConfigError, DataError
 from areno.recipes.grpo import GRPOActorConfig
 from areno.recipes.ppo import PPOActorConfig
-from areno.trainers.collect import first_groups, has_signal, n_groups
+from areno.trainers.rounds import first_groups, has_signal, n_groups
 from areno.trainers.rows import (
     critic_advantages,
     outcome_advantages,
