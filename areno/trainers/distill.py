@@ -28,8 +28,8 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
 
     Args:
         config: Settings of the run, such as areno.recipes.distill.DistillConfig.
-        loss_fn: A loss function in place of that of teacher.loss_type, as areno.loss_fns describes. It reads
-            `pack.divergence` or, if teacher.loss_type is sampled_reverse_kl, `pack.teacher_logprobs`.
+        loss_fn: Loss function that replaces the loss of distillation, see areno.loss_fns. teacher.loss_type chooses its
+            input: `pack.teacher_logprobs` with sampled_reverse_kl, otherwise `pack.divergence`.
         run_dir: Folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
         advantage_fn: Not used.
         train_dataset: Rows that replace the configured dataset: a list of dictionaries, or any object with a length and
