@@ -88,10 +88,11 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
             else:
                 run.log_skipped(batch)
                 stats = update_policy(setup, rows)
-            run.progress.keep(distill_loss=stats.get("distill_loss", stats["loss"]))  # a user's loss may lack it
+            name = "distill_loss" if "distill_loss" in stats else "loss"  # a user's loss function need not return it
+            run.progress.keep(**{name: stats[name]})
             run.end_step(stats)
-        run.finish({"distill_loss": 1, "eval_accuracy": 1})
-        return run.progress.result("eval_accuracy", "distill_loss")
+        run.finish({"distill_loss": 1, "loss": 1, "eval_accuracy": 1})
+        return run.progress.result("eval_accuracy", "loss" if "loss" in run.progress.history else "distill_loss")
 
     def n_answered(self, n_rows: int) -> int:
         """Return how many rows of the current batch the student answers.

@@ -150,12 +150,18 @@ def test_a_replay_asks_the_teacher_of_the_sample(teacher: Path, tmp_path: Path) 
     settings = [*SHORT, *DISTILL, f"train_dataset.path={file}", "train_dataset.loader=null", NO_PATH]
     settings += [f"teacher.models={{trained: {teacher}, adapted: {_adapters(tmp_path)}}}", "teacher.by=skill"]
     settings += ["rollout.dump_to_file=true", "trial_name=run", f"cluster.fileroot={tmp_path}"]
+    settings += ["actor.optimizer.lr=1e-2"]  # the checkpoint is far from the base model of the adapters
     assert command.run(get_algorithm("distill"), "distill", settings) == 0
     played = RunReader(tmp_path / "quickstart_distill/run")
     named = [sample["teacher"] for sample in played.samples(1)]
     assert set(named) == {"teacher.trained", "teacher.adapted"}
+    recorded = played.path / "rollouts/000002.jsonl"
+    recorded.write_text(re.sub(r'"teacher": "teacher\.\w+"', '"teacher": null', recorded.read_text()))
+    unnamed = replay(played, 2, 0, device="cpu")
+    assert "the teacher, and so the loss: the sample does not name it" in unnamed.missing
+    assert unnamed.tokens[-1].teacher is None
     for number in map(named.index, set(named)):
-        for token in replay(played, 1, number, device="cpu").tokens[1:]:
+        for token in replay(played, 1, number, checkpoint="latest", device="cpu").tokens[1:]:
             if token.trained:  # the recorded advantage is log(teacher / student)
                 assert token.teacher is not None
                 assert token.then is not None
@@ -209,6 +215,9 @@ def test_a_loss_of_the_user(teacher: Path, tmp_path: Path) -> None:
         assert found[twice].series(name).values == pytest.approx(expected, rel=1e-4)
     assert found[twice].series("train/doubled").values == found[twice].series("train/loss").values
     assert "train/distill_loss" not in found[twice].metrics()
+    last = [(each.path / "logs/run.log").read_text().rpartition("done: ")[2] for each in (found[None], found[twice])]
+    assert ["; distill_loss " in each for each in last] == [True, False]
+    assert "; loss " in last[1]
 
 
 @pytest.mark.parametrize("recipe", ["gspo", "ppo"])
