@@ -107,12 +107,12 @@ def run_folder(folder: Path, name: str, seed: int) -> Path:
 
 @dataclass(frozen=True)
 class Setup:
-    """The models and the machine of runs.
+    """The models, the size and the place of runs.
 
     Attributes:
         base: Checkpoint of the base model.
         student: Checkpoint of the base model of students. None if no run needs one.
-        folder: Where the runs are.
+        folder: Root folder of the runs.
         size: "gpu" or "cpu", the cut of the task.
         is_shared: Whether several runs share the device.
     """
@@ -147,12 +147,12 @@ def has_setting(settings: Sequence[str], key: str) -> bool:
 
 
 def is_taught(name: str) -> bool:
-    """Return whether a run needs a teacher."""
+    """Return whether a run learns from a teacher."""
     return has_setting(RUNS[name], "teacher.path")
 
 
 def with_teachers(jobs: Sequence[tuple[str, int]], done: dict[str, list[Path]], folder: Path) -> list[tuple[str, int]]:
-    """Put the runs of missing teachers before the jobs that need them."""
+    """Add the runs of missing teachers before the jobs that learn from them."""
     wanted = [(TEACHER, seed) for name, seed in jobs if is_taught(name)]
     missing = [job for job in wanted if run_folder(folder, *job) not in done.get(TEACHER, [])]
     return list(dict.fromkeys([*missing, *jobs]))
@@ -298,7 +298,7 @@ def tokens_until(path: Path, rate: float) -> float | None:
 
 
 def goal(runs: dict[str, list[Path]], path: Path) -> float:
-    """Return the solve rate that a run has to reach: GOAL times that of the teacher of the same seed."""
+    """Return the solve rate to reach: GOAL times the last solve rate of the teacher with the same seed."""
     teacher = next(each for each in runs[TEACHER] if each.name.rpartition("-s")[2] == path.name.rpartition("-s")[2])
     return GOAL * token_curve(teacher)[1][-1]
 
@@ -312,7 +312,7 @@ def draw_tokens(runs: dict[str, list[Path]], names: Sequence[str], image: Path) 
         for curve in curves:
             axes.plot(*curve, color=color, linewidth=0.8, alpha=0.4)
         mean = [[statistics.fmean(each) for each in zip(*part, strict=False)] for part in zip(*curves, strict=True)]
-        axes.plot(*mean, color=color, linewidth=2.2, label=name)
+        axes.plot(*mean, color=color, linewidth=2.2, label=f"{name}: the teachers" if name == TEACHER else name)
     level = statistics.fmean(goal(runs, path) for path in runs[TEACHER])
     axes.axhline(level, color=INK, linewidth=1, linestyle="--", label=f"{GOAL:.0%} of the teacher")
     axes.set(xlabel="millions of tokens sampled in training", ylabel="solve rate, test problems")
@@ -324,9 +324,9 @@ def draw_tokens(runs: dict[str, list[Path]], names: Sequence[str], image: Path) 
 
 
 def token_table(runs: dict[str, list[Path]], names: Sequence[str]) -> str:
-    """Return a Markdown table of solve rates and of the tokens until GOAL of the teacher's solve rate."""
-    share = f"until {GOAL:.0%} of the teacher"
-    titles = ["run", "solve rate: base", "end", "million tokens: all", share, "share of those of RL"]
+    """Return a Markdown table of solve rates, and of the tokens sampled until GOAL of the teacher's solve rate."""
+    share = f"until {GOAL:.0%} of the teacher's solve rate"
+    titles = ["run", "solve rate: base", "end", "million tokens: all", share, f"{share}, {TEACHER} = 1"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     needed = {path: tokens_until(path, goal(runs, path)) for name in names for path in runs[name]}
     of_teachers = [each for path in runs[TEACHER] if (each := tokens_until(path, goal(runs, path))) is not None]
@@ -337,7 +337,7 @@ def token_table(runs: dict[str, list[Path]], names: Sequence[str]) -> str:
             [f"{rates[-1]:.3f}" for _, rates in curves],
             [f"{tokens[-1]:.2f}" for tokens, _ in curves],
             ["never" if each is None else f"{each:.2f}" for each in until],
-            ["" if each is None else f"{each / statistics.fmean(of_teachers):.2f}" for each in until],
+            ["-" if each is None else f"{each / statistics.fmean(of_teachers):.2f}" for each in until],
         ]
         lines.append(f"| {' | '.join([name, *map(', '.join, columns)])} |")
     return "\n".join(lines)

@@ -12,11 +12,11 @@ from areno.schema.fields import Needs, Section, check, forbid, setting
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 SAMPLED = "sampled_reverse_kl"
 ROLE = "teacher"
-"""Name of the role of a single teacher. Those of several teachers begin with this name and a dot."""
+"""Role of a single teacher. With several teachers, each role is this word, a dot and the name of the teacher."""
 
 
 def is_teacher(role: str) -> bool:
-    """Return whether a role is a teacher, by its name.
+    """Return whether the name of a role is that of a teacher.
 
     Args:
         role: Name of the role, such as "teacher" or "teacher.math".
@@ -31,8 +31,8 @@ class Divergence:
     Attributes:
         kind: "forward_kl", "reverse_kl" or "jsd", see areno/kernels/logprobs/divergence.py.
         beta: For "jsd", the weight of the teacher in the mixture of both, between 0 and 1.
-        role: Name of the role whose model is the teacher of rows that name no other one (`TrainSequence.teacher`).
-            Ignored for rows that list the teacher's log-probabilities.
+        role: Role of the teacher of rows without a `TrainSequence.teacher`. Ignored for rows that list the teacher's
+            log-probabilities.
 
     Raises:
         ValueError: The kind is unknown, or beta is no float between 0 and 1.
@@ -63,18 +63,18 @@ class TeacherConfig(Section):
     )
     models: dict[str, str | None] | None = setting(
         None,
-        help="Several teachers, as a mapping from a name to the path of a model, with the same meaning as path. Each "
-        "dataset row has one of them, chosen by the field `by`. null: one teacher, that of path",
+        help="Several teachers: a mapping of names to model folders or hub ids, each as in path. Every dataset row "
+        "names its teacher in the field `by`. null: one teacher, the model of path",
     )
     by: str | None = setting(
         None,
-        help="Field of a dataset row with the name of its teacher in `models`",
+        help="Field of a dataset row that contains the name of the row's teacher, a name in `models`",
         only_with=Needs("models"),
     )
     offload: bool = setting(
         False,
-        help="Keep the teacher in host memory while it is not in use (CUDA). Of several teachers, at most one is then "
-        "on the device",
+        help="Keep the teacher in host memory while it is not in use (CUDA). With several teachers, at most one is "
+        "on the device at a time",
     )
     loss_type: Literal["sampled_reverse_kl", "reverse_kl", "forward_kl", "jsd"] = setting(
         "sampled_reverse_kl",
@@ -122,12 +122,12 @@ class TeacherConfig(Section):
 
     @property
     def role(self) -> str:
-        """Name of the role whose model is the teacher. With several teachers, that of the first one."""
+        """Role of the teacher. With several teachers, the role of the first one."""
         return "actor" if self.follows_actor else next(iter(self.paths))
 
     @property
     def paths(self) -> dict[str, str | None]:
-        """Role -> path of each teacher. Empty if the actor is the teacher."""
+        """Paths of the teachers by role. Empty if the actor is the teacher."""
         if self.follows_actor:
             return {}
         return (
@@ -153,26 +153,29 @@ class TeacherConfig(Section):
 
     @check
     def names_of_models(self) -> Iterator[Problem]:
-        """Report names of teachers that cannot be parts of settings, and teachers that no row can choose."""
+        """Report missing and unusable names, empty paths, and a missing setting `by`."""
         if self.models is None:
             return
         if not self.models:
             yield Problem("models", "is empty; name at least one teacher, or set path instead")
-        for name in self.models:
+        for name, path in self.models.items():
+            if path is not None and not path.strip():
+                yield Problem(f"models.{name}", "is {!r}; a model folder or hub id is expected, or null", path)
             if not name.isascii() or not name.replace("-", "_").isidentifier():
                 text = "has the name {!r}; a letter and then letters, digits, '-' and '_' are expected"
                 yield Problem("models", text, name)
         if self.by is None:
-            yield Problem("by", "is null, but there are several teachers (models); set it to the field that names one")
+            text = "is null, but models names teachers; set it to the field of a dataset row with the teacher's name"
+            yield Problem("by", text)
 
     @forbid("path", "is {self.path}, but models names the teachers; leave one of them out")
     def path_beside_models(self) -> bool:
-        """Return whether one teacher is named beside several ones."""
+        """Return whether both path and models are set."""
         return self.models is not None and self.path is not None
 
     @forbid("models", "is set, but follows_actor is true, so the actor is the teacher; leave one of them out")
     def models_beside_actor(self) -> bool:
-        """Return whether models are named although the actor is the teacher."""
+        """Return whether models is set although the actor is the teacher."""
         return self.models is not None and self.follows_actor
 
     @forbid("path", "is {self.path}, but follows_actor is true, so the actor is the teacher; leave one of them out")

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from areno.errors import DataError, did_you_mean, printable
+from areno.errors import DataError, printable
 from areno.schema.values import text_problem
 
 Row = Mapping[str, Any]
@@ -86,7 +86,7 @@ def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | No
 
 
 def name_problem(row: Any, field: str, names: Collection[str]) -> str | None:
-    """Check that a field of a row has one of several names.
+    """Check that a field of a row contains one of several names.
 
     Args:
         row: The row.
@@ -94,15 +94,13 @@ def name_problem(row: Any, field: str, names: Collection[str]) -> str | None:
         names: The allowed values.
 
     Returns:
-        The reason why it does not, for an error message. None if it does.
+        The problem, for an error message. None if the field contains an allowed value.
     """
     value = row.get(field) if isinstance(row, Mapping) else None
     if isinstance(value, str) and value in names:
         return None
-    if value is None:
-        return f"field {field} is missing"
-    guess = did_you_mean(value, names, otherwise="") if isinstance(value, str) else ""
-    return f"field {field} is {printable(repr(value))}{guess}; there are {', '.join(names)}"
+    found = "missing" if value is None else printable(repr(value))
+    return f"field {field} is {found}; {' or '.join(names)} is expected"
 
 
 def bad_text(value: Any, levels: int = MAX_DEPTH) -> str | None:

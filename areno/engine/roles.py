@@ -139,9 +139,9 @@ class Role:
         backend: The model and, if it is trained, its optimizer.
         offload: Moves the model between host memory and the device. Has no buffers if everything stays on the device.
         is_base: Whether the role is the actor with its adapters switched off, and holds no weights of its own.
-        owner: Name of the role whose model this role uses. "" if it has a model of its own.
-        adapters: Weights of the adapters, if several roles share the backend and differ in them. They are copied into
-            the model whenever the role is used. None: the model has the role's own weights.
+        owner: Name of the role whose model this role uses. "" if this role has a model of its own.
+        adapters: The role's adapter weights, if other roles share its backend with other adapters. They are copied into
+            the model whenever the role is used. None: no other role uses the backend with other adapters.
     """
 
     spec: RoleSpec
@@ -175,7 +175,7 @@ class Role:
             yield self.backend.as_teacher(divergence, switch)
 
     def _set_adapters(self) -> None:
-        """Give the model this role's adapters, if other roles use the model with other ones."""
+        """Copy this role's adapters into the model, if other roles use the model with other adapters."""
         if self.adapters is not None:
             set_adapter_weights(self.backend.model, self.adapters)
 
@@ -308,7 +308,7 @@ class Roles:
         return {name: role for name, role in self._roles.items() if role.spec.optimizer is not None}
 
     def release(self, name: str) -> None:
-        """Remove a role and free its memory. A model that other roles use stays, and then belongs to one of them."""
+        """Remove a role and free its memory. If other roles use its model, the model stays and one of them owns it."""
         del self._roles[name]
         heirs = [other for other, role in self._roles.items() if role.owner == name]
         for heir in heirs:
@@ -429,7 +429,7 @@ class Roles:
 
 
 def _beside(owner: str, role: Role, spec: RoleSpec) -> Role:
-    """Return a role with the model of another role, which `owner` has loaded, and with adapters of its own."""
+    """Return a role with its own adapters on the model of another role. `owner` is the role that loaded the model."""
     assert spec.lora is not None
     model = role.backend.model
     with role.on_device():

@@ -295,7 +295,7 @@ class EngineSpec:
         return self.actor.lora is not None and frozen and self.has_folder_of_actor(role)
 
     def has_base_of(self, role: RoleSpec, other: RoleSpec) -> bool:
-        """Return whether two frozen roles differ only in the weights of their adapters, and so share one base model.
+        """Return whether two roles share one base model: frozen roles that differ only in their adapters' weights.
 
         Args:
             role: One role.
@@ -307,7 +307,7 @@ class EngineSpec:
         return same and (role.path, role.head) == (other.path, other.head)
 
     def with_own_weights(self, roles: Mapping[str, RoleSpec]) -> dict[str, RoleSpec]:
-        """Return the roles for which a model is loaded. All others use the model of an earlier role.
+        """Return the roles that load a model. All other roles use the model of an earlier role.
 
         Args:
             roles: Roles by name, the actor first.

@@ -107,7 +107,7 @@ def adapter_weights(model: Transformer) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def set_adapter_weights(model: Transformer, weights: Sequence[torch.Tensor]) -> None:
-    """Copy adapter matrices into a model, so that it has other adapters on the same base.
+    """Replace the adapter matrices of a model, and keep its base weights.
 
     Args:
         model: a model with adapters.

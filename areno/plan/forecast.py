@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
+from areno.config.teacher import is_teacher
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
 from areno.engine.footprint import Footprint, Model, footprint_of
 from areno.engine.memory import RESERVE
@@ -437,6 +438,8 @@ class _Step:
         n_samples, judge = config.gconfig.n_samples, config.reward.judge
         if name == "reward":
             return _Rows(n=config.rows_per_step, lengths=lengths, n_same=n_samples)
+        if is_teacher(name):  # the fields of rows are not read, so that each teacher is assumed to have as many
+            n_rows = -(-n_rows // sum(map(is_teacher, self.roles)))
         if name != "judge":
             return _Rows(n=n_rows, lengths=lengths, n_same=config.trained_per_prompt)
         question = len(judge.question) // _CHARS_PER_TOKEN + lengths.prompt + (1 + judge.compare) * lengths.answer

@@ -93,6 +93,7 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "token_advantages": _NUMBERS,
     "loss_mask": _NUMBERS,
     "versions": _VERSIONS,
+    "teacher": _TEXT,
     "trajectory": (lambda value: isinstance(value, dict), "a mapping"),
 }
 _ROW_FORMS = {"tokens": _COUNTS, "sources": _RUNS, "trained": _RUNS, "logprobs": _NUMBERS, "versions": _VERSIONS}

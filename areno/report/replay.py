@@ -18,7 +18,7 @@ from areno.config.ratio import RatioConfig
 from areno.engine.spec import RoleSpec
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.plan.lora import with_model
-from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment
+from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment, whole_model
 from areno.report.recorded import RecordedRow, check_sample, recorded_row
 from areno.run.setup import with_teacher
 from areno.schema.values import value_at
@@ -243,12 +243,19 @@ def _settings(
         missing.append("the reference: the run began with random weights")
         config.ref = None
     teacher = config.teacher
-    if teacher is not None and teacher.models is not None:  # as in a run with the teacher of the sample alone
-        teacher.path, teacher.models = teacher.paths[named or teacher.role], None
+    several = teacher is not None and teacher.models is not None
+    is_known = not several or named in teacher.paths  # samples that were not trained name no teacher
+    if several:  # as in a run with the teacher of the sample alone
+        teacher.path, teacher.models = teacher.paths[named if is_known else teacher.role], None
     if teacher is not None and not teacher.follows_actor and teacher.path is None:
         teacher.path = config.actor.path
     roles = experiment_roles(config)  # before the checkpoint takes the place of the actor's own model
-    if teacher is not None and from_scratch and teacher.path == config.actor.path:
+    for name in (name for name, role in roles.items() if not role.path):  # adapters: on the base of the run
+        roles[name] = replace(roles[name], path=whole_model(config.actor.path, "actor.path"))
+    if not is_known:
+        missing.append("the teacher, and so the loss: the sample does not name it")
+        roles.pop("teacher", None)
+    elif teacher is not None and from_scratch and teacher.path == config.actor.path:
         missing.append("the teacher, and so the loss: the run began with random weights")
         roles.pop("teacher", None)
     elif teacher is not None and teacher.prompt_key is not None:

@@ -385,7 +385,9 @@ def _check_config(config: ExperimentConfig, loop: LoopKind) -> None:
 
 
 def check_teachers(config: ExperimentConfig, rows: Any) -> None:
-    """Check that each row of the training data names its teacher, in a run with several teachers.
+    """Check that each row of the training data names one of the teachers (setting teacher.by).
+
+    A run with one teacher has nothing to check.
 
     Args:
         config: Settings of the run.
@@ -397,19 +399,20 @@ def check_teachers(config: ExperimentConfig, rows: Any) -> None:
     teacher = config.teacher if isinstance(config, PolicyExperimentConfig) else None
     if teacher is None or teacher.models is None or teacher.by is None:
         return
-    if by := getattr(rows, "unique", None):  # a dataset of Hugging Face reads a column faster than all rows
-        named = set(by(teacher.by)) if teacher.by in rows.column_names else {None}
-        if named <= set(teacher.models):
-            return
+    features = getattr(rows, "features", None)
+    column = features.get(teacher.by) if isinstance(features, dict) else None
+    is_text = getattr(column, "dtype", None) in ("string", "large_string")
+    if is_text and set(rows.unique(teacher.by)) <= set(teacher.models):
+        return  # a dataset of Hugging Face reads a column faster than its rows
     for index in range(len(rows)):
         if problem := name_problem(rows[index], teacher.by, teacher.models):
-            raise DataError("row {}: {}, which {} asks for", index, problem, Key("teacher.by"))
+            raise DataError("row {}: {} ({})", index, problem, Key("teacher.by"))
 
 
 def with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
-    """Return the loss function of a policy algorithm, joined with the loss of distillation if the run has a teacher.
+    """Return the loss function of a policy algorithm, plus the loss of distillation if the run has a teacher.
 
-    Training on a teacher alone has one loss, which is returned as it is.
+    The loss function of a distillation run already is the loss of distillation, so it is returned unchanged.
 
     Args:
         config: Settings of the run.

@@ -7,6 +7,7 @@ import math
 import os
 import types
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from areno.errors import did_you_mean
@@ -92,7 +93,8 @@ def _convert_union(value: Any, hint: Any, arms: tuple[Any, ...]) -> Any:
             messages.append(str(error))
     if len(messages) > 1:
         raise InvalidValue(f"is {show(value)}; expected {spelling(hint)}")
-    raise InvalidValue(f"{messages[0]}, or null" if type(None) in arms else messages[0])
+    ends = type(None) not in arms or messages[0].endswith(", or null")
+    raise InvalidValue(messages[0] if ends else f"{messages[0]}, or null")
 
 
 def _convert_element(element: Any, position: int | str, hint: Any) -> Any:
@@ -187,7 +189,10 @@ def spelling(hint: Any, bounds: str = "") -> str:
     if origin is list:
         return f"list of {spelling(arms[0])}"
     if origin is dict:
-        return f"mapping of names to {'values' if arms[1] is Any else 'sections'}"
+        if arms[1] is Any:
+            return "mapping of names to values"
+        element = "sections" if is_dataclass(arms[1]) else spelling(arms[1])
+        return f"mapping of names to {f'({element})' if ' or ' in element else element}"
     if hint is type(None):  # a setting that a subclass takes away
         return "null"
     return f"{hint.__name__}, {bounds}" if bounds else hint.__name__

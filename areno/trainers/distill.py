@@ -28,8 +28,8 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
 
     Args:
         config: Settings of the run, such as areno.recipes.distill.DistillConfig.
-        loss_fn: A loss function in place of that of teacher.loss_type, as areno.loss_fns describes. It reads
-            `pack.divergence` or, if teacher.loss_type is sampled_reverse_kl, `pack.teacher_logprobs`.
+        loss_fn: Loss function that replaces the loss of distillation, see areno.loss_fns. teacher.loss_type chooses its
+            input: `pack.teacher_logprobs` with sampled_reverse_kl, otherwise `pack.divergence`.
         run_dir: Folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
         advantage_fn: Not used.
         train_dataset: Rows that replace the configured dataset: a list of dictionaries, or any object with a length and
@@ -88,10 +88,11 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
             else:
                 run.log_skipped(batch)
                 stats = update_policy(setup, rows)
-            run.progress.keep(distill_loss=stats.get("distill_loss", stats["loss"]))  # a user's loss may lack it
+            name = "distill_loss" if "distill_loss" in stats else "loss"  # a user's loss function need not return it
+            run.progress.keep(**{name: stats[name]})
             run.end_step(stats)
-        run.finish({"distill_loss": 1, "eval_accuracy": 1})
-        return run.progress.result("eval_accuracy", "distill_loss")
+        run.finish({"distill_loss": 1, "loss": 1, "eval_accuracy": 1})
+        return run.progress.result("eval_accuracy", "loss" if "loss" in run.progress.history else "distill_loss")
 
     def n_answered(self, n_rows: int) -> int:
         """Return how many rows of the current batch the student answers.

@@ -158,7 +158,7 @@ def set_teachers(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence
     Args:
         setup: Models, data, settings and outputs of the run.
         items: The dataset row of each training row.
-        rows: Training rows, which are changed. Without these settings, nothing changes.
+        rows: Training rows, which are changed if one of the two settings is set.
 
     Raises:
         DataError: A dataset row lacks a field, names an unknown teacher, or its prompt cannot be encoded.
@@ -167,7 +167,7 @@ def set_teachers(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence
     if teacher is not None and teacher.models is not None and teacher.by is not None:
         for item, row in zip(items, rows, strict=True):
             if problem := name_problem(item.record, teacher.by, teacher.models):
-                raise DataError("row {}: {}, which {} asks for", item.index, problem, Key("teacher.by"))
+                raise DataError("row {}: {} ({})", item.index, problem, Key("teacher.by"))
             row.teacher = teacher.role_of(item.record[teacher.by])
     key = None if teacher is None else teacher.prompt_key
     if key is None:

@@ -341,6 +341,7 @@ def test_spelling():
     assert spelling(int | None) == "int or null"
     assert spelling(list[str] | None) == "list of str or null"
     assert spelling(Literal["a", "b"] | None) == "a | b or null"
+    assert spelling(dict[str, str | None] | None) == "mapping of names to (str or null) or null"
 
 
 def test_with_defaults():

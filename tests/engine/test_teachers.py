@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence
 from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec, UpdateSpec
+from areno.engine.train.teacher import Teachers
 from areno.errors import DataError, EngineError
 from areno.loss_fns.distillation import distillation_loss_fn
 from areno.types import TrainSequence
@@ -204,6 +207,27 @@ def test_adapters_of_one_base_share_it(offload: bool, tmp_path: Path, monkeypatc
         stats = engine.train(rows_of(), distillation_loss_fn, update())
         assert stats["distill_loss"] > 1e-5
     assert max(np.abs(a - b).max() for a, b in zip(*alone.values(), strict=True)) > 1e-3
+
+
+def test_a_step_begins_again_after_a_teacher_did_not_fit() -> None:
+    """The teacher that left the device for another one comes back, although the other one never arrived."""
+    held: list[str] = []
+
+    @contextmanager
+    def hold(role: str) -> Iterator[Any]:
+        if role == "teacher.b" and held.count("a") == 1:
+            raise torch.OutOfMemoryError
+        held.append(role[-1])
+        yield SimpleNamespace(at=lambda packed: role, end=lambda: None)
+        held.append(f"no {role[-1]}")
+
+    packs: list[Any] = [SimpleNamespace(teacher=name) for name in ("", "teacher.b")]
+    with Teachers(hold, "teacher.a") as teachers:
+        teachers.at(packs[0])
+        with pytest.raises(torch.OutOfMemoryError):
+            teachers.at(packs[1])
+        assert [teachers.at(pack) for pack in packs] == ["teacher.a", "teacher.b"]
+    assert held == ["a", "no a", "a", "no a", "b", "no b"]
 
 
 def test_what_several_teachers_need(tmp_path: Path) -> None:

@@ -201,6 +201,20 @@ def test_shared_prompts_shorten_training_and_scoring() -> None:
     assert short[0].seconds == short[1].seconds  # it would save less than a tenth
 
 
+def test_several_teachers_divide_the_rows() -> None:
+    """Two teachers of equal size score as many rows together as one, and have twice its weights."""
+    path = ROOT / "examples/countdown/model"
+    settings = [f"actor.path={path}_student", "teacher=default"]
+    one = predicted("gspo", *settings, f"teacher.path={path}")
+    two = predicted("gspo", *settings, f"teacher.models={{a: {path}, b: {path}}}", "teacher.by=skill")
+    whole, *halves = (phase for found in (one, two) for phase in found.phases if phase.name.startswith("score teacher"))
+    assert [half.name for half in halves] == ["score teacher.a", "score teacher.b"]
+    assert sum(half.n_tokens for half in halves) == whole.n_tokens
+    assert sum(half.seconds for half in halves) < 1.5 * whole.seconds  # twice the overhead of a pass
+    alone = predicted("gspo", settings[0]).footprint.resident
+    assert two.footprint.resident - alone == pytest.approx(2 * (one.footprint.resident - alone), rel=0.01)
+
+
 def test_more_memory_and_devices_lower_the_need() -> None:
     settings = ["actor.path=Qwen/Qwen3-8B", "engine.zero_stage=2"]
     four, eight = (predicted("grpo", *settings, n=n) for n in (4, 8))

@@ -150,12 +150,18 @@ def test_a_replay_asks_the_teacher_of_the_sample(teacher: Path, tmp_path: Path) 
     settings = [*SHORT, *DISTILL, f"train_dataset.path={file}", "train_dataset.loader=null", NO_PATH]
     settings += [f"teacher.models={{trained: {teacher}, adapted: {_adapters(tmp_path)}}}", "teacher.by=skill"]
     settings += ["rollout.dump_to_file=true", "trial_name=run", f"cluster.fileroot={tmp_path}"]
+    settings += ["actor.optimizer.lr=1e-2"]  # the checkpoint is far from the base model of the adapters
     assert command.run(get_algorithm("distill"), "distill", settings) == 0
     played = RunReader(tmp_path / "quickstart_distill/run")
     named = [sample["teacher"] for sample in played.samples(1)]
     assert set(named) == {"teacher.trained", "teacher.adapted"}
+    recorded = played.path / "rollouts/000002.jsonl"
+    recorded.write_text(re.sub(r'"teacher": "teacher\.\w+"', '"teacher": null', recorded.read_text()))
+    unnamed = replay(played, 2, 0, device="cpu")
+    assert "the teacher, and so the loss: the sample does not name it" in unnamed.missing
+    assert unnamed.tokens[-1].teacher is None
     for number in map(named.index, set(named)):
-        for token in replay(played, 1, number, device="cpu").tokens[1:]:
+        for token in replay(played, 1, number, checkpoint="latest", device="cpu").tokens[1:]:
             if token.trained:  # the recorded advantage is log(teacher / student)
                 assert token.teacher is not None
                 assert token.then is not None
@@ -166,15 +172,18 @@ def test_a_replay_asks_the_teacher_of_the_sample(teacher: Path, tmp_path: Path) 
 def test_unknown_teachers_are_refused_before_models_load(as_dataset: bool, teacher: Path, tmp_path: Path) -> None:
     settings = [*DISTILL, f"teacher.models={{sums: {teacher}, words: {teacher}}}", "teacher.by=skill", NO_PATH]
     for skill, message in (
-        ("sum", "field skill is 'sum'; did you mean sums?; there are sums, words"),
-        (None, "missing"),
+        ("sum", "is 'sum'; sums or words is expected"),
+        (None, "is missing; sums or words is expected"),
+        (["sums"], "is ['sums']; sums or words is expected"),
     ):
         rows: Any = [*({**row, "skill": "sums"} for row in ROWS), {**ROWS[0], "skill": skill}]
+        if skill == ["sums"]:  # a column of lists
+            rows = [{**row, "skill": skill} for row in rows]
         if as_dataset:
             import datasets
 
             rows = datasets.Dataset.from_list(rows)
-        with pytest.raises(DataError, match=rf"row 20: field skill.*{re.escape(message[-9:])}.*teacher\.by"):
+        with pytest.raises(DataError, match=rf"row (20|0): field skill {re.escape(message)} \(teacher\.by\)"):
             run("distill", tmp_path / "run", *settings, rows=rows)
     other = tmp_path / "other"
     shutil.copytree(teacher, other)
@@ -206,6 +215,9 @@ def test_a_loss_of_the_user(teacher: Path, tmp_path: Path) -> None:
         assert found[twice].series(name).values == pytest.approx(expected, rel=1e-4)
     assert found[twice].series("train/doubled").values == found[twice].series("train/loss").values
     assert "train/distill_loss" not in found[twice].metrics()
+    last = [(each.path / "logs/run.log").read_text().rpartition("done: ")[2] for each in (found[None], found[twice])]
+    assert ["; distill_loss " in each for each in last] == [True, False]
+    assert "; loss " in last[1]
 
 
 @pytest.mark.parametrize("recipe", ["gspo", "ppo"])
@@ -342,10 +354,12 @@ def test_another_vocabulary_is_refused(teacher: Path, tmp_path: Path) -> None:
         (["teacher.rl_loss_weight=1"], "teacher.rl_loss_weight: unknown key"),
         (["actor.adv_norm.eps=1"], "actor.adv_norm"),
         (["actor.use_lora=true", "teacher.offload=true"], "teacher.offload: is true, but with actor.use_lora"),
-        (["teacher.models={a: b}"], "teacher.by: is null, but there are several teachers"),
+        (["teacher.models={a: b}"], "teacher.by: is null, but models names teachers; set it to"),
         (["teacher.by=a"], "teacher.by: is a, but teacher.models is null"),
         (["teacher.models={a: b}", "teacher.by=c", "teacher.path=d"], "teacher.path: is d, but models names"),
         (["teacher.models={}", "teacher.by=c"], "teacher.models: is empty; name at least one teacher"),
+        (["teacher.models={a: ''}", "teacher.by=c"], "teacher.models.a: is ''; a model folder or hub id is expected"),
+        (["teacher.models={a: [b]}", "teacher.by=c"], r"teacher.models: \[a\] is \['b'\].*, or null$"),
         (["teacher.models={1a: b}", "teacher.by=c"], "teacher.models: has the name '1a'; a letter and then"),
         (["teacher.models={a: null, b: c}", "teacher.by=d"], "teacher.models.a: names no other model than the student"),
         (

@@ -80,9 +80,9 @@ class TeacherPasses:
 
 
 class Teachers:
-    """The teachers of an update. At most one of them is on the device, and it changes between micro-batches.
+    """Exchanges the teachers of an update between micro-batches. Only the current teacher is held on the device.
 
-    Use it as a context manager, whose end takes the last teacher off the device.
+    Use it as a context manager. Its end releases the current teacher.
 
     Args:
         hold: Returns a context that holds the model of a role on the device, and yields its passes.
@@ -102,14 +102,18 @@ class Teachers:
         self._stack.close()
 
     def at(self, packed: PackedTokens) -> WholeTeacher:
-        """Run the layers of a micro-batch's teacher on it, see `TeacherPasses.at`.
+        """Run the layers of the teacher of a micro-batch, which `packed.teacher` names.
 
         Args:
             packed: The student's input.
+
+        Returns:
+            The last hidden states of the positions to predict, with the teacher's head, see `TeacherPasses.at`.
         """
         role = packed.teacher or self._default
         if self._passes is None or role != self._role:
             self.end()
+            self._passes = None  # also if memory runs out below: the last teacher has left the device
             self._stack.close()
             self._role, self._passes = role, self._stack.enter_context(self._hold(role))
         return self._passes.at(packed)
