@@ -152,7 +152,7 @@ def test_what_is_no_run_is_told(command: str, tmp_path: Path, capsys: pytest.Cap
 def test_recipes_lists_what_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     told = capsys.readouterr().out
-    for line in ("  ppo +Proximal", r"  gsm8k +\[grpo, gspo, ppo\] GSM8K", "  dapo +DAPO"):
+    for line in ("  ppo +Proximal", r"  gsm8k +\[grpo, gspo, ppo, online_dpo\] GSM8K", "  dapo +DAPO"):
         assert re.search(f"^{line}", told, re.M)
 
 
