@@ -32,8 +32,8 @@ def runs_few_rows(layers: Sequence[Layer], n_tokens: int, attend: Attend) -> boo
     """Return whether `few_rows_layers` can compute a pass.
 
     The pass must belong to a rollout, without gradients, and have at most `MOST_ROWS` tokens. The model must be on one
-    GPU of compute capability 9.0 or more. Each layer must have attention and a gated MLP, with norms only before them.
-    Adapters must be inactive, and products must not need a fixed order (`engine.exact`).
+    GPU, and `supports_few_rows` must accept its weights. Each layer must have attention and a gated MLP, with norms
+    only before them. Adapters must be inactive, and products must not need a fixed order (`engine.exact`).
 
     Args:
         layers: the layers of the model.
