@@ -243,10 +243,10 @@ def _settings(
         missing.append("the reference: the run began with random weights")
         config.ref = None
     teacher = config.teacher
-    several = teacher is not None and teacher.models is not None
-    is_known = not several or named in teacher.paths  # samples that were not trained name no teacher
-    if several:  # as in a run with the teacher of the sample alone
-        teacher.path, teacher.models = teacher.paths[named if is_known else teacher.role], None
+    is_known = True
+    if teacher is not None and teacher.models is not None:  # as in a run with the teacher of the sample alone
+        is_known = named in teacher.paths  # samples that were not trained name no teacher
+        teacher.path, teacher.models = teacher.paths.get(named or "", teacher.paths[teacher.role]), None
     if teacher is not None and not teacher.follows_actor and teacher.path is None:
         teacher.path = config.actor.path
     roles = experiment_roles(config)  # before the checkpoint takes the place of the actor's own model
