@@ -95,7 +95,7 @@ _OF_ROLLOUT = {
 _OF_DATASETS = {
     **dict.fromkeys(("num_workers", "pin_memory", "num_dataset_workers"), _NO_LOADERS),
     **dict.fromkeys(("scheduling_spec", "setup_timeout"), _NO_LOADERS),
-    "type": "the recipe decides what the rows are for, as in python -m areno.recipes.dpo",
+    "type": "the recipe decides what the rows are for, such as dpo or sft",
 }
 
 _OF_FILES = {
