@@ -138,7 +138,9 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
     results = {"areno": run_areno(settings, path, random_init, cost)}
     for name in settings.against:
         if name == PLAIN:
-            plain = replace(settings, exact=False, deterministic=False, share_prefixes="off", profile=None)
+            plain = replace(
+                settings, exact=False, deterministic=False, share_prefixes="off", teacher=None, profile=None
+            )
             results[name] = run_areno(plain, path, random_init, cost)
             continue
         results[name] = _run_other(name, settings, path, random_init)

@@ -22,12 +22,13 @@ from areno.bench.work import Work, row
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig
 from areno.config.run import EngineConfig
+from areno.config.teacher import SAMPLED, Divergence
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
 from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec, RolloutSpec, UpdateSpec
 from areno.errors import ConfigError, Problem
 from areno.layers.config import AdapterSpec
-from areno.loss_fns import gspo_loss_fn
+from areno.loss_fns import distillation_loss_fn, gspo_loss_fn
 from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.cost import Cost
@@ -91,6 +92,12 @@ class ArenoContender:
             ),
             "inline" if settings.profile else "auto",  # the profiler traces its own process only
         )
+        self._divergence: Divergence | None = None
+        if (loss_type := settings.teacher) is not None:
+            in_training = loss_type != SAMPLED
+            self._divergence = Divergence(loss_type) if in_training else None  # type: ignore[arg-type]
+            teacher = RoleSpec(path=folder, random_init=random_init, key="--teacher", in_training=in_training)
+            self.engine.ensure_roles({"teacher": teacher})
         self.start_s = time.perf_counter() - self._created
         self.vocab_size = self.engine.info.vocab_size
         if settings.routing_replay and self.engine.info.routes is None:
@@ -158,6 +165,8 @@ class ArenoContender:
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
         """Run GSPO updates on rows as if they had just been sampled, and wait until the weights are updated.
 
+        With `--teacher`, the loss of distillation is added. Its sampled form scores the rows with the teacher first.
+
         Args:
             rows: Training rows, such as those from `rollout`. Their `old_logprobs` are ignored.
 
@@ -166,8 +175,16 @@ class ArenoContender:
         """
         fresh = [replace(item, old_logprobs=None) for item in rows]
         spec, settings = self.engine.spec.mb_spec, self._settings
-        update = UpdateSpec(spec, settings.updates, seed=1, old_logprobs=settings.old_logprobs)
-        stats = self.engine.train(fresh, partial(gspo_loss_fn, clip_eps=3e-4), update)
+        update = UpdateSpec(
+            spec, settings.updates, seed=1, old_logprobs=settings.old_logprobs, divergence=self._divergence
+        )
+        loss_fn = partial(gspo_loss_fn, clip_eps=3e-4)
+        if settings.teacher == SAMPLED:
+            scores = self.engine.logprobs("teacher", [item.tokens or [] for item in fresh])
+            fresh = [replace(item, teacher_logprobs=of_row) for item, of_row in zip(fresh, scores, strict=True)]
+        if settings.teacher is not None:
+            loss_fn = partial(distillation_loss_fn, policy_loss_fn=loss_fn, sampled=settings.teacher == SAMPLED)
+        stats = self.engine.train(fresh, loss_fn, update)
         self.engine.wait()
         return stats
 
@@ -227,7 +244,8 @@ def run_areno(settings: Settings, folder: str, random_init: bool, cost: Cost) ->
             if settings.share_prefixes != "off" and timed.stats:
                 figures["computed_share"] = timed.stats[-1]["computed_tokens"] / timed.stats[-1]["row_tokens"]
             if settings.kind == "step":
-                for name in ("logp_abs_diff_mean", "logp_abs_diff_max", "clip_frac", "ratio_std"):
+                names = ["logp_abs_diff_mean", "logp_abs_diff_max", "clip_frac", "ratio_std"]
+                for name in names + ["distill_loss"] * (settings.teacher is not None):
                     figures[name] = statistics.median(stats[name] for stats in timed.stats)
             elif settings.kind == "rollout":
                 figures |= _agreement(timed.rows, ours.logprobs(timed.rows))

@@ -16,6 +16,7 @@ from typing import Literal, NoReturn, get_args
 
 from areno.bench.work import Work
 from areno.config.models import OptimizerType
+from areno.config.teacher import SAMPLED, DivergenceKind
 from areno.engine.spec import SharePrefixes
 from areno.errors import ConfigError, Problem
 
@@ -30,7 +31,8 @@ Kind = Literal[Compared, Standalone]
 _TRAINS = ("train", "step", "state", "grid")
 _WITH_TEXT = ("sampling", "agents", "serve", "driver", "sft", "grid")
 PLAIN = "plain"
-"""Name of areno without --exact, --deterministic and --share-prefixes, for --against."""
+"""Name of areno without --exact, --deterministic, --share-prefixes and --teacher, for --against."""
+_OF_PLAIN = "--exact, --deterministic, --share-prefixes and --teacher"
 _STANDALONE = get_args(Standalone)
 _OF_TRL = ("config", "algo", "seeds", "overrides")
 _USED_BY_SPECULATION = ("config", "overrides")  # of those
@@ -107,6 +109,7 @@ class Settings:
     deterministic: bool
     updates: int
     old_logprobs: Literal["recompute", "rollout"]
+    teacher: str | None
     routing_replay: bool
     lora_rank: int | None
     eager_decode: bool
@@ -202,6 +205,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--updates", type=_positive, default=1, help="step: optimizer steps per batch, as actor.ppo_n_minibatches")
     compared = "step: source of the ratio's denominator; rollout is actor.recompute_logprob=false"
     add("--old-logprobs", choices=["recompute", "rollout"], default="recompute", help=compared)
+    losses = [SAMPLED, *get_args(DivergenceKind)]
+    distilled = "step, train: add the loss of distillation from a teacher of the same shape, as teacher.loss_type"
+    add("--teacher", choices=losses, metavar="LOSS_TYPE", help=f"{distilled} ({', '.join(losses)})")
     add(
         "--tokenizer",
         metavar="FOLDER",
@@ -210,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept = "trl: folder to keep the curves (curves.svg), the numbers (result.json) and the runs in"
     add("--folder", help=f"state: folder to write to (default: a temporary folder). {kept}")
     add("--repeats", type=_positive, default=3, help="number of timed repeats after a warm-up")
-    others = "also measure this library. plain: areno without --exact, --deterministic and --share-prefixes"
+    others = f"also measure this library. plain: areno without {_OF_PLAIN}"
     add("--against", choices=["transformers", "vllm", PLAIN], action="append", help=others)
     add("--against-repeats", type=_positive, default=2)
     add(
@@ -366,6 +372,7 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
         (args.limit_s and kind != "grid", "--limit-s", f"is for grid, not for {kind}"),
         *_problems_of_ahead(args),
         *_problems_of_speculation(args),
+        (args.teacher and kind not in ("step", "train"), "--teacher", f"is for step and train, not for {kind}"),
         (args.messages and kind != "sft", "--messages", f"is for sft, not for {kind}"),
         (
             kind == "sft" and bool(args.uniform or args.prompts or args.samples),
@@ -374,9 +381,9 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
         ),
         (kind == "agents" and not args.tokenizer, "--tokenizer", "is missing; agents need one with a chat template"),
         (
-            PLAIN in against and not (args.exact or args.deterministic or args.share_prefixes != "off"),
+            PLAIN in against and not (args.exact or args.deterministic or args.share_prefixes != "off" or args.teacher),
             "--against",
-            "plain is for --exact, --deterministic and --share-prefixes; without them there is nothing to compare",
+            f"plain is for {_OF_PLAIN}; without them there is nothing to compare",
         ),
         (with_vllm and kind != "rollout", "--against", f"vllm does rollout only, not {kind}"),
         (with_vllm and device != "cuda:0", "--against", f"vllm takes the first GPU, cuda:0, and --device is {device}"),

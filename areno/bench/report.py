@@ -26,6 +26,7 @@ _SHOWN = [
     "mem_fraction",
     "eager_decode",
     "exact",
+    "teacher",
     "deterministic",
     "repeats",
 ]

@@ -115,6 +115,17 @@ def test_each_work_runs_on_a_cpu_and_tells_everything_in_one_line(
     assert out["ratio"] == {}
 
 
+@pytest.mark.parametrize("loss_type", ["sampled_reverse_kl", "jsd"])
+def test_a_step_with_a_teacher_is_compared_with_one_without(
+    loss_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = found(f"step --shape {tiny_folder(tmp_path)} --teacher {loss_type} --against plain {TINY}", capsys)
+    assert out["areno"]["distill_loss"] == pytest.approx(0.0, abs=1e-3)  # both have the same weights at first
+    assert "distill_loss" not in out["plain"]
+    assert set(out["ratio"]["plain"]) == {"rollout", "train", "step"}
+    assert out["settings"]["teacher"] == loss_type
+
+
 def test_the_page_names_every_figure_that_matters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_folder(tmp_path)
     assert bench.main(f"step --shape {folder} --no-recompute --uniform 3 9 --prompts 4 --repeats 1".split()) == 0
@@ -155,7 +166,8 @@ def test_the_page_names_every_figure_that_matters(tmp_path: Path, capsys: pytest
         ("rollout --shape tiny --uniform 2000 3000", "--uniform: makes rows of "),
         ("train --against vllm", "--against: vllm does rollout only, not train"),
         ("rollout --against vllm", "--against: vllm takes the first GPU"),
-        ("rollout --against plain", "--against: plain is for --exact, --deterministic and --share-prefixes"),
+        ("rollout --against plain", "--against: plain is for --exact, --deterministic, --share-prefixes and --teacher"),
+        ("rollout --teacher jsd", "--teacher: is for step and train, not for rollout"),
         ("sleep", "work: invalid choice"),
         ("rollout --prompt 5", "ambiguous option"),
         ("rollout 7", "unrecognized arguments: 7"),
