@@ -104,7 +104,7 @@ def files(title: str, files: dict[str, Path]) -> str:
 
 
 def columns(title: str, lines: dict[str, str]) -> str:
-    """Return a title and a line for each name with its description.
+    """Return a title and a line for each name with its description. Long descriptions go on in further lines.
 
     Args:
         title: The title line.
@@ -116,4 +116,5 @@ def columns(title: str, lines: dict[str, str]) -> str:
     if not lines:
         return ""
     width = max(map(len, lines))
-    return f"{title}\n" + "\n".join(f"  {name:<{width}}  {about}".rstrip() for name, about in lines.items())
+    how = {"width": 120, "subsequent_indent": " " * (width + 4), "break_on_hyphens": False}
+    return "\n".join([title, *(textwrap.fill(f"  {name:<{width}}  {about}", **how) for name, about in lines.items())])
