@@ -132,7 +132,7 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     for n_rows in (32, 128):  # small and large tiles
         sampler, slots = settings_of(n_rows + 1, 300, [SamplingParams()] * n_rows, "cpu")
         sample_hidden(some.repeat(n_rows // 16, 1), some.repeat(20, 1)[:300], slots, slots, sampler.tensors)
-    if capability >= 90 and dtype == torch.bfloat16:
+    if _has_few_rows(capability, str(dtype).removeprefix("torch.")):
         for n_rows in (4, 64):
             for weight in (torch.zeros(96, 128, dtype=dtype), torch.zeros(50, 100, dtype=dtype)):
                 x = torch.zeros(n_rows, weight.shape[1], dtype=dtype)
@@ -155,6 +155,11 @@ def kernels_of(folder: Path) -> Iterator[str]:
         yield from re.findall(r"^@kernel.*?^def (_\w+_kernel)\(", path.read_text(), re.M | re.S)
 
 
+def _has_few_rows(capability: int, dtype: str) -> bool:
+    """Products of few rows need PDL, much shared memory and half precision."""
+    return capability >= 90 and dtype == "bfloat16"
+
+
 def main(capability: str, dtype: str, *commands: str) -> int:
     assert os.environ.get("TRITON_INTERPRET") != "1"
     counts, errors = compile_launches(int(capability))
@@ -168,7 +173,8 @@ def main(capability: str, dtype: str, *commands: str) -> int:
         bench.main(command.split())
     launch_alone(getattr(torch, dtype), int(capability))
     print(f"{sum(counts.values())} launches of {len(counts)} kernels compiled")
-    print("not launched:", " ".join(sorted(set(kernels_of(KERNELS)) - set(counts))))
+    expected = set(kernels_of(KERNELS)) - (set() if _has_few_rows(int(capability), dtype) else {"_few_rows_kernel"})
+    print("not launched:", " ".join(sorted(expected - set(counts))))
     for error in errors:
         print(error, file=sys.stderr)
     return int(bool(errors))
