@@ -21,20 +21,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from areno.bench.areno_contender import ArenoContender
+from areno.bench.areno_contender import ArenoContender, decoder_config
 from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
-from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import requests_of_rest
 from areno.engine.spec import RolloutSpec
-from areno.run.groups import Admission, Choice, Group, n_tokens
+from areno.run.groups import DECISION_STEPS, Admission, Choice, Group, n_tokens
 from areno.run.in_flight import InFlight
 from areno.types import GenerationOutput, GenerationRequest, PromptItem, SamplingParams
 
 _SIGMA = 0.8  # of the logarithm of a length
 _SIMULATED = 8  # steps before the first timed one
-_STEPS = 16  # decoding steps between two decisions about the groups to replace
 _FULL_STEPS = 64  # decoding steps of a full batch that are timed
 
 
@@ -213,12 +211,7 @@ class _Mode:
         self.spec = RolloutSpec(
             max_running=self.at_once,
             max_len=max(settings.work.row_lens),
-            decoder=DecoderConfig(
-                mem_fraction=settings.mem_fraction,
-                max_prefill_tokens=settings.max_prefill_tokens,
-                eager_decode=settings.eager_decode,
-                speculation="off",  # repetitions have the same samples, which drafts would know
-            ),
+            decoder=decoder_config(settings),
         )
         self.choice: Choice | Admission
 
@@ -232,7 +225,7 @@ class _Mode:
         raise NotImplementedError
 
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
-        """Record finished samples, and return (number of samples to wait for, further groups to sample)."""
+        """Record finished samples. Returns (number of unfinished samples of the step, groups that begin)."""
         raise NotImplementedError
 
     def step(self, engine: _Decodes) -> _Step:
@@ -306,7 +299,7 @@ class _Waits(_Mode):
         return list(self.choice.groups)
 
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
-        """Record finished samples, and return (number of samples to wait for, further groups to sample)."""
+        """Record finished samples. Returns (number of unfinished samples of the step, groups that begin)."""
         self.choice.add(found)
         return self.choice.missing, []
 
@@ -323,7 +316,7 @@ class _Ahead(_Waits):
 class _Replaces(_Mode):
     """Steps that do not wait, and replace groups with equal rewards. A reward is known as soon as its sample ends."""
 
-    name, n_steps = "ahead, replaces", _STEPS
+    name, n_steps = "ahead, replaces", DECISION_STEPS
     choice: Admission
 
     def __init__(self, ours: ArenoContender, settings: Settings):
@@ -336,14 +329,9 @@ class _Replaces(_Mode):
         return []
 
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
-        """Record finished samples, and return (number of samples to wait for, further groups to sample)."""
-        self.choice.add(found)
-        more = self.choice.begin()
-        while (group := self.choice.to_judge()) is not None:
-            self.choice.judge(self.has_equal_rewards(group))
-            more += self.choice.begin()
-        self.choice.wait()
-        return 0 if self.choice.is_over else self.choice.n_open, more
+        """Record finished samples. Returns (number of unfinished samples of the step, groups that begin)."""
+        more: list[Group] = []
+        return self.choice.decide(found, more.extend, self.has_equal_rewards), more
 
 
 class _Rounds(_Mode):
@@ -352,7 +340,7 @@ class _Rounds(_Mode):
     A step trains on the first groups with different rewards in the order of the prompts, and drops the others.
     """
 
-    name, n_steps = "waits, in rounds", _STEPS
+    name, n_steps = "waits, in rounds", DECISION_STEPS
     choice: Admission
 
     def begin(self) -> list[Group]:
@@ -363,9 +351,9 @@ class _Rounds(_Mode):
         return []
 
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
-        """Record finished samples, and return (number of samples to wait for, further groups to sample)."""
+        """Record finished samples. Returns (number of unfinished samples of the step, groups that begin)."""
         for group, output in found:
-            group.finished[output.sample] = output
+            group.record(output)
             self._n_equal += not group.missing and self.has_equal_rewards(group)
         more = list[Group]()
         size = len(self.items)
@@ -407,10 +395,10 @@ def _full_batch_speed(engine: Engine, mode: _Mode) -> float:
     engine.advance(mode.at_once, max(_FULL_STEPS, 2 * mode.at_once))
     engine.park()
     engine.submit([_ignoring_ends(k, prompt, new) for k, prompt in enumerate(prompts)])
-    _, [stats] = engine.advance(1 << 40, _STEPS)
+    _, [stats] = engine.advance(1 << 40, DECISION_STEPS)
     while stats.waiting and stats.generated_tokens < mode.at_once * _FULL_STEPS:  # prefill
-        _, [stats] = engine.advance(1 << 40, _STEPS)
-    _, [before] = engine.advance(1 << 40, _STEPS)
+        _, [stats] = engine.advance(1 << 40, DECISION_STEPS)
+    _, [before] = engine.advance(1 << 40, DECISION_STEPS)
     began = time.perf_counter()
     _, [after] = engine.advance(1 << 40, _FULL_STEPS)
     seconds = time.perf_counter() - began
@@ -420,7 +408,7 @@ def _full_batch_speed(engine: Engine, mode: _Mode) -> float:
 
 
 def _ignoring_ends(request_id: int, prompt: list[int], n_tokens: int) -> GenerationRequest:
-    """Return a request of a sample with `n_tokens` tokens."""
+    """Return a request for one sample of exactly `n_tokens` tokens, which end-of-sequence tokens do not end."""
     params = SamplingParams(max_new_tokens=n_tokens, ignore_eos=True)
     return GenerationRequest(request_id=request_id, prompt=prompt, params=params, seed=request_id)
 

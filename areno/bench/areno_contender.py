@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from areno.bench.arguments import Settings
 from areno.bench.device import memory_watched
@@ -46,6 +46,21 @@ def adapters_of(settings: Settings, config: TransformerConfig) -> AdapterSpec | 
     if settings.lora_rank is None:
         return None
     return AdapterSpec(settings.lora_rank, 2.0 * settings.lora_rank, tuple(linear_shapes(config)))
+
+
+def decoder_config(settings: Settings, speculation: Literal["on", "off"] = "off") -> DecoderConfig:
+    """Return the settings of the decoder that the command line asks for.
+
+    Args:
+        settings: The parsed command line.
+        speculation: As rollout.speculation. "off" by default, because drafts would know the samples of repetitions.
+    """
+    return DecoderConfig(
+        max_prefill_tokens=settings.max_prefill_tokens,
+        mem_fraction=settings.mem_fraction,
+        eager_decode=settings.eager_decode,
+        speculation=speculation,
+    )
 
 
 class ArenoContender:
@@ -129,13 +144,7 @@ class ArenoContender:
         Returns:
             The limits on requests in this phase.
         """
-        settings = self._settings
-        decoder = DecoderConfig(
-            max_prefill_tokens=settings.max_prefill_tokens,
-            mem_fraction=settings.mem_fraction,
-            eager_decode=settings.eager_decode,
-            speculation="off",  # repetitions have the same samples, which drafts would know
-        )
+        decoder = decoder_config(self._settings)
         max_len = min(max_len, self.engine.info.context_len)
         return self.engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=max_len, decoder=decoder))
 

@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from areno.bench.areno_contender import ArenoContender
+from areno.bench.areno_contender import ArenoContender, decoder_config
 from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
 from areno.bench.trl_contender import prompts_of
-from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import DraftCounts, RolloutSpec
 from areno.errors import ConfigError, Problem
@@ -121,12 +120,7 @@ def _roll_out(
     engine: Engine, settings: Settings, prompts: _Prompts, mode: Any, seed: int
 ) -> tuple[float, list[list[int]], DraftCounts]:
     """Run a rollout. Return its time in seconds, the completions of all turns, and the counts of drafts."""
-    decoder = DecoderConfig(
-        max_prefill_tokens=settings.max_prefill_tokens,
-        mem_fraction=settings.mem_fraction,
-        eager_decode=settings.eager_decode,
-        speculation=mode,
-    )
+    decoder = decoder_config(settings, mode)
     longest = max(map(len, prompts.tokens)) + prompts.params.max_new_tokens
     longest += (settings.turns - 1) * (prompts.params.max_new_tokens + _RESULT_TOKENS)
     max_len = min(longest, engine.info.context_len)

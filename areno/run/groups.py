@@ -14,6 +14,9 @@ from typing import Any
 
 from areno.types import GenerationOutput, PromptItem, RewardRecord, ScoredSample
 
+DECISION_STEPS = 16
+"""Decoding steps between two decisions about dynamic sampling during a rollout."""
+
 
 @dataclass(slots=True, eq=False)
 class Group:
@@ -55,6 +58,15 @@ class Group:
     def unfinished(self) -> list[GenerationOutput]:
         """The outputs of the unfinished samples so far, in the order of their numbers."""
         return [self.latest(sample) for sample in range(self.n_samples) if sample not in self.finished]
+
+    def record(self, output: Any) -> None:
+        """Record a finished sample.
+
+        Args:
+            output: The sample: a GenerationOutput or an AgentSample.
+        """
+        self.finished[output.sample] = output
+        self.parked.pop(output.sample, None)
 
     def latest(self, sample: int) -> GenerationOutput:
         """Return the output of a sample so far.
@@ -135,7 +147,7 @@ class Choice:
 
     @property
     def gone(self) -> Sequence[Group]:
-        """The groups that are no longer in flight after the step: those that it trains on."""
+        """The groups that the step trains on, which are no longer in flight afterwards."""
         return self.taken
 
     def _certain(self, group: Group, finished: Sequence[Any]) -> list[tuple[Group, Any]]:
@@ -173,8 +185,7 @@ class Choice:
         """
         found = []
         for group, output in outputs:
-            group.finished[output.sample] = output
-            group.parked.pop(output.sample, None)
+            group.record(output)
             found += self._certain(group, [output])
         return found
 
@@ -232,7 +243,7 @@ class Admission:
 
     @property
     def gone(self) -> Sequence[Group]:
-        """The groups that are no longer in flight after the step: those that it trains on or drops."""
+        """The groups that the step trains on or drops, which are no longer in flight afterwards."""
         return [*self.taken, *self.dropped]
 
     @property
@@ -267,11 +278,34 @@ class Admission:
             outputs: Each finished sample with its group, in the order in which the samples finished.
         """
         for group, output in outputs:
-            group.finished[output.sample] = output
-            group.parked.pop(output.sample, None)
+            group.record(output)
             self._n_open -= 1
             if not group.missing:
                 self._unknown.append(group)
+
+    def decide(
+        self,
+        outputs: Iterable[tuple[Group, GenerationOutput]],
+        on_begin: Callable[[list[Group]], None],
+        is_uniform: Callable[[Group], bool],
+    ) -> int:
+        """Make all decisions after a decoding interval: record its samples, begin groups, and drop uniform groups.
+
+        Args:
+            outputs: Each finished sample with its group, in the order in which the samples finished.
+            on_begin: Function that is called with the groups that begin, before they are judged.
+            is_uniform: Function that waits for the rewards of a whole group, and returns whether all are equal.
+
+        Returns:
+            Number of unfinished samples. 0 if the step is over.
+        """
+        self.add(outputs)
+        on_begin(self.begin())
+        while (group := self.to_judge()) is not None:
+            self.judge(is_uniform(group))
+            on_begin(self.begin())
+        self.wait()
+        return 0 if self.is_over else self._n_open
 
     def to_judge(self) -> Group | None:
         """Return a group whose rewards must be known before the rollout continues. None if there is none."""

@@ -165,8 +165,7 @@ class InFlight:
             if output.finish_reason is None:
                 group.parked[output.sample] = output
             else:
-                group.finished[output.sample] = output
-                group.parked.pop(output.sample, None)
+                group.record(output)
         gone = set(choice.gone)
         self.groups = [group for group in self.groups if group not in gone]
         n_thrown_away = 0

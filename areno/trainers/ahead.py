@@ -18,7 +18,7 @@ from areno.api.session import request_seed
 from areno.engine.requests import requests_of_rest
 from areno.engine.spec import RolloutStats
 from areno.plan.plan import sampling_params
-from areno.run.groups import Admission, Choice, Group, n_tokens
+from areno.run.groups import DECISION_STEPS, Admission, Choice, Group, n_tokens
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agents import sample_live_agents
@@ -26,8 +26,6 @@ from areno.trainers.rounds import n_groups, warn_all_equal, with_signal
 from areno.trainers.score import Scorer
 from areno.trainers.scores import StepScores
 from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, ScoredSample
-
-_STEPS = 16  # decoding steps between two decisions about the prompts to replace
 
 
 def sample_ahead(
@@ -146,7 +144,7 @@ def sample_replacing(
             with RolloutProgress("rollout", size, config.gconfig.n_samples, copies, reward) as replacing.display:
                 params = sampling_params(config.gconfig)
                 with setup.trainer.rollout_session(sampling_params=params, proxy=False):
-                    parked = setup.trainer.rollout_until([], replacing, _STEPS)
+                    parked = setup.trainer.rollout_until([], replacing, DECISION_STEPS)
             if not admission.taken:
                 warn_all_equal()
                 admission.keep_dropped()
@@ -197,22 +195,20 @@ class _Replacing:
         Returns:
             (number of unfinished samples, or 0 if the step is over; requests of the prompts that begin).
         """
-        admission = self._admission
         found = [(self.group_of[output.request_id], output) for output in outputs]
         self._take(found)
         self.display([numbered(output, self._places[group]) for group, output in found], stats)
         self._setup.run.pulse()
-        admission.add(found)
-        requests = self._begin()
-        while (group := admission.to_judge()) is not None:
-            admission.judge(len(set(self._scorer.rewards_of(self._places[group]))) < 2)
-            requests += self._begin()
-        admission.wait()
-        return 0 if admission.is_over else admission.n_open, requests
+        requests: list[GenerationRequest] = []
+        n_open = self._admission.decide(found, lambda groups: requests.extend(self._begin(groups)), self._is_uniform)
+        return n_open, requests
 
-    def _begin(self) -> list[GenerationRequest]:
-        """Begin groups, and return their requests."""
-        groups = self._admission.begin()
+    def _is_uniform(self, group: Group) -> bool:
+        """Wait for the rewards of a group, and return whether all are equal."""
+        return len(set(self._scorer.rewards_of(self._places[group]))) < 2
+
+    def _begin(self, groups: Sequence[Group]) -> list[GenerationRequest]:
+        """Prepare the scoring of groups that begin, and return their requests."""
         self._scorer.extend([group.item for group in groups])
         for group in groups:
             self._places[group] = len(self._places)

@@ -17,14 +17,13 @@ from areno.api.metrics import rewards_by_group
 from areno.api.session import request_seed
 from areno.engine.spec import RolloutStats
 from areno.plan.plan import sampling_params
+from areno.run.groups import DECISION_STEPS
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.score import Scorer
 from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, ScoredSample
 
 logger = logging.getLogger("areno")
-
-_STEPS = 16  # decoding steps between decisions
 
 
 def with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray, int]:
@@ -112,7 +111,7 @@ def sample_rounds(
             with RolloutProgress("rollout", len(batch), config.gconfig.n_samples, copies, reward) as rounds.display:
                 params = sampling_params(config.gconfig)
                 with setup.trainer.rollout_session(sampling_params=params, proxy=False):
-                    setup.trainer.rollout_until(rounds.requests(batch), rounds, _STEPS)
+                    setup.trainer.rollout_until(rounds.requests(batch), rounds, DECISION_STEPS)
             log_stage("rollout_end")
         with run.clock.phase("reward"):  # waits for the rewards that are still being computed
             return scorer.finish(), rounds.batches

@@ -151,7 +151,7 @@ def test_rewards_are_not_waited_for_while_the_device_is_full():
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
     """The answers of the small model are short."""
-    monkeypatch.setattr(ahead, "_STEPS", 2)
+    monkeypatch.setattr(ahead, "DECISION_STEPS", 2)
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------

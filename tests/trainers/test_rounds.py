@@ -50,7 +50,7 @@ def test_rounds_that_overlap_draw_the_same(tmp_path: Path, monkeypatch: pytest.M
         return outputs
 
     with monkeypatch.context() as patch:
-        patch.setattr(rounds, "_STEPS", 2)  # the answers are short
+        patch.setattr(rounds, "DECISION_STEPS", 2)  # the answers are short
         patch.setattr(Engine, "submit", spied_submit)
         patch.setattr(Engine, "_received", spied_received)
         together = play("grpo", tmp_path / "together", *LONG, reward_fn=odd)

@@ -275,7 +275,7 @@ class SampleMemory:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Time of a decoding step. The unit is the time that one more row adds on the device.
+    """Costs of a decoding step, as multiples of the time that one more row takes on the device.
 
     Attributes:
         fixed: Time of a step without rows, mostly for reading the weights.
