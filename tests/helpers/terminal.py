@@ -14,6 +14,7 @@ import threading
 from typing import TextIO
 
 _CODE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
+_BEGUN_CODE = re.compile(r"\x1b(\[[0-9;?]*)?\Z")
 
 
 class Terminal:
@@ -45,8 +46,8 @@ class Terminal:
 
     @property
     def written(self) -> str:
-        """All that was written so far, up to the last whole character."""
-        return codecs.getincrementaldecoder("utf-8")().decode(self._bytes)
+        """The text so far, up to the last whole character and code: a program may be killed between two bytes."""
+        return _BEGUN_CODE.sub("", codecs.getincrementaldecoder("utf-8")().decode(self._bytes))
 
     def close(self) -> None:
         """Nothing more will be written."""

@@ -416,19 +416,25 @@ def hidden_of(model: Transformer) -> Tensor:
         return model(torch.arange(12) * 7 % model.config.vocab_size, positions, attend)
 
 
-def compare_two_ranks() -> None:
+TWO_RANKS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "qwen3": ((ALL,), {}),
+    "phi3": (((),), {"family": "phi3"}),
+    "qwen3_5": (((),), {"family": "qwen3_5_text", **LIKE_STATES}),
+}
+
+
+def compare_two_ranks(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank_main, args=(f"file://{folder}/rendezvous",), nprocs=2)
+        torch.multiprocessing.spawn(_rank_main, args=(f"file://{folder}/rendezvous", name), nprocs=2)
 
 
-def _rank_main(rank: int, meeting: str) -> None:
+def _rank_main(rank: int, meeting: str, name: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     tp = ParallelGroup(rank=rank, size=2, group=dist.group.WORLD)
+    args, options = TWO_RANKS[name]
     for compare in (compare_fused, compare_sampled):
-        compare(tp, ALL)
-        compare(tp, (), family="phi3")
-        compare(tp, (), family="qwen3_5_text", **LIKE_STATES)
+        compare(tp, *args, **options)
     dist.destroy_process_group()
 
 
@@ -438,9 +444,15 @@ def _rank_main(rank: int, meeting: str) -> None:
         "compare_sampled",
         *(
             pytest.param(f"compare_{n}", marks=pytest.mark.slow)
-            for n in ("kernel", "sampled_gelu", "engine", "fused", "shared", "two_ranks")
+            for n in ("kernel", "sampled_gelu", "engine", "fused", "shared")
         ),
     ],
 )
 def test_interpreted(name: str) -> None:
     run_interpreted(f"from tests.models.test_lora_ranks import {name}; {name}()")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_interpreted(name: str) -> None:
+    run_interpreted(f"from tests.models.test_lora_ranks import compare_two_ranks; compare_two_ranks({name!r})")

@@ -420,7 +420,7 @@ def test_a_run_that_is_stopped_continued_and_ended(tmp_path, end):
     if end != signal.SIGKILL:
         assert terminal.lines[-2] in ("interrupted", "terminated")
         assert "to resume it: " in terminal.lines[-3]
-    assert terminal.lines[-1] == "", "the prompt of the shell begins a line"
+        assert terminal.lines[-1] == "", "the prompt of the shell begins a line"
     assert not set(re.findall(r"\x1b\[[0-9;?]*([A-Za-z])", terminal.written)) - set("AJKm")
 
 
