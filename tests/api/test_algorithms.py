@@ -35,6 +35,7 @@ from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
 from areno.tracking.run_folder import script_of
 from tests.helpers import warm_python
+from tests.helpers.reward_functions import length
 
 ROOT = Path(__file__).parents[2]
 BUILT_IN = {
@@ -383,11 +384,7 @@ def test_a_loss_for_a_recipes_own_loop_in_memory(tmp_path: Path) -> None:
     actor = GRPOActorConfig(path=str(find_file("examples/quickstart/model")), gradient_checkpointing=False)
     config = load(MyConfig, "quickstart", [*SMALL, "total_train_steps=1", f"cluster.fileroot={tmp_path}"])
     config.actor = actor
-    with made.trainer(config, tmp_path / "r", train_dataset=[{"prompt": "1+9="}] * 4, reward_fn=len_reward) as trainer:
+    with made.trainer(config, tmp_path / "r", train_dataset=[{"prompt": "1+9="}] * 4, reward_fn=length) as trainer:
         assert trainer.fit() > 1
     [loss] = [row["train/loss"] for row in scalars(tmp_path / "r") if "train/loss" in row]
     assert loss > 0  # the likelihood of a sample is below 1
-
-
-def len_reward(record: Any) -> float:
-    return float(len(record.completion))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -20,6 +19,7 @@ from areno.run.in_flight import InFlight
 from areno.trainers import ahead, collect
 from areno.types import GenerationOutput, PromptItem, TrainSequence
 from tests.helpers.policy_runs import Played, play, trained
+from tests.helpers.reward_functions import always_one, odd_length, slow_odd_length
 
 # Which prompts begin and which are trained ----------------------------------------------------------------------------
 
@@ -167,20 +167,7 @@ AHEAD = [
 ]
 
 
-def odd(record: Any) -> float:
-    return float(len(record.completion) % 2)
-
-
-def slow_odd(record: Any) -> float:
-    time.sleep(0.05 * (len(record.completion) % 3))
-    return odd(record)
-
-
-def equal(record: Any) -> float:
-    return 1.0
-
-
-def epoch(folder: Path, *more: str, n: int = 22, reward: Any = odd) -> Played:
+def epoch(folder: Path, *more: str, n: int = 22, reward: Any = odd_length) -> Played:
     """A whole epoch of 22 prompts, in batches of four and one of two."""
     rows = [{"prompt": f"{10 + k}+{20 + k}=", "solutions": [str(30 + 2 * k)]} for k in range(n)]
     data = ["total_train_steps=null", "total_train_epochs=1", "train_dataset.drop_last=false"]
@@ -199,7 +186,7 @@ def groups_of(rows: Sequence[TrainSequence]) -> Iterator[tuple[Row, ...]]:
         yield tuple(map(row_of, rows[start : start + 2]))
 
 
-@pytest.mark.parametrize("reward", [odd, slow_odd], ids=["quick", "slow"])
+@pytest.mark.parametrize("reward", [odd_length, slow_odd_length], ids=["quick", "slow"])
 def test_with_frozen_weights_an_epoch_trains_the_groups_with_different_rewards(reward, tmp_path):
     frozen = ["actor.optimizer.lr=0", "engine.exact=true"]
     waits = epoch(tmp_path / "waits", *LONG, *frozen)
@@ -242,7 +229,7 @@ def test_lengths_are_those_of_trained_prompts(tmp_path, monkeypatch):
     assert not Counter(in_time) - Counter(every)
 
 
-@pytest.mark.parametrize("reward", [odd, slow_odd], ids=["quick", "slow"])
+@pytest.mark.parametrize("reward", [odd_length, slow_odd_length], ids=["quick", "slow"])
 def test_a_resumed_run_trains_the_same_samples(reward, tmp_path, monkeypatch):
     settings = [*AHEAD, "recover.mode=auto", "recover.freq_steps=1"]
     whole = epoch(tmp_path / "whole", *settings, n=60)
@@ -265,7 +252,7 @@ def test_a_resumed_run_trains_the_same_samples(reward, tmp_path, monkeypatch):
 
 def test_a_step_without_any_difference_ends_after_some_rounds(tmp_path):
     settings = [*AHEAD, "rollout.max_sampling_rounds=3", "total_train_steps=2"]
-    run = epoch(tmp_path / "run", *settings, reward=equal)
+    run = epoch(tmp_path / "run", *settings, reward=always_one)
     assert run.series("rollout/sampling_rounds") == [3, 3]
     assert run.series("rollout/dropped_groups") == [8, 6]
     assert [len(rows) for rows in run.rows] == [8, 8]

@@ -28,6 +28,7 @@ from tests.helpers.agent_runs import AGENTS
 from tests.helpers.agent_runs import run as agent_run
 from tests.helpers.policy_runs import MODEL, play, trained
 from tests.helpers.recipe_runs import train
+from tests.helpers.reward_functions import always_one, odd_first_digit
 from tests.helpers.variant_runs import Variant, close, player
 
 TASK = "quickstart_online_dpo"
@@ -142,23 +143,21 @@ def test_more_pairs_of_a_prompt_and_more_updates(online: Variant) -> None:
     assert [row.reward for row in rows] == close(expected)
 
 
-def odd(record: Any) -> float:
-    return float(record.completion[:1] in "13579")
-
-
 def test_equal_rewards_are_no_pair(tmp_path: Path) -> None:
     words = ["reward.workers=1", "gconfig.n_samples=2", "saver.freq_steps=1", "total_train_steps=3", *ONE_PAIR]
-    run = play("online_dpo", tmp_path / "some", *words, task=TASK, reward_fn=odd)
+    run = play("online_dpo", tmp_path / "some", *words, task=TASK, reward_fn=odd_first_digit)
     tied, pairs = run.series("rollout/tied_pairs"), run.series("rollout/pairs")
     assert max(tied) > 0
     assert [one + other for one, other in zip(tied, pairs, strict=True)] == [4, 4, 4]
     assert [len(rows) for rows in run.rows] == [2 * n for n in pairs if n]
 
-    filled = play("online_dpo", tmp_path / "filled", *words, "rollout.dynamic_sampling=true", task=TASK, reward_fn=odd)
+    filled = play(
+        "online_dpo", tmp_path / "filled", *words, "rollout.dynamic_sampling=true", task=TASK, reward_fn=odd_first_digit
+    )
     assert max(filled.series("rollout/sampling_rounds")) > 1
     assert [len(rows) for rows in filled.rows] == [8, 8, 8]
 
-    none = play("online_dpo", tmp_path / "none", *words, task=TASK, reward_fn=lambda record: 1.0)
+    none = play("online_dpo", tmp_path / "none", *words, task=TASK, reward_fn=always_one)
     assert none.rows == []
     assert none.series("rollout/pairs") == [0, 0, 0]
     assert "train/loss" not in none.names()

@@ -12,6 +12,7 @@ from areno.engine.engine import Engine
 from areno.errors import ArenoError
 from areno.trainers import collect, rounds
 from tests.helpers.policy_runs import Played, play
+from tests.helpers.reward_functions import odd_length
 
 LONG = [
     "gconfig.max_new_tokens=60",
@@ -21,10 +22,6 @@ LONG = [
     "engine.exact=true",
     "reward.workers=1",
 ]
-
-
-def odd(record: Any) -> float:
-    return float(len(record.completion) % 2)
 
 
 def rows_of(run: Played) -> list[list[tuple[list[int], list[float], float]]]:
@@ -53,10 +50,10 @@ def test_rounds_that_overlap_draw_the_same(tmp_path: Path, monkeypatch: pytest.M
         patch.setattr(rounds, "DECISION_STEPS", 2)  # the answers are short
         patch.setattr(Engine, "submit", spied_submit)
         patch.setattr(Engine, "_received", spied_received)
-        together = play("grpo", tmp_path / "together", *LONG, reward_fn=odd)
+        together = play("grpo", tmp_path / "together", *LONG, reward_fn=odd_length)
     assert any(begun_early)
     monkeypatch.setattr(collect, "can_overlap", lambda setup: False)
-    apart = play("grpo", tmp_path / "apart", *LONG, reward_fn=odd)
+    apart = play("grpo", tmp_path / "apart", *LONG, reward_fn=odd_length)
     assert max(apart.series("rollout/sampling_rounds")) > 1
     assert rows_of(together) == rows_of(apart)
     for name in ("rollout/sampling_rounds", "rollout/dropped_groups", "rollout/rewards_mean", "train/policy_loss"):
@@ -68,7 +65,7 @@ def test_prompts_that_need_a_larger_cache_wait(tmp_path: Path) -> None:
     rows = [{"prompt": "1+2=" if k < 4 else "+".join(["12"] * 40) + "=", "solutions": ["3"]} for k in range(8)]
     settings = [*LONG, "train_dataset.shuffle=false", "train_dataset.max_length=200"]
     settings += ["total_train_steps=1"]
-    run = play("grpo", tmp_path / "run", *settings, reward_fn=odd, train_dataset=rows)
+    run = play("grpo", tmp_path / "run", *settings, reward_fn=odd_length, train_dataset=rows)
     assert run.series("rollout/sampling_rounds")[0] > 1
     lengths = {sample["prompt_tokens"] for sample in run.samples(1)}
     assert max(lengths) + 60 > 128 > min(lengths) + 60

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,9 @@ import pytest
 from areno.trainers.score import Scorer
 from areno.trainers.scores import StepScores
 from tests.helpers.policy_runs import Played, other_actor, play
+from tests.helpers.reward_functions import slow_length, slow_length_or_none
 
 NAMES = ("train/policy_loss", "train/grad_norm", "rollout/rewards_mean")
-
-
-def slow(record: Any) -> float:
-    time.sleep(0.02)
-    return float(len(record.completion) % 3)
-
-
-def slow_or_none(record: Any) -> float | None:
-    time.sleep(0.02)
-    return None if record.completion.startswith("1") else float(len(record.completion) % 3)
 
 
 def figures(run: Played) -> list[Any]:
@@ -30,7 +20,7 @@ def figures(run: Played) -> list[Any]:
     return [*(run.series(name) for name in NAMES), repr(rows)]
 
 
-@pytest.mark.parametrize("reward", [pytest.param(slow, marks=pytest.mark.slow), slow_or_none])
+@pytest.mark.parametrize("reward", [pytest.param(slow_length, marks=pytest.mark.slow), slow_length_or_none])
 @pytest.mark.parametrize(
     ("recipe", "settings", "names"),
     [
@@ -57,7 +47,7 @@ def test_scores_do_not_wait_for_rewards(recipe, settings, names, reward, tmp_pat
     settings = [*settings, "reward.workers=1", "total_train_steps=1"]
     early = play(recipe, tmp_path / "early", *settings, reward_fn=reward)
     assert set(order[: order.index("rewards")]) == names
-    if reward is slow:  # else the rows to train on are others
+    if reward is slow_length:  # else the rows to train on are others
         assert order[-1] == "rewards"
     monkeypatch.setattr(Scorer, "is_waiting", False)
     late = play(recipe, tmp_path / "late", *settings, reward_fn=reward)
