@@ -25,6 +25,7 @@ from tests.helpers.agent_runs import DATA, run
 from tests.helpers.resumed import lost_in
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_on_two_turns_with_a_tool_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "areno"):
         played = run(tmp_path, "two_turns.py")
@@ -42,6 +43,7 @@ def test_a_recipe_trains_on_two_turns_with_a_tool_result(tmp_path: Path, caplog:
     assert "agentic train batch built samples=16 tokens=" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_example_with_a_tool_trains(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples/agentic/tools"
     orders = [{"prompt": f"Go {way}.", "solutions": way} for way in ("up", "down", "left", "right")]
@@ -58,6 +60,7 @@ def test_the_example_with_a_tool_trains(tmp_path: Path) -> None:
     assert max(played.series("train/logp_abs_diff_max")) < 1e-4
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_seed_draw_the_same(tmp_path: Path) -> None:
     def drawn(folder: Path) -> list[Any]:
         played = run(folder, "quick_turns.py", "total_train_steps=1")
@@ -66,6 +69,7 @@ def test_two_runs_with_one_seed_draw_the_same(tmp_path: Path) -> None:
     assert drawn(tmp_path / "a") == drawn(tmp_path / "b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gspo", "grpo"])
 def test_greedy_agents(tmp_path: Path, recipe: str) -> None:
     """Samples of a prompt differ only by what tools answer, and these answer alike: a conversation for each prompt."""
@@ -75,6 +79,7 @@ def test_greedy_agents(tmp_path: Path, recipe: str) -> None:
     assert max(played.series("train/logp_abs_diff_max")) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_critic_trains_on_turns_too(tmp_path: Path) -> None:
     settings = ["critic.warmup_steps=0", "ref=null", "actor.kl_ctl=0"]
     played = run(tmp_path, "quick_turns.py", *settings, recipe="ppo", task="quickstart_ppo")
@@ -82,6 +87,7 @@ def test_a_critic_trains_on_turns_too(tmp_path: Path) -> None:
     assert max(played.series("train/logp_abs_diff_max")) < 1e-4
 
 
+@pytest.mark.slow
 def test_tool_results_are_trained_where_that_is_asked_for(tmp_path: Path) -> None:
     played = run(tmp_path, "quick_turns.py", "agent.train_tool_results=true", "total_train_steps=1")
     for row in played.rows[0]:
@@ -92,6 +98,7 @@ def test_tool_results_are_trained_where_that_is_asked_for(tmp_path: Path) -> Non
     assert played.series("train/logp_abs_diff_max")[0] < 1e-4
 
 
+@pytest.mark.slow
 def test_failing_samples_leave_their_group_and_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +172,7 @@ def test_a_lost_worker_is_told_at_once_however_slow_agents_are(tmp_path: Path, m
     assert time.monotonic() - started < 80
 
 
+@pytest.mark.slow
 def test_rows_that_are_too_long_are_filtered_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One has no room for its second turn; a row over the limit, though each request fitted, is dropped as well."""
     long = [{"prompt": "ok"}, {"prompt": "hello world " * 3}]

@@ -56,6 +56,7 @@ def played(example: str, row: Any, say: Any, **how: Any) -> tuple[Any, float]:
     return episode, value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", [*ENVIRONMENTS, "tools"])
 def test_rows(example: str, tmp_path: Path) -> None:
     """The generator's file is what its loader reads, the same for the same seed; splits made without a file differ."""
@@ -280,6 +281,7 @@ def repaired(row: Any) -> list[Any]:
     return [[("inspect_tree", {})], [("apply_patch", {"patch": diff})], [("submit", {})]]
 
 
+@pytest.mark.slow
 @linux
 def test_repairs() -> None:
     rows = import_module("coding_bugs").repairs(4, seed=1)

@@ -89,6 +89,7 @@ def test_a_failing_agent_leaves_the_others_alone(session: RolloutSession) -> Non
         assert re.search(message, outcomes[name].message), outcomes[name]
 
 
+@pytest.mark.slow
 def test_agents_that_only_wait_are_no_hang(session: RolloutSession, tmp_path: Path) -> None:
     beats: list[int] = []
     over = after(2, tmp_path / "over")
@@ -111,6 +112,7 @@ def test_an_agent_out_of_time_is_a_timeout_and_others_are_done(session: RolloutS
     assert "asyncio.sleep(1_000_000)" in FILE.read_text().splitlines()[line - 1]
 
 
+@pytest.mark.slow
 def test_an_agent_that_holds_the_loop_is_found_and_the_others_run_again(session: RolloutSession) -> None:
     outcomes = run(session, "ok", "block for ever", "ok too")
     assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "ok"]
@@ -118,6 +120,7 @@ def test_an_agent_that_holds_the_loop_is_found_and_the_others_run_again(session:
     assert "faulty.py" in outcomes[1].message
 
 
+@pytest.mark.slow
 def test_each_outcome_is_told_once_and_as_soon_as_it_is_there(session: RolloutSession, tmp_path: Path) -> None:
     told: list[tuple[int, Any]] = []
     over = after(4, tmp_path / "over")
@@ -141,6 +144,7 @@ def test_each_outcome_is_told_once_and_as_soon_as_it_is_there(session: RolloutSe
         assert [outcome.status for outcome in pool.run(list(batch_of("ok", "ok")), context)] == ["ok", "ok"]
 
 
+@pytest.mark.slow
 def test_an_agent_that_ends_its_process_costs_only_its_own_sample(session: RolloutSession) -> None:
     prompts = [f"ok {number}" for number in range(10)]
     outcomes = run(session, *prompts[:5], "die", *prompts[5:], workers=2)
@@ -189,6 +193,7 @@ def test_what_was_not_sampled_here_is_told_when_rows_are_made(
         builder(session).trajectory(outcome.turns)
 
 
+@pytest.mark.slow
 def test_hundreds_of_agents_run_at_once(session: RolloutSession) -> None:
     outcomes = run(session, *(f"ok {number}" for number in range(200)), workers=2)
     assert {outcome.status for outcome in outcomes} == {"ok"}
@@ -219,6 +224,7 @@ def test_a_name_that_is_no_file_is_refused_at_once() -> None:
         AgentPool(AgentConfig(fn="agent")).start()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_no_requests_behind(session: RolloutSession) -> None:
     def interrupt(done: int) -> None:
         raise KeyboardInterrupt

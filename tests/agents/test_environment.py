@@ -210,6 +210,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return server_here()
 
 
+@pytest.mark.slow
 def test_tools_of_an_mcp_server(server: Any) -> None:
     from areno.agents.mcp_tools import McpEnvironment
 

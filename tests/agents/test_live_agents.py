@@ -55,6 +55,7 @@ def no_server_runs() -> bool:
     return not threads_of_servers()
 
 
+@pytest.mark.slow
 def test_with_frozen_weights_an_epoch_trains_the_rows_of_a_run_that_waits(tmp_path: Path) -> None:
     waits = epoch(tmp_path / "waits", *FROZEN)
     ahead = epoch(tmp_path / "ahead", *AHEAD, *FROZEN)
@@ -67,6 +68,7 @@ def test_with_frozen_weights_an_epoch_trains_the_rows_of_a_run_that_waits(tmp_pa
     assert ahead.series("rollout/parked_samples")[-1] == 0
 
 
+@pytest.mark.slow
 def test_agents_go_on_under_new_weights_and_their_tokens_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +106,7 @@ def test_agents_go_on_under_new_weights_and_their_tokens_say_so(
     assert no_server_runs()
 
 
+@pytest.mark.slow
 def test_evaluations_have_their_own_settings_and_disturb_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +130,7 @@ def test_evaluations_have_their_own_settings_and_disturb_nothing(
     assert no_server_runs()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_samples_the_prompts_under_way_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = [*AHEAD, *FROZEN, "recover.mode=auto", "recover.freq_steps=1"]
     whole = epoch(tmp_path / "whole", *FROZEN)
@@ -156,6 +160,7 @@ def test_a_resumed_run_samples_the_prompts_under_way_anew(tmp_path: Path, monkey
     assert len(trained) == 44
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_waits_samples_the_prompts_in_progress_and_closes_the_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +198,7 @@ def test_on_several_devices_too(layout: list[str], tmp_path: Path) -> None:
     assert max(ahead.series("rollout/parked_samples")) >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", "rollout_stats"])
 def test_after_the_loss_of_a_worker_agents_start_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -206,6 +212,7 @@ def test_after_the_loss_of_a_worker_agents_start_again(
     assert no_server_runs()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_agents_and_their_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sample, n_calls = agents.sample_live_agents, itertools.count(1)
 

@@ -57,6 +57,7 @@ class Begun:
 NOTHING = "it returned no trajectory"
 
 
+@pytest.mark.slow
 def test_time_limits_of_agents_are_paused_while_they_are_suspended(pool: AgentPool, tmp_path: Path) -> None:
     agents = Begun(pool)
     agents.begin("for ever", f"until {tmp_path}/over")
@@ -73,6 +74,7 @@ def test_time_limits_of_agents_are_paused_while_they_are_suspended(pool: AgentPo
     assert agents.found["for ever"].status == "timeout"
 
 
+@pytest.mark.slow
 def test_an_answer_that_the_driver_does_not_read_costs_the_other_agents_no_time(
     pool: AgentPool, tmp_path: Path
 ) -> None:
@@ -92,6 +94,7 @@ def test_an_answer_that_the_driver_does_not_read_costs_the_other_agents_no_time(
     assert agents.messages[other] == NOTHING
 
 
+@pytest.mark.slow
 def test_an_agent_that_blocks_its_event_loop_has_no_less_time_while_it_is_suspended(
     pool: AgentPool, tmp_path: Path
 ) -> None:
@@ -109,6 +112,7 @@ def test_an_agent_that_blocks_its_event_loop_has_no_less_time_while_it_is_suspen
     assert agents.messages == {blocking: NOTHING, other: NOTHING}
 
 
+@pytest.mark.slow
 def test_plain_agents_are_suspended_and_their_process_ends_without_a_loss(tmp_path: Path) -> None:
     """After its time limit, an agent keeps its thread, so that the process ends as soon as no other agent runs."""
     with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py:run_plain", timeout_s=2.0, workers=1)) as pool:
@@ -204,6 +208,7 @@ def test_a_process_that_reads_nothing_does_not_block_the_driver(pool: AgentPool)
     assert not is_blocked
 
 
+@pytest.mark.slow
 def test_agents_of_a_lost_process_start_again_while_others_run(tmp_path: Path) -> None:
     context, found = AgentContext("http://127.0.0.1:1/v1", "", "", 60.0), list[str]()
 

@@ -276,6 +276,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_a_file_runs_as_a_recipe_does(script: Path) -> None:
     done = start(script, *SMALL, "trial_name=t", "actor.punch=3")
     assert done.returncode == 0, done.stderr
@@ -288,6 +289,7 @@ def test_a_file_runs_as_a_recipe_does(script: Path) -> None:
     assert (run_dir / "checkpoints/latest/model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_of_a_file_is_evaluated_and_replayed(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -308,6 +310,7 @@ def test_a_run_of_a_file_is_evaluated_and_replayed(
         assert f"the algorithm mine of {run_dir}: there is no file {script}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_of_a_file_is_resumed_by_areno_train(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -376,6 +379,7 @@ def test_a_typo_in_a_knob_of_ones_own(script: Path, override: str, message: str)
     assert not (script.parent / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_a_loss_for_a_recipes_own_loop_in_memory(tmp_path: Path) -> None:
     """A registered algorithm makes its trainer for a script, with what the script holds."""
     from areno.files.paths import find_file

@@ -60,6 +60,7 @@ def test_the_agentic_example(folder: str) -> None:
         assert stats["logp_abs_diff_max"] < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proxy", ["", ", proxy=False"])
 def test_the_step_of_gspo(
     proxy: str, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ from tests.helpers.policy_runs import other_actor
 from tests.helpers.sdk_script import LR, made, rows_of, sampled
 
 
+@pytest.mark.slow
 def test_a_student_follows_a_teacher(tmp_path: Path) -> None:
     teacher = other_actor(tmp_path / "teacher", 0.2)
     with made(optimizer={**LR, "lr": 2e-4}) as trainer:

@@ -15,6 +15,7 @@ from areno.errors import EngineError
 from tests.helpers.sdk_script import LR, MODEL, loss, made, plain_rows, rows_of, sampled, tokens_of
 
 
+@pytest.mark.slow
 def test_a_few_steps_teach_something(tmp_path: Path) -> None:
     from areno.loss_fns import gspo_loss_fn
 

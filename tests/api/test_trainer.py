@@ -46,6 +46,7 @@ def sampled(trainer: Trainer) -> list[list[int]]:
     return [sequence.resp_tokens for result in results for sequence in result.sequences]
 
 
+@pytest.mark.slow
 def test_an_error_in_a_rollout_phase_ends_it(trainer: Trainer) -> None:
     expected = sampled(trainer)
     with pytest.raises(EngineError, match=r"raise gconfig.max_tokens"), session(trainer):

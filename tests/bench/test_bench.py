@@ -115,6 +115,7 @@ def test_each_work_runs_on_a_cpu_and_tells_everything_in_one_line(
     assert out["ratio"] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["sampled_reverse_kl", "jsd"])
 def test_a_step_with_a_teacher_is_compared_with_one_without(
     loss_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

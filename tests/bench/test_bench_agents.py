@@ -15,6 +15,7 @@ from tests.helpers.agent_model import TOKENIZER, model_folder
 TINY = "--device cpu --prompts 2 --samples 2 --prompt-len 6 --new-tokens 5 --repeats 1"
 
 
+@pytest.mark.slow
 def test_agents_are_compared_with_direct_sampling(capsys: pytest.CaptureFixture[str]) -> None:
     command = f"agents --shape {model_folder()} --tokenizer {TOKENIZER} {TINY}"
     assert main([*command.split(), "--json"]) == 0

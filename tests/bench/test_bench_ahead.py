@@ -35,6 +35,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_both_modes_are_timed_over_the_same_lengths(capsys: pytest.CaptureFixture[str], steps: list[Any]) -> None:
     found = run_of(capsys, "--repeats", "2")
     speeds = [found[name]["tokens_per_second"] for name in ("full_batch", "waits", "ahead")]
@@ -50,6 +51,7 @@ def test_both_modes_are_timed_over_the_same_lengths(capsys: pytest.CaptureFixtur
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--equal-rewards", "0.5")], ids=["all", "half"])
 def test_each_token_is_sampled_once(capsys: pytest.CaptureFixture[str], steps: list[Any], more: Any) -> None:
     """Over many steps of one run, the simulated ones and the others."""
@@ -85,6 +87,7 @@ def test_each_token_is_sampled_once(capsys: pytest.CaptureFixture[str], steps: l
     assert common > 1
 
 
+@pytest.mark.slow
 def test_groups_with_equal_rewards_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     found = run_of(capsys, "--repeats", "3", "--equal-rewards", "0.5", "--max-head-offpolicyness", "2")
     assert found["ahead"]["dropped"] > 0
@@ -105,6 +108,7 @@ def test_arguments_that_do_not_fit(more: list[str], words: str, capsys: pytest.C
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_page_names_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY.split(), "--repeats", "1", "--at-once", "3"]) == 0
     said = capsys.readouterr().out

@@ -26,6 +26,7 @@ def found(capsys: pytest.CaptureFixture[str], arguments: str = "") -> dict[str, 
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_choice_is_compared_with_each_point(capsys: pytest.CaptureFixture[str]) -> None:
     of = found(capsys, "--steps 2")
     names = [point["name"] for point in of["points"]]
@@ -40,6 +41,7 @@ def test_the_choice_is_compared_with_each_point(capsys: pytest.CaptureFixture[st
     assert (of["steps"], of["steps_failed"]) == (2, "")
 
 
+@pytest.mark.slow
 def test_a_point_that_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     train, made = ArenoContender.train, []
 
@@ -60,6 +62,7 @@ def test_a_point_that_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch, capsys
     assert lines[-1].endswith("times as long as with the best point")
 
 
+@pytest.mark.slow
 def test_points_after_the_limit_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     chosen, *others = found(capsys, "--limit-s 1")["points"]
     assert chosen["step_s"] > 0

@@ -17,6 +17,7 @@ TOKENIZER = Path(__file__).parents[1] / "tokenizers/tiny"
 TINY = f"sft --shape tiny --device cpu --rows 6 --repeats 2 --tokenizer {TOKENIZER} --prompt-len 5 --new-tokens 4"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["", "--messages"])
 def test_a_step_and_the_share_that_the_device_waits(capsys: pytest.CaptureFixture[str], form: str) -> None:
     assert main([*TINY.split(), *form.split(), "--json"]) == 0
@@ -29,6 +30,7 @@ def test_a_step_and_the_share_that_the_device_waits(capsys: pytest.CaptureFixtur
     assert found["n_encoders"] == 0  # so few rows take no time
 
 
+@pytest.mark.slow
 def test_the_page_names_the_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(TINY.split()) == 0
     page = capsys.readouterr().out

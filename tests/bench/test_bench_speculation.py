@@ -11,6 +11,7 @@ from areno.bench.__main__ import main
 TINY = "speculation --shape tiny --device cpu --samples 4 --prompt-len 8 --repeats 1"
 
 
+@pytest.mark.slow
 def test_samples_are_the_same_with_and_without_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY.split(), "--new-tokens", "24", "--batches", "3", "6", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["batches"]
@@ -23,6 +24,7 @@ def test_samples_are_the_same_with_and_without_drafts(capsys: pytest.CaptureFixt
         assert each["steps"] > 0
 
 
+@pytest.mark.slow
 def test_conversations_share_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     """The prompt of a second turn contains the first answer."""
     assert main([*TINY.split(), "--new-tokens", "12", "--batches", "2", "--turns", "2"]) == 0

@@ -12,6 +12,7 @@ from tests.helpers.bench_runs import TINY_ROLLOUT
 from tests.helpers.tiny_engine import model_folder
 
 
+@pytest.mark.slow
 def test_a_step_with_a_state_is_compared_with_one_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     states = tmp_path / "states"
     states.mkdir()

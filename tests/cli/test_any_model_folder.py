@@ -94,6 +94,7 @@ def test_damaged_files(name):
     run()
 
 
+@pytest.mark.slow
 @given(st.sampled_from(FIELDS), VALUES)
 @settings(examples, max_examples=80)
 def test_any_field_of_the_config(field, value):
@@ -106,6 +107,7 @@ def test_any_index(weight_map):
     check(INDEX, json.dumps({"weight_map": weight_map}).encode())
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(HEADER)), st.sampled_from(["dtype", "shape", "data_offsets"]), VALUES | PLACES)
 @settings(examples, max_examples=60)
 def test_any_header(name, field, value):

@@ -49,6 +49,7 @@ def test_help_says_what_a_command_does(name: str, capsys: pytest.CaptureFixture[
     assert all(action.help for action in parser._actions if name != "bench"), name
 
 
+@pytest.mark.slow
 def test_help_of_no_command_loads_what_is_slow() -> None:
     """In one process: importing the module of a command and making its parser takes no torch and no Hydra."""
     script = f"""
@@ -182,6 +183,7 @@ def test_extras_are_those_whose_packages_are_there(monkeypatch: pytest.MonkeyPat
     assert env.extras() == {"one": [], "two": ["pytest>=9999", "no-such-thing"]}
 
 
+@pytest.mark.slow
 def test_check_goes_on_after_what_fails_and_its_exit_code_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_as_it_measures_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_run = RunReader("outputs/quickstart/t")
     found = evaluated(capsys, "outputs/quickstart/t")
@@ -58,6 +59,7 @@ def test_a_run_is_measured_as_it_measures_itself(folder: Path, capsys: pytest.Ca
     assert main(["evaluate", "outputs/quickstart/t", "-o", str(again.path)]) == 2, "it is not overwritten"
 
 
+@pytest.mark.slow
 def test_other_rows_several_answers_and_the_settings_of_another_run(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--data", "rows.jsonl", "--n-samples", "4", "--temperature", "0.5", "--device", "cpu"]
     found = evaluated(capsys, "outputs/quickstart/t/checkpoints/latest", *options)
@@ -68,6 +70,7 @@ def test_other_rows_several_answers_and_the_settings_of_another_run(capsys: pyte
     assert (RunReader(Path(start["answers"]).parent).config["actor"]["path"]) == MODEL
 
 
+@pytest.mark.slow
 def test_a_model_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--data", "rows.jsonl", "--reward", "exact_match", "--max-new-tokens", "4", "--device", "cpu"]
     assert main(["evaluate", MODEL, *options]) == 0
@@ -77,6 +80,7 @@ def test_a_model_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [json.loads(line)["solutions"] for line in lines] == ["19", "20", "21", "22"]
 
 
+@pytest.mark.slow
 def test_a_run_that_evaluates_as_it_samples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config-name=quickstart", *SHORT, "valid_dataset=null", f"cluster.fileroot={folder / 'outputs'}"]
     words += ["eval_gconfig=null", "experiment_name=same", "gconfig.max_new_tokens=3", "gconfig.ignore_eos=true"]

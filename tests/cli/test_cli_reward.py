@@ -175,6 +175,7 @@ def test_an_endpoint_compares_samples_of_equal_prompts(folder, capsys):
     assert "there is no other answer to this prompt" in said.err
 
 
+@pytest.mark.slow
 def test_opponents_are_the_next_answers_to_the_same_prompt_as_in_a_run(folder, capsys):
     """Three answers are a ring, so that each meets both of the others, though another prompt lies between them."""
     with endpoint(lambda _: "A") as (url, requests):

@@ -317,6 +317,7 @@ def test_a_setting_that_is_given_twice_with_one_value_is_fine(capsys: pytest.Cap
     assert (found["total_train_steps"], found["actor.optimizer.lr"]) == (1, 0.0)
 
 
+@pytest.mark.slow
 def test_what_the_run_itself_finds_is_told_by_flags_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -357,6 +358,7 @@ def test_flags_change_a_task_and_its_token_budget_gives_way(capsys: pytest.Captu
     assert (found["actor.optimizer.lr"], found["gconfig.top_p"]) == (1e-5, 0.5)
 
 
+@pytest.mark.slow
 def test_the_run_and_the_command_that_is_told_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,6 +183,7 @@ def odd_run(name: str, change: tuple[str, float, Any]) -> None:
             file.write_bytes(changed(content, change) if path == name else content)
 
 
+@pytest.mark.slow
 @given(name=st.sampled_from(list(FILES)), change=changes)
 @bounded(60)
 def test_commands_that_read_a_run(work, name, change):
@@ -194,6 +195,7 @@ def test_commands_that_read_a_run(work, name, change):
     ends(lambda: main(["report", "t", "other", "-o", "page.html"]))
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from(["config.yaml", "rollouts/000002.jsonl", "rollouts/000002.jsonl", "versions.json"]),
     change=changes,
@@ -207,6 +209,7 @@ def test_replay(work, name, change, number):
     ends(lambda: main(["replay", "t", "--step", "2", "--sample", str(number)]))
 
 
+@pytest.mark.slow
 @given(name=st.sampled_from([name for name in FILES if not name.startswith(("rollouts", "eval"))]), change=changes)
 @bounded(15)
 def test_resume(work, name, change):
@@ -222,6 +225,7 @@ def test_resume(work, name, change):
     )
 
 
+@pytest.mark.slow
 @given(change=changes, override=st.none() | st.text(max_size=8) | st.builds("{}={}".format, names, values))
 @bounded(30)
 def test_configuration_files(work, change, override):

@@ -38,6 +38,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", [("--api-key", "secret", "--served-model-name", "mine")], indirect=True)
 def test_a_folder_is_served_until_a_signal_and_answers_under_way_are_finished(served: Served) -> None:
     client = OpenAI(base_url=served.url, api_key="secret", max_retries=0)
@@ -160,6 +161,7 @@ def test_an_evaluation_harness_scores_what_areno_saved(tmp_path: Path) -> None:
         assert ours == pytest.approx(theirs, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_answers_can_be_constrained(served: Served) -> None:
     pytest.importorskip("llguidance")
     client = OpenAI(base_url=served.url, api_key="EMPTY", max_retries=0)

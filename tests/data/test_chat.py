@@ -154,6 +154,7 @@ def test_template_without_end_of_turn_token(tokenizer_of):
     assert trained_text(plain, {"messages": turns("a ", "b", "c", "d ")}) == ["b", "d"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "qwen2.5"])
 def test_end_of_turn_that_is_not_the_end_token(tokenizer_of, name):
     base = tokenizer_of(name)

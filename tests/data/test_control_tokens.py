@@ -91,6 +91,7 @@ def asked(*contents: str, **fields: Any) -> list[dict[str, Any]]:
     return [{"role": role, "content": text, **fields} for role, text in zip(roles, contents, strict=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_words_without_control_tokens_keep_their_tokens_and_others_become_no_control_tokens(name: str) -> None:
     tokenizer = load_tokenizer(name)

@@ -87,6 +87,7 @@ def wait_for_processes(loader: BatchLoader[Any], n: int = 2) -> None:
     until(lambda: len(loader.encoder_pids) == n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rows"), [("sft", SFT), ("dpo", PAIRS)])
 def test_the_batches_are_those_of_one_process(loader_of, by_processes, kind: str, rows: Any) -> None:
     alone = loader_of(rows, kind, 0)

@@ -19,6 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder_with(tmp_path_factory.mktemp("model"), num_attention_heads=8, num_key_value_heads=4)
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_tokens_of_each_row(folder: Path, tmp_path: Path) -> None:
     compare(folder, tmp_path, {"devices": 2, "cp_size": 2}, policy_steps)
 

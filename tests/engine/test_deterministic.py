@@ -75,6 +75,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(group, "poll", poll)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_runs_are_equal(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = [*SETTINGS, "total_train_steps=2", f"engine.world_size={world_size}"]
@@ -221,6 +222,7 @@ def test_agents_are_refused(tmp_path: Path) -> None:
         play("gspo", tmp_path, *SETTINGS, "agent.fn=examples/tictactoe/agent.py")
 
 
+@pytest.mark.slow
 def test_the_benchmark_tells_its_price(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +272,7 @@ BIG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "shape", "n_layers", "n_steps", "settings"),
     [

@@ -120,6 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 def test_two_copies_share_uneven_work_and_draw_the_same_samples(folder: Path) -> None:
     """Copy 0 gets what is expected to be long and is not; little fits into its cache at once."""
     lengths = {0: 60, 1: 60, 2: 2, 3: 2, 4: 60, 5: 3, 6: 60, 7: 40}

@@ -110,6 +110,7 @@ def test_rollout_and_scoring_agree(engine: Engine, temperature: float) -> None:
     assert [v for row in rescored for v in row[5:]] == pytest.approx(logprobs_of(outputs), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_requests_join_others_and_outputs_come_as_they_finish(engine: Engine) -> None:
     joining = [request(7, n_samples=2, max_new_tokens=5, ignore_eos=True)]
     joining.append(request(8, max_new_tokens=LONG, ignore_eos=True))
@@ -128,6 +129,7 @@ def test_requests_join_others_and_outputs_come_as_they_finish(engine: Engine) ->
     assert (joined[2].finish_reason, len(joined[2].tokens)) == ("length", LONG)
 
 
+@pytest.mark.slow
 def test_abort_ends_a_request_and_no_other(engine: Engine) -> None:
     whole = rollout(engine, [request(1, n_samples=2, max_new_tokens=LONG, ignore_eos=True)])[1]
     engine.begin_rollout(LONG_ROLLOUT)
@@ -149,6 +151,7 @@ def test_abort_ends_a_request_and_no_other(engine: Engine) -> None:
     engine.end_rollout()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [False, True])
 def test_a_phase_may_end_with_requests_under_way(engine: Engine, drop: bool) -> None:
     expected = rollout(engine)
@@ -288,6 +291,7 @@ def test_reference_with_another_vocabulary_is_refused(folder: Path, tmp_path: Pa
         engine.ensure_roles({"ref": role})
 
 
+@pytest.mark.slow
 def test_size_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def room(max_running: int = 4, **decoder: Any) -> int:
         engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=64, decoder=DecoderConfig(**decoder)))

@@ -132,6 +132,7 @@ def test_sampling_settings(engine: Engine, params: dict[str, Any]) -> None:
     assert apart(engine, train_rows(sampled(engine, requests), requests), params["temperature"]) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "decoder",
     [
@@ -179,6 +180,7 @@ def test_a_finished_sample_goes_on_as_it_did(engine: Engine) -> None:
         assert rest.logprobs == output.logprobs[n:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -145,6 +145,7 @@ def test_places_for_32_samples(case: Case, engine: Engine, params: dict[str, Any
     hold_equal(outputs, at_once)
 
 
+@pytest.mark.slow
 def test_prompts_cut_into_chunks(case: Case, engine: Engine, params: dict[str, Any], at_once: Outputs) -> None:
     """Chunks of numbers of tokens for which a library may choose another kernel than for their neighbours."""
     requests = case.requests(params)

@@ -79,6 +79,7 @@ def apart(engine: Engine, rows: list[TrainSequence]) -> float:
     return float(np.concatenate(diffs).max())
 
 
+@pytest.mark.slow
 def test_rollout_and_training_agree_however_the_rollout_is_cut(engine: Engine) -> None:
     expected = sampled(engine)
     for rollout in (TIGHT, NARROW):
@@ -119,6 +120,7 @@ def test_routes_are_the_experts_that_a_forward_pass_chooses(engine: Engine, fold
         model.routing.begin()
 
 
+@pytest.mark.slow
 def test_with_engine_exact_the_difference_is_0(folder: Path) -> None:
     with Engine(spec(folder, exact=True, routing_replay=True), "inline") as engine:
         for rollout in (ROOMY, TIGHT):

@@ -75,6 +75,7 @@ def test_settings_of_a_sample_follow_it_through_the_batch(folder: Path, two: Eng
         assert tokens_of(rollout(two, requests)) == tokens_of(rollout(one, requests))
 
 
+@pytest.mark.slow
 def test_training_is_that_of_one_rank(folder: Path, two: Engine, tmp_path: Path) -> None:
     two.save(str(tmp_path / "start"))
     with Engine(spec(tmp_path / "start", random_init=False), "inline") as one:
@@ -102,6 +103,7 @@ def test_training_is_that_of_one_rank(folder: Path, two: Engine, tmp_path: Path)
         assert (start[name] - weight).abs().max() > 5e-3
 
 
+@pytest.mark.slow
 def test_requests_join_and_end_while_others_decode(two: Engine) -> None:
     alone = rollout(two, [request(7, n_samples=2, max_new_tokens=5, ignore_eos=True)])[7]
     two.begin_rollout(RolloutSpec(max_running=6, max_len=ENDLESS + 10))

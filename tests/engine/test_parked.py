@@ -44,6 +44,7 @@ def engine(folder: Path) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_steps", [1, 7, 64])
 def test_interrupted_samples_have_the_bits_of_others(engine: Engine, n_steps: int) -> None:
     expected = whole(engine, ROOMY, REQUESTS)
@@ -111,6 +112,7 @@ def largest_difference(engine: Engine) -> float:
     return float(max(apart))
 
 
+@pytest.mark.slow
 def test_new_weights_go_on_as_if_all_tokens_before_were_theirs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(spec(folder, exact=True), "inline") as engine:
         assert largest_difference(engine) == 0.0

@@ -106,6 +106,7 @@ def folder_of(kind: str, path: Path) -> Path:
     return folder_with(path, num_attention_heads=8, num_key_value_heads=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank(kind: str, tmp_path: Path) -> None:
     check(folder_of(kind, tmp_path / "model"), **KINDS[kind])

@@ -42,6 +42,7 @@ def rollouts(engine: Engine, speculation: Any, requests: list[GenerationRequest]
     return found, counts.drafted, counts.accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
@@ -61,6 +62,7 @@ def test_samples_with_drafts_are_those_without(layout: dict[str, Any], tmp_path:
         assert got == expected
 
 
+@pytest.mark.slow
 def test_a_held_engine_does_not_draft(tmp_path: Path) -> None:
     model_folder(tmp_path)
     with Engine(spec(tmp_path)) as engine:

@@ -65,6 +65,7 @@ def test_streams_give_what_generate_gives(engine: Engine) -> None:
     engine.end_rollout()
 
 
+@pytest.mark.slow
 def test_streams_run_beside_generate_and_the_loop_stays_free(engine: Engine) -> None:
     requests = [request(i, n_samples=2) for i in range(4)]
     expected = tokens_of(rollout(engine, requests))
@@ -146,6 +147,7 @@ asyncio.run(main())
     assert done.returncode == 3, done.stderr
 
 
+@pytest.mark.slow
 def test_a_bad_request_is_refused_by_its_stream_alone(engine: Engine) -> None:
     async def main() -> list[GenerationOutput]:
         good = asyncio.create_task(collect(engine, long(1)))
@@ -170,6 +172,7 @@ def test_a_bad_request_is_refused_by_its_stream_alone(engine: Engine) -> None:
         asyncio.run(collect(engine, request(0)))
 
 
+@pytest.mark.slow
 def test_the_end_of_the_phase_is_raised_in_every_stream(engine: Engine) -> None:
     async def main() -> list[Any]:
         streams = [asyncio.create_task(collect(engine, endless(i, n_samples=4))) for i in range(3)]
@@ -323,6 +326,7 @@ def test_an_output_of_no_request_is_raised_in_every_stream(scripted: Engine) -> 
         asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_request_streams_its_tokens(engine: Engine) -> None:
     async def begins() -> list[GenerationOutput]:
         async with aclosing(engine.generate_stream(dataclasses.replace(endless(1), stream=True))) as stream:

@@ -50,6 +50,7 @@ def streamed(engine: Engine, items: list[GenerationRequest], found: dict[int, li
     asyncio.run(all_of_them())
 
 
+@pytest.mark.slow
 def test_requests_go_on_under_new_weights(engine: Engine) -> None:
     plain = [request(number, n_samples=2) for number in range(3)]
     trained = train_rows(rollout(engine, plain), plain)
@@ -79,6 +80,7 @@ def test_requests_go_on_under_new_weights(engine: Engine) -> None:
     assert {version for output in found[102] for version in output.versions} == {1}
 
 
+@pytest.mark.slow
 def test_the_thread_of_the_streams_waits_while_the_phase_is_suspended(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ CASES += [("dense", "recompute"), ("dense", "tp 2, cp 2"), ("experts", "tp 2, cp
 CASES += [("adapters", "two copies, zero 2"), ("experts", "two copies, zero 2")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_layouts_do_not_matter(kind: str, layout: str, tmp_path: Path) -> None:
     settings = MATRIX[layout]

@@ -75,6 +75,7 @@ def test_only_a_command_ends_at_once(words: str, is_command: bool):
     assert interrupts.is_command(words.split()) is is_command
 
 
+@pytest.mark.slow
 @reads_proc
 def test_ctrl_c_in_rollout():
     with Driver("rollout") as driver:

@@ -50,6 +50,7 @@ class Call:
         patch.setattr(place, name, call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "place", "name", "n", "number", "step"),
     [
@@ -112,6 +113,7 @@ def test_an_update_that_takes_too_long(work, tmp_path):
     assert "warning: the models were being trained in step 3, so it is lost" in log()
 
 
+@pytest.mark.slow
 def test_an_error_leaves_a_state_too(work, tmp_path, tmp_path_factory):
     kill_runs.write_rows("sft", tmp_path)
     next_batch = RunProgress.next_batch

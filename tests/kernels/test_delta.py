@@ -84,6 +84,7 @@ def test_one_token_of_each_row() -> None:
     compare_step()
 
 
+@pytest.mark.slow
 def test_one_token_of_each_row_in_triton() -> None:
     run_interpreted("from tests.helpers.delta_loop import compare_steps; compare_steps()")
 

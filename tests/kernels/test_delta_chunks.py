@@ -179,10 +179,12 @@ def compare_hard() -> None:
     compare([70], size=64, decay=1e-4, equal_keys=True, heads=(1, 1))
 
 
+@pytest.mark.slow
 def test_kernels_give_what_the_reference_gives() -> None:
     run_interpreted("from tests.kernels.test_delta_chunks import compare_all; compare_all()")
 
 
+@pytest.mark.slow
 def test_heads_that_take_several_parts() -> None:
     run_interpreted("from tests.kernels.test_delta_chunks import compare_parts; compare_parts()")
 
@@ -195,6 +197,7 @@ def test_strong_decay_no_decay_and_equal_keys() -> None:
     run_interpreted("from tests.kernels.test_delta_chunks import compare_hard; compare_hard()")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("products", [("bf16x3", "tf32", "bf16"), ("bf16x3", "bf16x3", "bf16x3")])
 def test_half_precision(products: tuple[str, str, str]) -> None:
     run_interpreted(

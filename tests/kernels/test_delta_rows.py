@@ -237,6 +237,7 @@ def compare_memory() -> None:
     assert 1.0 <= at_work / (n * cost._rule_bytes(delta, dtype.itemsize)) < 1.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [

@@ -224,6 +224,7 @@ def compare_interpreted():
             test_equal_models_have_no_divergence_and_no_gradient(divergence, keep)
 
 
+@pytest.mark.slow
 def test_triton_kernels():
     run_interpreted("from tests.kernels.test_divergence import compare_interpreted; compare_interpreted()")
 

@@ -108,6 +108,7 @@ def test_the_activation_s_backward_pass_is_that_of_autograd() -> None:
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_are_the_references() -> None:
     run_interpreted(
         "from tests.kernels.test_experts_kernels import compare_products, compare_routing; compare_routing(); "

@@ -76,6 +76,7 @@ def test_products_of_few_rows() -> None:
     )
 
 
+@pytest.mark.slow
 def test_layers_of_few_rows() -> None:
     run_interpreted(
         "import torch; from tests.kernels.test_few_rows import compare_layers as compare; "

@@ -137,6 +137,7 @@ def skip_what_is_behind(device: str) -> None:
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_no_tile_behind_a_window_is_read_by_the_interpreted_kernels() -> None:
     run_interpreted("from tests.kernels.test_paged import skip_what_is_behind; skip_what_is_behind('cpu')")
 
@@ -156,6 +157,7 @@ def test_windows_of_the_triton_kernel_on_the_gpu_are_the_references() -> None:
     compare_windows("cuda")
 
 
+@pytest.mark.slow
 def test_triton_kernel_in_the_interpreter_is_the_reference() -> None:
     run_interpreted("from tests.kernels.test_paged import compare_triton; compare_triton('cpu')")
 

@@ -82,6 +82,7 @@ def _touched_before_waiting(ttir: str, pointers: list[str]) -> set[str]:
     return touched
 
 
+@pytest.mark.slow
 def test_layers_of_few_rows_wait_before_they_touch_anything_but_weights() -> None:
     from areno.kernels.elementwise import triton_heads, triton_norm
     from areno.kernels.matmul import triton_few_rows

@@ -84,6 +84,7 @@ def compare_columns(device: str) -> None:
         assert ((found[:, 0] >= 0) & (found[:, 0] < vocab)).all()
 
 
+@pytest.mark.slow
 def test_ranks_with_some_columns_draw_as_one_with_all() -> None:
     run_interpreted("from tests.kernels.test_sample_columns import compare_columns; compare_columns('cpu')")
 

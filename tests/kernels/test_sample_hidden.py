@@ -36,6 +36,7 @@ def compare_hidden(device: str, dtype: torch.dtype, n_copies: int, vocab: int, w
     assert ((found[0] >= 0) & (found[0] < vocab)).all()
 
 
+@pytest.mark.slow
 def test_draws_from_hidden_states_are_those_from_logits() -> None:
     run_interpreted(
         "import torch; from tests.kernels.test_sample_hidden import compare_hidden; "

@@ -104,6 +104,7 @@ def check_cut(
         assert not any(among_candidates["constant"])  # too many candidates: the whole row is searched
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_the_definition_in_the_interpreter() -> None:
     what = "FEW_FILTERS, FEW_ROWS, check_cut"
     run_interpreted(

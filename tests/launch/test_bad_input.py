@@ -127,6 +127,7 @@ def test_fewer_rows_than_copies_of_the_model(recipe, task, overrides, message):
         check_copies(config, spec)
 
 
+@pytest.mark.slow
 def test_a_name_that_is_taken(capsys):
     assert run("trial_name=one", "total_train_steps=1") == 0
     before = files()
@@ -359,6 +360,7 @@ def test_a_path_that_the_loader_of_the_task_does_not_read(capsys):
 # Rewards -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "code", "message"),
     [
@@ -382,6 +384,7 @@ def test_rewards(capsys, source, code, message):
     fails(capsys, f"reward.fn: .*{message}", code, "reward.fn=reward.py", f"reward.timeout_s={timeout_s}")
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_now_and_then_costs_those_samples_only(capsys):
     write(
         "reward.py",

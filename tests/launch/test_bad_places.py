@@ -63,6 +63,7 @@ def test_paths_that_cannot_be(capsys, key, path):
     fails(capsys, re.escape(path[2:]), 1 if key in ("actor.path", "tokenizer_path") else 2, f"{key}={path}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_bytes", "settings", "message"),
     [

@@ -90,6 +90,7 @@ def test_everything_wrong_on_the_command_line_in_one_report(work):
     ]
 
 
+@pytest.mark.slow
 def test_optional_sections_are_groups(work):
     assert load().ref is None
     assert load("ref=default", "actor.kl_ctl=0.1").ref.path is None
@@ -224,6 +225,7 @@ def test_unwritable_output_folder(work, capsys):
     assert capsys.readouterr().err.startswith("error: cluster.fileroot: cannot make")
 
 
+@pytest.mark.slow
 def test_multirun_tries_every_combination(work, capsys):
     main = Main()
     assert run(main, "-m", "actor.optimizer.lr=1e-6,2e-6", "seed=1,2", "trial_name=s", "gconfig.n_samples=2") == 0
@@ -236,6 +238,7 @@ def test_multirun_tries_every_combination(work, capsys):
     assert run(main, "-m", "seed=1,2", "trial_name=s") == 2, "the sweep's folder is taken"
 
 
+@pytest.mark.slow
 def test_multirun_over_group_choices(work):
     main = Main()
     assert run(main, "-m", "eval_gconfig=null,greedy", "valid_dataset.path=x", "actor=qwen3-0.6b,llama3.2-1b") == 0
@@ -243,6 +246,7 @@ def test_multirun_over_group_choices(work):
     assert len({config.actor.path for config, _ in main.calls}) == 2
 
 
+@pytest.mark.slow
 def test_a_failing_run_of_a_sweep_ends_alone(work, capsys):
     main = Main({2: DataError("bad row"), 3: SystemExit("enough"), 4: ValueError("bug")})
     assert run(main, "-m", "seed=1,2,3,4,5") == 1

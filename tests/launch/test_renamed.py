@@ -154,6 +154,7 @@ def train(cls, main, *arguments):
         return end.code
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version(work, caplog, monkeypatch, capsys):
     """It goes on with --resume, also with a change; its settings are compared and evaluated under today's names."""
     start = ["--config-dir=my", "--config-name=small", "actor.warmth=2", "actor.adv_norm=null", "trial_name=t"]

@@ -56,6 +56,7 @@ def holds(folder: Path, name: str) -> tuple[float | None, str]:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_runs_go_on_together_and_one_that_fails_alone(tmp_path: Path) -> None:
     told, ended = [], []
     works = {

@@ -73,6 +73,7 @@ SLOW = [("qwen3", "zero"), ("qwen3", "cp"), ("qwen3", "heads"), ("phi3", "tp"), 
 SLOW += [("qwen3.5", "tp")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout"),
     [("qwen3", "tp"), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
@@ -438,6 +439,7 @@ def _rank_main(rank: int, meeting: str, name: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -146,6 +146,7 @@ def test_ranks_that_do_not_divide_the_model_name_the_key(tmp_path: Path) -> None
         build_model(config, dtype=torch.float32, device="cpu", tp=ParallelGroup(rank=0, size=3))
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, gradients (after gathering), initialisation and saving; 101 tokens leave the last rank a padded row."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -43,6 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_rollouts_agree_with_training_over_updates(folder: Path) -> None:
     """Each rollout begins anew with weights that were changed."""
     with Engine(spec(folder, random_init=False), "inline") as engine:
@@ -52,6 +53,7 @@ def test_rollouts_agree_with_training_over_updates(folder: Path) -> None:
             assert stats["grad_norm"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
 def test_a_run_goes_on_from_its_state(kind: Any, folder: Path, tmp_path: Path) -> None:
     """The weights of convolutions have three dimensions."""

@@ -29,6 +29,7 @@ def compare_forms(folder: Path, forms: list[dict[str, Any]]) -> None:
         compare(folder, layout, alone)
 
 
+@pytest.mark.slow
 def test_four_ranks_train_two_heads_as_one_rank_does(tmp_path: Path) -> None:
     """The gradient of a head is the sum over its ranks, and counts once in the norm. With 8-bit moments, too, whose
     blocks a head shares with others."""

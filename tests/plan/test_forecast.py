@@ -382,6 +382,7 @@ def test_a_damaged_config_is_named(tmp_path: Any, capsys: pytest.CaptureFixture[
     assert "hidden_size" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_needs_no_torch() -> None:
     script = (
         "import sys\nfrom areno.cli.__main__ import main\n"

@@ -79,6 +79,7 @@ def test_schedules_that_do_not_fit_the_run(settings, told):
     assert told is None or told in texts[0]
 
 
+@pytest.mark.slow
 def test_the_schedule_of_a_run_is_as_long_as_the_run(tmp_path):
     """Also that of its critic; and a warning of one that is not is in the log."""
     model = classifier(tmp_path / "reward")

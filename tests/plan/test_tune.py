@@ -65,6 +65,7 @@ def test_every_candidate_fits_the_share_of_the_memory(share: float) -> None:
     assert all(candidate.full.fits and candidate.usual.fits for candidate in of)
 
 
+@pytest.mark.slow
 def test_settings_that_are_given_are_kept() -> None:
     kept = [f"{AT_ONCE}=64", f"{DROP}=false", f"{RECOMPUTE}=true", f"{BUDGET}=4096"]
     [only] = found(SMALL, *kept, given={BATCH, AT_ONCE, DROP, RECOMPUTE, BUDGET})
@@ -75,6 +76,7 @@ def test_settings_that_are_given_are_kept() -> None:
     assert given_settings(["actor.mb_spec", "train_dataset.path"]) == {BUDGET, "actor.mb_spec.mini_bs"}
 
 
+@pytest.mark.slow
 def test_the_batch_size_follows_from_the_samples_at_once() -> None:
     of = found(*LARGE, given=())
     assert all(candidate.settings[BATCH] == candidate.settings[AT_ONCE] // 8 for candidate in of)
@@ -92,6 +94,7 @@ def test_a_batch_divides_into_the_updates_of_a_step() -> None:
     assert all(candidate.n_rows % 3 == 0 for candidate in of)
 
 
+@pytest.mark.slow
 def test_no_more_samples_at_once_than_a_step_has() -> None:
     assert max(values(found(SMALL, "train_dataset.batch_size=5"), AT_ONCE)) == 40
     assert max(values(found(SMALL, "train_dataset.batch_size=128"), AT_ONCE)) == 256
@@ -108,6 +111,7 @@ def test_a_long_row_has_a_micro_batch_of_its_own() -> None:
         assert all(phase.budget is None or phase.budget >= 20256 for phase in candidate.full.phases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [H100, this_cpu()], ids=["h100", "cpu"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_deterministic_runs_keep_what_changes_bits(exact: bool, device: Hardware) -> None:
@@ -125,6 +129,7 @@ def test_deterministic_runs_keep_what_changes_bits(exact: bool, device: Hardware
     assert values(found(*settings, given=(), device=device), BUDGET) > {None}  # the batch size changes every bit
 
 
+@pytest.mark.slow
 def test_the_fastest_are_tried_with_one_that_can_adapt() -> None:
     of = found(*LARGE)
     tried = shortlist(of)
@@ -135,6 +140,7 @@ def test_the_fastest_are_tried_with_one_that_can_adapt() -> None:
     assert sum(one != other for one, other in itertools.pairwise(recomputes)) <= 1
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_gets_ways_that_fit() -> None:
     with pytest.raises(ConfigError) as error:
         found("actor.path=Qwen/Qwen3-8B", f"{DROP}=true")

@@ -242,6 +242,7 @@ def test_code_has_limits(program):
     assert passed_together(function, script, timeout_s=1.0, memory_mb=256) == [0.0, 0.0]
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_code_that_hangs_in_one_test_has_passed_those_before_it():
     function = "def add(a, b):\n    while (a, b) == (1, 1): pass\n    return a + b", ASSERTS
@@ -263,6 +264,7 @@ def test_code_where_nothing_limits_it(monkeypatch):
         functions.reward_functions(RewardConfig(fn=["code"]))
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_limits_of_commands(tmp_path):
     def python(code, **limits):

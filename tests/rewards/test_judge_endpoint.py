@@ -211,6 +211,7 @@ def test_the_time_limit_holds_for_a_question_with_all_attempts_however_slowly_by
     assert "no verdict within 1 s (reward.judge.timeout_s)" in found.message
 
 
+@pytest.mark.slow
 def test_an_unanswered_question_does_not_keep_the_process_alive(tmp_path):
     """Not by `close`, which an interrupted process may never reach."""
     with endpoint(lambda request: ("drip", 0.2) if "late" in question(request) else "yes") as (url, _):

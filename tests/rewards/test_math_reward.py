@@ -116,6 +116,7 @@ CROSS_CHECK = {
 }
 
 
+@pytest.mark.slow
 def test_verdict_is_that_of_math_verify():
     pairs = [
         (gold, answer.strip())
@@ -388,6 +389,7 @@ def seconds(gold: str, completion: str) -> float:
     return time.thread_time() - start
 
 
+@pytest.mark.slow
 def test_long_answers_are_quick():
     taken = {name: seconds("42", answer) for name, answer in LONG.items()}
     assert max(taken.values()) < 2.0, taken  # below 1 on a machine that does nothing else
@@ -419,6 +421,7 @@ def test_a_thread_can_score(caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_outcomes_in_the_reward_process():
     answers = [r"\boxed{42}", HARD["power"], r"\boxed{43}", "#### 42 eggs"]
     with RewardPool(RewardConfig(fn="math", workers=1, timeout_s=60.0)) as pool:
@@ -429,6 +432,7 @@ def test_outcomes_in_the_reward_process():
     assert "math-verify took more than" in outcomes[1].message  # the process itself gave up, and went on
 
 
+@pytest.mark.slow
 def test_a_reward_process_has_scored_answers_of_some_kinds_before_the_first(tmp_path):
     """Their first time would be the longest of a step, in each process at another one."""
     probe = tmp_path / "probe.py"

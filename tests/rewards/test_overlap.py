@@ -100,6 +100,7 @@ def test_a_pool_knows_the_time_of_a_call_from_the_step_before(pool: Callable[...
         assert scoring._calls.call_s == one.call_s
 
 
+@pytest.mark.slow
 def test_a_slow_call_times_out_while_nobody_waits(pool: Callable[..., RewardPool]) -> None:
     with pool(timeout_s=1.5).scoring() as scoring:
         scoring.add({0: record("slow"), 1: record("b")})
@@ -170,6 +171,7 @@ def played(folder: Path, *settings: str) -> tuple[list[Any], dict[str, list[floa
     return [run.samples(step) for step in (1, 2)], scalars, rows
 
 
+@pytest.mark.slow
 def test_samples_rows_and_metrics_are_those_of_scoring_after_the_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +193,7 @@ def test_samples_rows_and_metrics_are_those_of_scoring_after_the_rollout(
     assert sum(scalars["rollout/reward_errors"])
 
 
+@pytest.mark.slow
 def test_two_copies_give_the_samples_of_one(tmp_path: Path) -> None:
     (one, *_), (two, *_) = played(tmp_path / "1"), played(tmp_path / "2", "engine.world_size=2")
     first, other = (

@@ -249,6 +249,7 @@ def test_each_step_may_print_again(caplog):
     assert lines[-1] == "reward: again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "function"),
     [
@@ -274,6 +275,7 @@ def test_a_call_that_ends_its_process_is_in_the_trace(reward_file, function, act
         assert calls[1] > 1e9
 
 
+@pytest.mark.slow
 @reads_proc
 @pytest.mark.parametrize("which", ["all", "worker"])
 def test_a_stopped_process_is_ended_by_the_timeout(reward_file, which):
@@ -368,6 +370,7 @@ def reward_fn(record):
 """
 
 
+@pytest.mark.slow
 def test_slow_rewards_are_told_and_not_each_second(reward_file, caplog, monkeypatch):
     monkeypatch.setattr("areno.user_processes.pool.SLOW_S", 0.3)
     with caplog.at_level(logging.INFO, logger="areno"), pool_of(reward_file(SLOW), timeout_s=0.5) as pool:
@@ -387,6 +390,7 @@ def test_slow_rewards_are_told_and_not_each_second(reward_file, caplog, monkeypa
         assert words in lines[0]
 
 
+@pytest.mark.slow
 def test_when_nobody_answers_any_more_the_rest_is_given_up(reward_file, caplog, monkeypatch):
     """A judge that goes down in a later step: four timeouts of a process and a long silence are enough."""
     monkeypatch.setattr("areno.rewards.pool.QUIET_S", 1.0)

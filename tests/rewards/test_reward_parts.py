@@ -131,6 +131,7 @@ def test_a_function_that_fails_fails_the_sample(file, other):
     assert bad.message == "ZeroDivisionError: division by zero (mine.py:25)"
 
 
+@pytest.mark.slow
 def test_a_function_that_hangs_costs_its_sample_only(file):
     outcomes = scored([str(file), f"{file}:judge"], "a", "stuck", "bb", timeout_s=1.5)
     assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "ok"]

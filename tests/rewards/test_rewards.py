@@ -135,6 +135,7 @@ def test_each_bad_sample_costs_only_itself(reward_file, caplog):
     assert again[0].value == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["hang", "hang in C", "child"])
 def test_hanging_call_is_cut_off(reward_file, action):
     before = children()
@@ -157,6 +158,7 @@ def test_async_calls_run_together(reward_file):
     assert [o.value for o in outcomes] == list(range(60))
 
 
+@pytest.mark.slow
 def test_async_timeouts(reward_file, monkeypatch):
     monkeypatch.setattr("areno.user_processes.worker.ASYNC_SPARE_S", 0.5)
     with pool_of(f"{reward_file}:judge", timeout_s=1.5) as pool:
@@ -272,6 +274,7 @@ pool.score([RewardRecord(completion={action!r})] * 2)
         until_ended(map(int, line.split()[1:]))
 
 
+@pytest.mark.slow
 def test_built_in_math_reward():
     rows = [
         RewardRecord(completion=text, solutions=gold)

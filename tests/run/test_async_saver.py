@@ -251,6 +251,7 @@ def test_a_closed_engine_writes_no_more(tmp_path: Path, gate: threading.Event) -
     assert not (tmp_path / "second").exists()
 
 
+@pytest.mark.slow
 def test_a_run_saves_the_same_in_both_modes(tmp_path: Path) -> None:
     critic = classifier(tmp_path / "critic", seed=2)
     settings = ["saver.freq_steps=1", f"critic.path={critic}", "actor.kl_ctl=0", "ref=null"]

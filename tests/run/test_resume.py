@@ -111,6 +111,7 @@ def test_changes_that_cannot_be_written_down(stopped_after, capsys):
     assert f"error: cluster.fileroot: cannot write to {folder_of('sft')}: Is a directory\n" == capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "short", "longer"),
     [
@@ -150,6 +151,7 @@ def test_between_the_last_state_and_the_word_that_it_is_finished(expected):
     check(expected)
 
 
+@pytest.mark.slow
 def test_a_longer_run_is_the_run_that_would_have_been_as_long(tmp_path_factory):
     longer = "total_train_steps=9"
     assert go("sft", *OFTEN) == 0
@@ -226,6 +228,7 @@ def test_another_recipe(capsys, stopped_after):
     assert "is a run of sft, not of gspo" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["off", "resume"])
 def test_modes(how, capsys, stopped_after):
     setting = f"recover.mode={how}"
@@ -271,6 +274,7 @@ def test_a_run_without_a_name_is_new_and_tells_of_the_last_one(capsys, stopped_a
 # What it was made of -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["rows", "model"])
 def test_another_content_under_the_same_name(change, folder, capsys):
     from areno.files.paths import find_file
@@ -300,6 +304,7 @@ def test_another_content_under_the_same_name(change, folder, capsys):
 # Other ways to start it ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", ["trial", "folder"])
 def test_a_script_goes_on_as_well(named, folder):
     rows = [{"prompt": f"{a}+9=", "response": str(a + 9)} for a in range(11, 31)]
@@ -340,6 +345,7 @@ def test_an_evaluation_of_a_script_is_of_the_state(folder):
     assert measured["loss"] == first.run.progress.history["eval_loss"][-1]
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on(capsys, tmp_path_factory):
     sweep = [*OFTEN, "-m", "actor.optimizer.lr=1e-3,2e-3,3e-3"]
 
@@ -369,6 +375,7 @@ def test_a_sweep_goes_on(capsys, tmp_path_factory):
     assert re.findall(r"^  [ *]  (\d)  .*  (\S+)$", capsys.readouterr().out, re.M) == results
 
 
+@pytest.mark.slow
 def test_a_sweep_without_a_name_goes_on_under_that_of_its_folder(capsys, folder):
     sweep = [*OFTEN, "-m", "trial_name=null", "total_train_steps=2", "actor.optimizer.lr=1e-3,2e-3"]
 
@@ -392,6 +399,7 @@ def test_a_sweep_without_a_name_goes_on_under_that_of_its_folder(capsys, folder)
 # A lost worker -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "name", "calls"),
     [

@@ -53,6 +53,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_state(how, work, tmp_path_factory):
     DAMAGE[how](work / "step-000003")
@@ -286,6 +287,7 @@ def test_a_crash_at_the_end_of_writing(writer, place, monkeypatch):
     assert after.newest().record["run"] == ("before" if place == "rename" else "after")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["no_save_optim", "no_load_optim"])
 def test_without_the_moments(setting, tmp_path, monkeypatch, tmp_path_factory):
     """The same run up to the first update with moments of zero. Its learning rate is that of the whole run."""
@@ -301,6 +303,7 @@ def test_without_the_moments(setting, tmp_path, monkeypatch, tmp_path_factory):
         assert (before == after) == (before["step"] < 5)
 
 
+@pytest.mark.slow
 def test_sgd_goes_on_to_the_bit(tmp_path, monkeypatch, tmp_path_factory):
     monkeypatch.chdir(tmp_path)
     sgd = ["actor.optimizer.type=sgd", "actor.optimizer.lr=0.1"]
@@ -310,6 +313,7 @@ def test_sgd_goes_on_to_the_bit(tmp_path, monkeypatch, tmp_path_factory):
     assert kill_runs.differences(expected, kill_runs.left_by(folder_of("sft"))) == []
 
 
+@pytest.mark.slow
 def test_another_reference_that_the_user_asked_for(tmp_path, monkeypatch):
     """A changed setting that --resume accepts may name a model of other content."""
     monkeypatch.chdir(tmp_path)

@@ -97,6 +97,7 @@ def test_trials_need_no_weights_and_leave_nothing(
     assert sorted(tmp_path.rglob("*")) == files
 
 
+@pytest.mark.slow
 def test_a_candidate_that_fails_is_discarded_with_its_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pids: list[int]
 ) -> None:
@@ -170,6 +171,7 @@ def test_the_fastest_candidate_is_chosen(made_up: type[MadeUp]) -> None:
     assert len(made_up.tried) >= 4
 
 
+@pytest.mark.slow
 def test_equal_times_keep_micro_batches_that_adapt(made_up: type[MadeUp]) -> None:
     chosen = choose(config(), ())
     assert chosen[BUDGET] is None
@@ -185,6 +187,7 @@ def test_only_the_size_of_micro_batches_is_left(made_up: type[MadeUp]) -> None:
     assert len(made_up.tried) == n_tried
 
 
+@pytest.mark.slow
 def test_no_trial_begins_that_would_end_too_late(made_up: type[MadeUp]) -> None:
     made_up.seconds = 40.0
     choose(config(), ())
@@ -208,6 +211,7 @@ def test_what_needs_least_memory_is_tried_last_and_only_if_nothing_else_fits(mad
     assert made_up.tried[-1].peak == min(candidate.peak for candidate in made_up.tried)
 
 
+@pytest.mark.slow
 def test_nothing_fits(made_up: type[MadeUp]) -> None:
     made_up.result = staticmethod(lambda candidate: Measured(step_s=1.0, peak=2**60, seconds=0.0))
     with pytest.raises(ConfigError, match=r"tune.mem_frac: is 0.9, and no candidate fits into .* GiB of a device; "):
@@ -249,6 +253,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return asked
 
 
+@pytest.mark.slow
 def test_a_run_records_what_was_chosen_and_goes_on_with_it(tmp_path: Path, chosen: list[set[str]]) -> None:
     folder = start(tmp_path)
     log = (folder / "logs/run.log").read_text(encoding="utf-8")
@@ -271,6 +276,7 @@ def test_a_run_records_what_was_chosen_and_goes_on_with_it(tmp_path: Path, chose
     assert value_at(settings_of(folder), BATCH) == 2
 
 
+@pytest.mark.slow
 def test_tuned_yaml_is_a_task(tmp_path: Path, chosen: list[set[str]]) -> None:
     folder = start(tmp_path)
     again = [*TASK[1:], "--config-name=tuned", f"--config-dir={folder}", f"cluster.fileroot={tmp_path}"]
@@ -282,6 +288,7 @@ def test_tuned_yaml_is_a_task(tmp_path: Path, chosen: list[set[str]]) -> None:
     assert run(ALGORITHM, "gspo", [*TASK, *line.lstrip("# ").split(), "--cfg=job"]) == 0
 
 
+@pytest.mark.slow
 def test_settings_of_the_command_line_and_of_files_are_given(tmp_path: Path, chosen: list[set[str]]) -> None:
     (tmp_path / "mine.yaml").write_text(
         "defaults: [train, _self_]\nactor:\n  gradient_checkpointing: true\n  mb_spec: {max_tokens_per_mb: 256}\n"
@@ -318,6 +325,7 @@ def test_an_interrupt_while_the_trials_are_imported_leaves_no_folder(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_script_is_tuned_too(tmp_path: Path, chosen: list[set[str]]) -> None:
     settings = [f"cluster.fileroot={tmp_path}", "trial_name=t", f"{AT_ONCE}=12"]
     for n_steps in (2, 3):

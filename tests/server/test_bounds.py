@@ -39,6 +39,7 @@ def test_size() -> None:
     assert not is_larger([nested(2, "list")], 100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["hello world " * 5000, "a" * 50_000, "\U0001f600" * 9000, " " * 50_000, "<|im_end|>" * 3000]
 )

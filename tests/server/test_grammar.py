@@ -136,6 +136,7 @@ def test_a_named_function_is_called_once(family: str, tiny: Any) -> None:
             )
 
 
+@pytest.mark.slow
 def test_reasoning_comes_first_where_the_model_reasons(tokenizer: Any) -> None:
     parser = parser_for("hermes")
     for reasoning, opened in (("open", "<think>"), ("optional", "")):
@@ -161,6 +162,7 @@ def test_what_reasoning_a_prompt_leaves_open(tokenizer_of: Any) -> None:
     assert reasoning_after("assistant\n", None) == "none"
 
 
+@pytest.mark.slow
 def test_fifty_schemas_of_growing_size(tokenizer_of: Any) -> None:
     tokenizer, n_finished = tokenizer_of("minimind"), 0
     for number, schema in enumerate(schemas()):
@@ -171,6 +173,7 @@ def test_fifty_schemas_of_growing_size(tokenizer_of: Any) -> None:
     assert n_finished > 30
 
 
+@pytest.mark.slow
 def test_any_object(tokenizer: Any) -> None:
     grammar = compile_grammar({"type": "json_object"}, tokenizer, len(tokenizer))
     finished = [text for text, ends in (drawn(grammar, tokenizer, seed) for seed in range(40)) if ends]

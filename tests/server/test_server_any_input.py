@@ -242,6 +242,7 @@ EVERY = settings(
 )
 
 
+@pytest.mark.slow
 @settings(EVERY, max_examples=150)
 @given(bodies())
 def test_any_body(asked: Asked, sent: Any) -> None:

@@ -42,6 +42,7 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
 SIMILAR = ("a prompt of 1 MB", "a message of 7 MB", "10,000 messages")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in LARGE]
 )

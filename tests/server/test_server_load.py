@@ -174,6 +174,7 @@ class Storm:
         writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_clients", [120, pytest.param(500, marks=pytest.mark.slow)])
 def test_clients_of_every_kind_leave_nothing_behind(n_clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areno.agents.proxy.ServerLimits", partial(ServerLimits, max_body=MOST_BODY))

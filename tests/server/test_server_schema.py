@@ -172,6 +172,7 @@ TEXT: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", CHAT)
 def test_chat_completions(proxy: SessionProxy, fields: Any) -> None:
     answer = ask(proxy, "chat/completions", {"messages": HELLO, **fields})

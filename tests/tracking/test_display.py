@@ -358,6 +358,7 @@ def command(*overrides, **more):
     return {"args": words, "env": environment, **more}
 
 
+@pytest.mark.slow
 def test_a_run_on_a_terminal(tmp_path):
     """From its first line to the next commands; what the log has is on the terminal only where it tells something."""
     terminal = Terminal()

@@ -173,6 +173,7 @@ def test_swanlab_offline(tmp_path):
     assert RESUMED.encode() not in first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uri", [None, "here/runs"])
 def test_mlflow_in_files(tmp_path, uri, monkeypatch):
     pytest.importorskip("mlflow", reason="needs the extra mlflow")

@@ -235,6 +235,7 @@ def lengths(run: Played) -> list[int]:
     return sorted(len(trained(row, "logprobs")) for rows in run.rows for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [2, 4])
 def test_with_frozen_weights_an_epoch_trains_the_samples_of_a_run_that_waits(limit, tmp_path):
     frozen = ["actor.optimizer.lr=0", "engine.exact=true"]
@@ -250,6 +251,7 @@ def test_with_frozen_weights_an_epoch_trains_the_samples_of_a_run_that_waits(lim
     assert ahead.series("rollout/parked_samples")[-1] == 0  # the last step leaves none
 
 
+@pytest.mark.slow
 def test_without_a_limit_a_step_samples_its_own_prompts_alone(tmp_path, monkeypatch):
     """A run with max_head_offpolicyness=0 has the bits of samples that the engine draws for each batch by itself."""
 
@@ -293,6 +295,7 @@ def test_on_several_devices_too(layout, tmp_path):
     assert [drawn(rows) for rows in ahead.rows] == [drawn(rows) for rows in again.rows]
 
 
+@pytest.mark.slow
 def test_samples_go_on_under_new_weights_and_say_so(tmp_path):
     run = epoch(tmp_path / "run", *AHEAD)
     again = epoch(tmp_path / "again", *AHEAD)
@@ -309,6 +312,7 @@ def test_samples_go_on_under_new_weights_and_say_so(tmp_path):
     assert any(weight != 1 for row in stale for weight in trained(row, "weights"))
 
 
+@pytest.mark.slow
 def test_lengths_are_those_of_trained_samples_and_of_samples_that_a_step_began(tmp_path, monkeypatch):
     limit, step, sampled = 2, [0], {}
     sample = collect.sample_ahead
@@ -343,6 +347,7 @@ def test_lengths_are_those_of_trained_samples_and_of_samples_that_a_step_began(t
             assert value == pytest.approx(low + (place - int(place)) * (high - low))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [AHEAD, [*LONG, "rollout.prompts_ahead=3"]], ids=["stale", "postponed"])
 def test_a_resumed_run_trains_the_same_samples(settings, tmp_path, monkeypatch):
     settings = [*settings, "recover.mode=auto", "recover.freq_steps=1"]
@@ -365,6 +370,7 @@ def test_a_resumed_run_trains_the_same_samples(settings, tmp_path, monkeypatch):
     assert [drawn(rows) for rows in rest.rows] == [drawn(rows) for rows in whole.rows[3:]]
 
 
+@pytest.mark.slow
 def test_postponed_prompts_are_sampled_anew(tmp_path):
     run = epoch(tmp_path / "run", *LONG, "rollout.prompts_ahead=3")
     assert [len(rows) for rows in run.rows] == [16] * 5 + [8]
@@ -375,6 +381,7 @@ def test_postponed_prompts_are_sampled_anew(tmp_path):
     assert max(run.series("rollout/discarded_tokens")) > 0
 
 
+@pytest.mark.slow
 def test_a_critic_is_trained_on_the_same_rows(tmp_path):
     run = epoch(tmp_path / "run", *AHEAD, "critic.warmup_steps=0", recipe="ppo", n=14)
     assert [len(rows) for rows in run.rows] == [len(rows) for rows in run.critic_rows] == [16, 16, 16, 8]

@@ -186,6 +186,7 @@ def groups_of(rows: Sequence[TrainSequence]) -> Iterator[tuple[Row, ...]]:
         yield tuple(map(row_of, rows[start : start + 2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", [odd_length, slow_odd_length], ids=["quick", "slow"])
 def test_with_frozen_weights_an_epoch_trains_the_groups_with_different_rewards(reward, tmp_path):
     frozen = ["actor.optimizer.lr=0", "engine.exact=true"]
@@ -210,6 +211,7 @@ def check_lengths(run: Played) -> None:
         assert run.series("rollout/trained_len_max")[step] == max(lengths)
 
 
+@pytest.mark.slow
 def test_lengths_are_those_of_trained_prompts(tmp_path, monkeypatch):
     found = list[list[int]]()
     lengths_of = InFlight.begun_lengths
@@ -229,6 +231,7 @@ def test_lengths_are_those_of_trained_prompts(tmp_path, monkeypatch):
     assert not Counter(in_time) - Counter(every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", [odd_length, slow_odd_length], ids=["quick", "slow"])
 def test_a_resumed_run_trains_the_same_samples(reward, tmp_path, monkeypatch):
     settings = [*AHEAD, "recover.mode=auto", "recover.freq_steps=1"]
@@ -250,6 +253,7 @@ def test_a_resumed_run_trains_the_same_samples(reward, tmp_path, monkeypatch):
     assert [list(map(row_of, rows)) for rows in rest.rows] == [list(map(row_of, rows)) for rows in whole.rows[2:]]
 
 
+@pytest.mark.slow
 def test_a_step_without_any_difference_ends_after_some_rounds(tmp_path):
     settings = [*AHEAD, "rollout.max_sampling_rounds=3", "total_train_steps=2"]
     run = epoch(tmp_path / "run", *settings, reward=always_one)
@@ -259,6 +263,7 @@ def test_a_step_without_any_difference_ends_after_some_rounds(tmp_path):
     assert "all groups of this step have equal rewards" in (tmp_path / "run/logs/run.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", ["rollout.max_head_offpolicyness=2", "rollout.prompts_ahead=2"])
 @pytest.mark.parametrize("once", ["dynamic_bs=true", "rollout.max_sampling_rounds=1"])
 def test_dropped_prompts_are_not_replaced_if_a_step_takes_one_batch(once, ahead, tmp_path):

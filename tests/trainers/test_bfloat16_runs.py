@@ -40,6 +40,7 @@ def assert_no_ratio_from_rounding(run: Played, rounds: bool = True) -> None:
     assert min(mismatch) > 0 or not rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gspo", pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
 def test_the_only_update_of_a_batch(runs: dict[str, Variant], recipe: str) -> None:
     run = runs[recipe](BF16)
@@ -47,6 +48,7 @@ def test_the_only_update_of_a_batch(runs: dict[str, Variant], recipe: str) -> No
     assert all(norm > 0 for norm in run.series("train/grad_norm"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gspo", pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
 def test_several_updates_with_unchanged_weights(runs: dict[str, Variant], recipe: str) -> None:
     assert_no_ratio_from_rounding(runs[recipe](BF16, *FROZEN))
@@ -112,6 +114,7 @@ def test_quickstarts_learn(tmp_path: Path, recipe: str) -> None:
     assert run.series("eval/accuracy")[-1] > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "task"), [("sft", "quickstart_base"), ("dpo", "quickstart_dpo")])
 def test_losses_without_a_ratio(tmp_path: Path, recipe: str, task: str) -> None:
     small = ["total_train_steps=2", "train_dataset.batch_size=8", "valid_dataset=null", "engine.device=cpu"]
@@ -126,6 +129,7 @@ def test_losses_without_a_ratio(tmp_path: Path, recipe: str, task: str) -> None:
         assert run.series("train/loss")[0] == pytest.approx(math.log(2), abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "task"), [("gspo", "tictactoe"), ("grpo", "tools")])
 def test_tasks_of_agents(tmp_path: Path, recipe: str, task: str) -> None:
     small = ["total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=2", "gconfig.max_new_tokens=16"]

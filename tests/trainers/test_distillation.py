@@ -57,6 +57,7 @@ def run(recipe: str, folder: Path, *settings: str, task: str | None = None, rows
 DISTILL = ["reward.fn=null"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["sampled_reverse_kl", "reverse_kl", "forward_kl", "jsd"])
 def test_a_student_follows_its_teacher(loss_type: str, teacher: Path, tmp_path: Path) -> None:
     settings = [f"teacher.path={teacher}", f"teacher.loss_type={loss_type}", "total_train_steps=12", *DISTILL]
@@ -88,6 +89,7 @@ def test_given_answers(share: float, teacher: Path, tmp_path: Path) -> None:
         run("distill", tmp_path / "none", *settings, rows=[{"prompt": "1+1="}] * 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "loss_type", "more"),
     [
@@ -126,6 +128,7 @@ def _adapters(folder: Path) -> Path:
     return folder / "a/checkpoints/latest"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_of_several_teachers_is_the_same(teacher: Path, tmp_path: Path) -> None:
     settings = [
         f"teacher.models={{trained: {teacher}, first: null}}",
@@ -143,6 +146,7 @@ def test_a_resumed_run_of_several_teachers_is_the_same(teacher: Path, tmp_path: 
         assert parts.series(name).values == whole.series(name).values
 
 
+@pytest.mark.slow
 def test_a_replay_asks_the_teacher_of_the_sample(teacher: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     rows = [{**row, "skill": ("trained", "adapted")[index % 2]} for index, row in enumerate(ROWS)]
@@ -195,6 +199,7 @@ def test_unknown_teachers_are_refused_before_models_load(as_dataset: bool, teach
         run("distill", tmp_path / "run", *settings, rows=rows)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_user(teacher: Path, tmp_path: Path) -> None:
     """Twice the loss of the recipe has twice its gradient."""
     settings = [*SHORT, *DISTILL, f"teacher.path={teacher}", "teacher.loss_type=reverse_kl", "actor.optimizer.lr=0"]
@@ -220,6 +225,7 @@ def test_a_loss_of_the_user(teacher: Path, tmp_path: Path) -> None:
     assert "; loss " in last[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gspo", "ppo"])
 @pytest.mark.parametrize("loss_type", ["sampled_reverse_kl", "reverse_kl"])
 def test_a_teacher_beside_rewards(recipe: str, loss_type: str, teacher: Path, tmp_path: Path) -> None:
@@ -234,6 +240,7 @@ def test_a_teacher_beside_rewards(recipe: str, loss_type: str, teacher: Path, tm
         assert distill > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["sampled_reverse_kl", "reverse_kl"])
 @pytest.mark.parametrize("form", ["adapters", "base", "own prompt", "actor"])
 def test_kinds_of_teachers(form: str, loss_type: str, tmp_path: Path) -> None:
@@ -285,6 +292,7 @@ def test_own_prompts_are_aligned_on_the_response(tmp_path: Path) -> None:
             np.testing.assert_allclose(row.teacher_logprobs[n_prompt:], theirs[-n_new:], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same(teacher: Path, tmp_path: Path) -> None:
     settings = [
         f"teacher.path={teacher}",
@@ -377,6 +385,7 @@ def test_settings_that_contradict(settings: list[str], message: str) -> None:
         load(get_algorithm("distill").config, "quickstart_distill", [*base, *words, *settings])
 
 
+@pytest.mark.slow
 def test_a_replay_shows_where_the_teacher_parts(teacher: Path, tmp_path: Path) -> None:
     def played(name: str, *more: str) -> Replay:
         settings = [*SHORT, *DISTILL, f"teacher.path={teacher}", "rollout.dump_to_file=true", f"trial_name={name}"]

@@ -38,6 +38,7 @@ def role(folder: Path, *words: str) -> list[str]:
     return ["reward.fn=null", f"reward.judge.path={folder}", *words]
 
 
+@pytest.mark.slow
 def test_scores_of_a_role_are_the_expected_labels_under_transformers(tmp_path):
     judge = other_actor(tmp_path / "judge", 0.3)
     template = "{prompt}{completion}="
@@ -135,6 +136,7 @@ def test_parts_beside_a_judge_have_the_names_of_their_sources(tmp_path):
         assert sample["reward"] == pytest.approx(sample["parts"]["model"] + sample["parts"]["judge"])
 
 
+@pytest.mark.slow
 def test_an_agent_is_judged_under_the_prompt_of_its_row(tmp_path):
     """Not under the turns of the trajectory, which hold replies of tools and of the agent."""
     with endpoint(lambda _: "yes") as (url, requests):
@@ -177,6 +179,7 @@ def test_a_role_takes_no_settings_of_endpoints(words, tmp_path):
         play("grpo", tmp_path / "run", *role(MODEL, *words))
 
 
+@pytest.mark.slow
 def test_a_judge_that_is_the_actor_compares_its_samples_with_shared_prefixes_and_resumes(tmp_path):
     """Training moves the actor, and not the judge; the second process of the run judges as the first did."""
     conversations = ["reward.judge.compare=true", "reward.judge.template='{prompt}{first}+{second}='"]
@@ -194,6 +197,7 @@ def test_a_judge_that_is_the_actor_compares_its_samples_with_shared_prefixes_and
     assert 0 < whole.series("rollout/reward/judge/first")[0] < 1
 
 
+@pytest.mark.slow
 def test_an_evaluation_keeps_the_judge(tmp_path, capsys):
     words = [f"reward.judge.labels={LABELS}", "reward.judge.template='{prompt}{completion}='"]
     words = [*role(MODEL, *words), "total_train_steps=1", "valid_dataset=null", "trial_name=t"]

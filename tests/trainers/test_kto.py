@@ -24,6 +24,7 @@ def h(folder, prompt, answer):
     return sum(hf_logprobs(folder, prompt, answer)) - sum(hf_logprobs(MODEL, prompt, answer))
 
 
+@pytest.mark.slow
 def test_evaluation_is_what_transformers_computes(tmp_path):
     rows = LABELLED[:6]
     config = kto_config(tmp_path, actor={"beta": 0.5, "desirable_weight": 2.0}, total_train_steps=3)
@@ -48,6 +49,7 @@ def test_evaluation_is_what_transformers_computes(tmp_path):
     assert len(found["train/margin"]) == 3
 
 
+@pytest.mark.slow
 def test_the_reference_point_does_not_depend_on_how_rows_are_cut(tmp_path):
     found = []
     for mb_spec in ({"mini_bs": 1}, {"mini_bs": 64}, {"max_tokens_per_mb": 30}):

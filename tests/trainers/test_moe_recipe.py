@@ -32,6 +32,7 @@ def _reward() -> Any:
     return lambda record: record.completion.count("2") / 8
 
 
+@pytest.mark.slow
 def test_gspo_trains_a_model_with_experts(model: Path, tmp_path: Path) -> None:
     settings = [
         f"actor.path={model}",

@@ -143,6 +143,7 @@ def test_more_pairs_of_a_prompt_and_more_updates(online: Variant) -> None:
     assert [row.reward for row in rows] == close(expected)
 
 
+@pytest.mark.slow
 def test_equal_rewards_are_no_pair(tmp_path: Path) -> None:
     words = ["reward.workers=1", "gconfig.n_samples=2", "saver.freq_steps=1", "total_train_steps=3", *ONE_PAIR]
     run = play("online_dpo", tmp_path / "some", *words, task=TASK, reward_fn=odd_first_digit)
@@ -213,6 +214,7 @@ def test_the_reference_of_adapters_is_their_base(tmp_path: Path, models: dict[st
     assert (run.folder / "checkpoints/latest/adapter_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_agents_make_pairs_of_samples_with_one_row(tmp_path: Path) -> None:
     words = ["total_train_steps=1", *ONE_PAIR]
     run = agent_run(tmp_path / "turns", "quick_turns.py", *words, recipe="online_dpo")
@@ -294,6 +296,7 @@ def test_the_plan_of_the_command_line_says_how_many_samples_are_trained(capsys: 
     assert "256 samples (32 prompts x 8), 128 of them trained" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_replay_shows_the_sample_and_says_why_it_has_no_loss(
     tmp_path: Path, models: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,6 +105,7 @@ def test_one_step_is_what_the_formulas_say(tmp_path: Path, models: dict[str, Pat
     assert scalars["train/critic_grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_several_updates_of_actor_and_critic(tmp_path: Path, models: dict[str, Path]) -> None:
     """Actor ratios and critic values both move away from where the rows were made, and are clipped against that."""
     config = ppo_config(
@@ -125,6 +126,7 @@ def test_several_updates_of_actor_and_critic(tmp_path: Path, models: dict[str, P
         assert played.series("train/critic_value_clip_frac") == [0]
 
 
+@pytest.mark.slow
 def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
     how = {"critic": {"warmup_steps": 2}, **without_reference()}
     two_steps = {"total_train_steps": None, "total_train_n_seqs": 16}

@@ -57,6 +57,7 @@ def test_settings_that_do_not_fit(
     assert re.search(f"^2 error: {message}", fails(capsys, tmp_path, *overrides))
 
 
+@pytest.mark.slow
 def test_models_that_do_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     small = classifier(tmp_path / "small", vocab_size=12)
     two = classifier(tmp_path / "two", num_labels=2)

@@ -63,6 +63,7 @@ def test_a_sample_without_a_reward_is_left_out(tmp_path: Path, models: dict[str,
     assert len(played.rows[0]) == len(played.critic_rows[0]) == 12
 
 
+@pytest.mark.slow
 def test_checkpoint_has_actor_and_critic(tmp_path: Path) -> None:
     how = {"critic": {"optimizer": optimizer(3e-3)}, **without_reference()}
     fitted(ppo_config(tmp_path, total_train_steps=2, **how), tmp_path / "first", digits)
@@ -92,6 +93,7 @@ def test_critic_from_another_language_model(tmp_path: Path, models: dict[str, Pa
     assert (saved[name] - own[name]).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_critic_from_random_weights(tmp_path: Path, models: dict[str, Path]) -> None:
     """In the shape of its folder, which then needs no weights; the actor keeps those of its own folder."""
     empty = tmp_path / "shape"

@@ -31,6 +31,7 @@ def rows_of(run: Played) -> list[list[tuple[list[int], list[float], float]]]:
     ]
 
 
+@pytest.mark.slow
 def test_rounds_that_overlap_draw_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun_early, open_now = [], [0]
     submit, received = Engine.submit, Engine._received
@@ -60,6 +61,7 @@ def test_rounds_that_overlap_draw_the_same(tmp_path: Path, monkeypatch: pytest.M
         assert together.series(name) == apart.series(name)
 
 
+@pytest.mark.slow
 def test_prompts_that_need_a_larger_cache_wait(tmp_path: Path) -> None:
     """The second round has prompts that do not fit the cache of the first."""
     rows = [{"prompt": "1+2=" if k < 4 else "+".join(["12"] * 40) + "=", "solutions": ["3"]} for k in range(8)]
@@ -71,6 +73,7 @@ def test_prompts_that_need_a_larger_cache_wait(tmp_path: Path) -> None:
     assert max(lengths) + 60 > 128 > min(lengths) + 60
 
 
+@pytest.mark.slow
 def test_rewards_that_fail_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(ArenoError, match="no reward could be computed for any"):
         play("grpo", tmp_path / "run", *LONG, reward_fn=lambda record: None)

@@ -34,6 +34,7 @@ from tests.helpers.row_runs import (
 # DPO -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dpo_of_a_script(tmp_path):
     config = dpo_config(
         tmp_path,
@@ -65,6 +66,7 @@ def test_dpo_of_a_script(tmp_path):
     assert found["train/loss"][0] == pytest.approx(math.log(2), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
 def test_evaluation_is_what_transformers_computes(tmp_path, loss_type):
     config = dpo_config(tmp_path, actor={"beta": 0.5, "loss_type": loss_type}, total_train_steps=3)
@@ -192,6 +194,7 @@ def test_without_evaluation_the_result_is_that_of_the_last_steps(tmp_path):
     assert result == pytest.approx(sum(accuracies[-5:]) / 5)
 
 
+@pytest.mark.slow
 def test_the_loop_does_not_depend_on_how_pairs_are_cut(tmp_path):
     """Same losses over several steps for every mb_spec; a pair that is torn apart would be another pair's."""
     found = []
@@ -280,6 +283,7 @@ def test_each_loss_learns_what_is_preferred(tmp_path, settings):
 # SFT -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_packed_rows_have_the_loss_of_rows_one_by_one(tmp_path):
     """The mean over all response tokens of the step, as transformers has it for each row alone."""
     logprobs = [hf_logprobs(MODEL, row["prompt"], row["response"]) for row in DEMONSTRATIONS]

@@ -20,6 +20,7 @@ def figures(run: Played) -> list[Any]:
     return [*(run.series(name) for name in NAMES), repr(rows)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", [pytest.param(slow_length, marks=pytest.mark.slow), slow_length_or_none])
 @pytest.mark.parametrize(
     ("recipe", "settings", "names"),

@@ -40,6 +40,7 @@ def bars(events: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
     return Counter((names[event["pid"]], event["name"]) for event in events if event["ph"] in "Xb")
 
 
+@pytest.mark.slow
 def test_a_traced_run_is_the_same_and_shows_each_step(tmp_path: Path) -> None:
     more = [reward(tmp_path), "reward.workers=1", "saver.freq_steps=null"]
     plain = play("gspo", tmp_path / "plain", *more)
@@ -90,6 +91,7 @@ def test_a_traced_run_is_the_same_and_shows_each_step(tmp_path: Path) -> None:
     assert all(value > 0.05 for value in traced.series("train/host_memory_gib"))
 
 
+@pytest.mark.slow
 def test_agents_have_lanes_and_sessions(tmp_path: Path) -> None:
     sessions = ["perf_tracer.session_tracer.enabled=true", "perf_tracer.session_tracer.flush_threshold=10"]
     played = agent_runs.run(tmp_path, "two_turns.py", *TRACED, *sessions)
@@ -113,6 +115,7 @@ def test_agents_have_lanes_and_sessions(tmp_path: Path) -> None:
         assert line["reward"] is not None
 
 
+@pytest.mark.slow
 def test_a_session_file_needs_no_trace(tmp_path: Path) -> None:
     more = ["perf_tracer.session_tracer.enabled=true", "total_train_steps=1"]
     played = agent_runs.run(tmp_path, "two_turns.py", *more)

@@ -198,6 +198,7 @@ def test_overlong_completions_are_punished(grpo: Variant) -> None:
         assert np.mean(rewards(rows)) < run.series("rollout/rewards_mean")[step] - 1
 
 
+@pytest.mark.slow
 def test_clip_higher(grpo: Variant) -> None:
     found = []
     for bound in (0.02, 0.2, 100):

@@ -33,6 +33,7 @@ def test_later_minibatches_see_true_ratios(grpo: Variant) -> None:
     assert run.series("train/logp_abs_diff_max")[0] < 1e-4  # rollout against training, before any update
 
 
+@pytest.mark.slow
 def test_gspo_token_is_gspo_where_the_tokens_of_a_row_have_one_advantage(grpo: Variant, gspo: Variant) -> None:
     two = ["actor.ppo_n_minibatches=2", "actor.eps_clip=0.05"]
     sequence, token = gspo(*two), grpo(*two, "variant=gspo_token")
@@ -59,6 +60,7 @@ def test_cispo(grpo: Variant) -> None:
     assert moved.series("train/grad_norm")[0] != close(other.series("train/grad_norm")[0], 1e-3)
 
 
+@pytest.mark.slow
 def test_sapo(grpo: Variant) -> None:
     run, moved = grpo("variant=sapo"), grpo("variant=sapo", *MOVING)
     assert run.series("train/sapo_gate") == close([1.0, 1.0])

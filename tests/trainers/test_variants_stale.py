@@ -95,6 +95,7 @@ def test_decoupled_loss_weighs_by_the_distance_to_the_sampling_policy(grpo: Vari
     assert run.series("train/rejected_frac") == [0]
 
 
+@pytest.mark.slow
 def test_decoupled_loss_without_a_forward_pass(grpo: Variant, stale: None) -> None:
     """The first update knows the proximal policy. In the second, 2/3 of the log-ratio is weight and 1/3 is ratio."""
     settings = ["variant=decoupled", "total_train_steps=1", *WIDE]

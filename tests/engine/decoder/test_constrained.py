@@ -120,6 +120,7 @@ def check(of: Decoder, device: str = "cpu") -> None:
         of.reset_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -218,6 +219,7 @@ def test_graphs_on_the_gpu_draw_the_same(use_graphs: bool) -> None:
     assert (of.stats.graph_replays > 0) == use_graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fifty_schemas_from_random_weights(devices: int, tiny: Any, tmp_path: Path) -> None:
     """In one process, and in workers that compile the grammars for themselves."""

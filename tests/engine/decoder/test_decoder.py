@@ -68,6 +68,7 @@ def test_truncation_to_one_token_is_greedy_for_those_that_ask_for_it() -> None:
     assert generate(request(1), request(2, top_k=1))[1, 0].tokens == free
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "stories260K"])
 def test_greedy_is_that_of_transformers(name: str) -> None:
     folder = tiny_folder() if name == "tiny" else STORIES
@@ -157,6 +158,7 @@ def test_preemption_changes_nothing(n_blocks: int, block_size: int) -> None:
     assert decoder.stats.preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_running", [1, 3])
 def test_few_slots_change_nothing(max_running: int) -> None:
     assert_same(generate(*MIXED, max_running=max_running), mixed_outputs())

@@ -50,6 +50,7 @@ def longest_suffix(text: list[int], texts: list[tuple[int, list[int]]], least: i
     return max((n for n in LENGTHS if followers(text, n, texts, least)), default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_letters", [2, 4, 30])
 def test_the_index_finds_what_a_search_finds(n_letters: int) -> None:
     rng, index = random.Random(n_letters), DraftIndex(4096 * SEGMENT)
@@ -253,6 +254,7 @@ def test_many_short_samples_of_many_scopes_fit_into_the_index() -> None:
     assert drafter.index._n_opened == n_opened
 
 
+@pytest.mark.slow
 def test_aborted_samples_are_forgotten() -> None:
     drafter = begun()
     for number in range(3000):

@@ -54,6 +54,7 @@ def make(case: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.slow) if case in TIED_AS_WELL | WINDOW_AS_WELL else case for case in ALL],
@@ -150,6 +151,7 @@ def test_a_released_block_groups_nobody() -> None:
     assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 0, 64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["mistral-window", "qwen3-window", "gemma3-tied"])
 def test_windows_let_more_rows_run_in_the_same_blocks(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,7 @@ def check(decoder: Decoder, device: str = "cpu") -> None:
         decoder.reset_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{}, {"n_blocks": 14, "block_size": 5, "max_prefill_tokens": 20}, {"max_prefill_tokens": 5, "max_running": 3}],

@@ -214,6 +214,7 @@ def arrive(scheduler: Scheduler, device: Device, plan: SchedulerOutput) -> None:
     scheduler.remove_finished()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_whoever_reads_a_block_finds_what_it_wrote(groups: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

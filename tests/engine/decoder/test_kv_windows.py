@@ -82,6 +82,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BOTH = ("cut prompts", "exact")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in BOTH else name for name in SETTINGS]
 )
@@ -126,6 +127,7 @@ def test_what_a_cache_has_room_for(by_window: bool) -> None:
         limits.max_new(request(1, [1] * n_prompt, n_new=7))
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_transformers() -> None:
     decoder = make(max_prefill_tokens=11)
     items = {item.request_id: item for item in (request(1, prompt(1, 60), 3, 40), request(2, prompt(2, 37), 2, 20))}

@@ -67,6 +67,7 @@ def check(settings: dict[str, int]) -> None:
         assert output.top_logprobs == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

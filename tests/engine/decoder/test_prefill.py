@@ -92,6 +92,7 @@ def test_without_memory_for_a_graph_prefills_are_computed_padded() -> None:
     assert graphs.graphs.n_replays == 0
 
 
+@pytest.mark.slow
 def test_there_are_few_shapes() -> None:
     shapes: set[PrefillShape] = set()
     for n_tokens in range(1, 2049, 5):
@@ -134,6 +135,7 @@ def test_attention_of_many_tokens_launches_programs_for_the_longest_row() -> Non
     assert (found[1].n_tokens, found[1].max_q) == (4096, 512)
 
 
+@pytest.mark.slow
 def test_larger_prefills_have_few_shapes() -> None:
     shapes: set[PrefillShape] = set()
     for n_tokens in range(2049, 16385, 61):

@@ -53,6 +53,7 @@ def smallest(model: Transformer, block_size: int, n_tokens: int) -> int:
     return next(n for n in range(1, 400) if layout.max_sequence_tokens(layout.pool_size(n), context) >= n_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 9))])
 @pytest.mark.parametrize("case", [pytest.param("gemma3-tied", marks=pytest.mark.slow), "mistral-window", "qwen3.5"])
 def test_samples_are_those_of_a_decoder_with_room_for_all(case: str, seed: int, tmp_path: Path) -> None:

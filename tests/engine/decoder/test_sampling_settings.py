@@ -68,6 +68,7 @@ def test_every_setting_of_a_configuration_arrives(name: str) -> None:
     assert asdict(params)[name] == CHANGES[name][name]
 
 
+@pytest.mark.slow
 def test_skip_special_tokens_is_of_texts(tokenizer_of: Any) -> None:
     tokenizer = tokenizer_of("qwen3")
     tokens = [*tokenizer.encode("seven", add_special_tokens=False), tokenizer.eos_token_id]

@@ -184,6 +184,7 @@ def test_banned_tokens(wrong: float) -> None:
     assert_equal(sampled(exact_model(), BANNED, known(expected, wrong), **EXACT), expected, bits=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index_tokens", [1 << 14, 24 * SEGMENT])
 @pytest.mark.parametrize("scope", [None, 5])
 def test_drafts_of_the_index_change_no_bit(scope: int | None, index_tokens: int) -> None:
@@ -217,6 +218,7 @@ def without_index() -> Outputs:
     return sampled(exact_model(), [*REQUESTS, *BANNED, grammar], compile_grammar=compiler().compile, **EXACT)
 
 
+@pytest.mark.slow
 def test_a_parked_sample_goes_on_with_drafts() -> None:
     """Parked after some steps of a run without drafts, or with drafts, and continued with drafts of its own tokens."""
     expected = without_drafts(True)

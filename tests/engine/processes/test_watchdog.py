@@ -73,6 +73,7 @@ def be_strict_when(begun: Path, engine: Engine) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+@pytest.mark.slow
 @reads_proc
 @pytest.mark.parametrize("form", ["dp", pytest.param("tp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("busy", ["decoding", pytest.param("train", marks=pytest.mark.slow)])
@@ -103,6 +104,7 @@ def wait(engine: Engine) -> None:
         engine.poll(10.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["dp", pytest.param("tp", marks=pytest.mark.slow)])
 def test_the_rank_that_others_wait_for_in_a_collective_is_blamed(
     folder: Path, form: str, tmp_path: Path, caplog: Any
@@ -155,6 +157,7 @@ def test_a_worker_that_gets_on_is_left_alone(folder: Path, tmp_path: Path) -> No
         assert engine.train(ROWS, sft_loss_fn)["skipped_steps"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", ["sleeping", "computing"])
 def test_an_inline_worker_that_hangs_is_interrupted(folder: Path, hangs: str, tmp_path: Path, caplog: Any) -> None:
     begun = tmp_path / "begun"
@@ -179,6 +182,7 @@ def test_an_inline_worker_that_hangs_is_interrupted(folder: Path, hangs: str, tm
         assert engine.train(ROWS, sft_loss_fn)["skipped_steps"] == 0
 
 
+@pytest.mark.slow
 def test_work_of_the_driver_that_hangs_is_interrupted(folder: Path, caplog: Any) -> None:
     with started(folder, "inline") as engine:
         be_strict(engine)

@@ -87,6 +87,7 @@ def test_a_rank_that_fails_alone_while_loading_leaves_one_message(tmp_path: Path
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_worker_starts_and_ends_as_it_does_for_users(cold_workers: None, folder: Path) -> None:
     with contextlib.closing(SpawnedGroup(spec(folder))) as group:
         [process] = group._open_processes.processes.values()  # type: ignore[attr-defined]
@@ -226,6 +227,7 @@ def test_which_form() -> None:
         start_workers(two, "inline")
 
 
+@pytest.mark.slow
 def test_long_commands_of_two_threads_arrive_whole(folder: Path) -> None:
     """Agents send requests while the driver sends rows to train on. A long message is written in two pieces."""
     unknown = list(range(1 << 20, (1 << 20) + 20_000))

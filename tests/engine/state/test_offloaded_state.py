@@ -69,6 +69,7 @@ def buffers(engine: Engine) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), FORMATS)
 def test_a_run_may_be_resumed_with_and_without_offload(folder: Path, tmp_path: Path, kind: Any, dtype: str) -> None:
     """All of it is that of the run that went on, to the bit: samples, statistics, weights, masters and moments."""
@@ -115,6 +116,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event.set()
 
 
+@pytest.mark.slow
 def test_the_next_update_waits_for_the_files(folder: Path, tmp_path: Path, slow_disk: threading.Event) -> None:
     """They are written from the buffers that the update changes, and not from a copy."""
     with built(folder, True, dtype="bfloat16") as engine:
@@ -159,6 +161,7 @@ def test_waiting_for_a_disk_that_hangs_is_no_progress(
         assert engine.state_written(wait=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("adam", marks=pytest.mark.slow), "adam_8bit"])
 def test_moments_may_be_left_out(folder: Path, tmp_path: Path, kind: Any) -> None:
     optimizer = dataclasses.replace(OPTIMIZER, type=kind)
@@ -173,6 +176,7 @@ def test_moments_may_be_left_out(folder: Path, tmp_path: Path, kind: Any) -> Non
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("adam", marks=pytest.mark.slow), "adam_8bit"])
 def test_a_state_of_two_tensor_parallel_ranks(
     folder: Path, tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch

@@ -74,6 +74,7 @@ def buffers(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), FORMATS)
 def test_training_goes_on_as_if_nothing_had_happened(
     folder: Path, tmp_path: Path, kind: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -126,6 +127,7 @@ def test_a_state_is_small(tmp_path: Path, kind: Any, most: float) -> None:
         assert sum(file.stat().st_size for file in state.iterdir()) / engine.info.n_params < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "left_out"),
     [
@@ -176,6 +178,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event.set()
 
 
+@pytest.mark.slow
 def test_what_is_trained_after_the_call_is_not_in_the_state(
     folder: Path, tmp_path: Path, slow_disk: threading.Event
 ) -> None:
@@ -200,6 +203,7 @@ def test_what_is_trained_after_the_call_is_not_in_the_state(
         assert same(buffers(engine), before)
 
 
+@pytest.mark.slow
 def test_states_one_after_another(folder: Path, tmp_path: Path) -> None:
     """The second one is planned as the first was, and takes its memory."""
     with built(folder) as engine:

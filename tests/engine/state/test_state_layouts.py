@@ -53,6 +53,7 @@ def engines(folder: Path) -> Iterator[dict[str, Engine]]:
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", LAYOUTS)
 def test_any_layout_takes_over_the_state_of_any_other(engines: dict[str, Engine], writer: str, tmp_path: Path) -> None:
     """Masters, moments and counters to the bit, and the weights are the rounded masters; training goes on alike."""
@@ -80,6 +81,7 @@ def test_any_layout_takes_over_the_state_of_any_other(engines: dict[str, Engine]
     assert norms[0] != norms[1]
 
 
+@pytest.mark.slow
 def test_8_bit_moments_are_read_by_other_ranks(folder: Path, tmp_path: Path) -> None:
     """To the bit on as many tensor-parallel ranks; else they are quantised anew, to what they were or close to it."""
     with built(folder, {}, "adam_8bit") as one, built(folder, LAYOUTS["tp"], "adam_8bit") as tp:
@@ -106,6 +108,7 @@ def test_8_bit_moments_are_read_by_other_ranks(folder: Path, tmp_path: Path) -> 
             assert (after - before).norm() <= 0.02 * before.norm(), name
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_write_is_told_by_all(engines: dict[str, Engine], tmp_path: Path) -> None:
     for layout in ("dp", "tp"):
         engine, path = engines[layout], tmp_path / layout

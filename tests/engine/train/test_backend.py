@@ -152,6 +152,7 @@ def test_gradient_accumulation_steps():
     assert backend.optimizer.steps == 3
 
 
+@pytest.mark.slow
 def test_training_learns():
     backend = make(recompute=True)
     rows = make_rows()

@@ -106,6 +106,7 @@ def test_the_critics_gradient_equals_plain_autograd(make_critic):
     torch.testing.assert_close(backend.flat.grads, gradient, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_critic_learns_its_targets(make_critic):
     backend, rows = make_critic(recompute=True), critic_rows()
     loss_fn = partial(value_loss_fn, cliprange_value=100.0)

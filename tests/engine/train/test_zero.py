@@ -27,6 +27,7 @@ def folder_of(path: Path, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     """And what each holds; and a rank that begins a step again repeats no reduction."""
     on_ranks(2, quick_checks, folder_of(tmp_path, num_hidden_layers=3, tie_word_embeddings=False))
@@ -101,6 +102,7 @@ def test_the_backward_pass_reports_stages_in_time(tmp_path: Path, how: dict[str,
     stages_are_final(folder_of(tmp_path, num_hidden_layers=3, tie_word_embeddings=False, attention_bias=True), **how)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_of_fused_layers_reports_stages_in_time(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, num_hidden_layers=2)
     run_interpreted(
