@@ -8,7 +8,8 @@ padded batch of length L.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -42,32 +43,41 @@ def by_padding(
         The output (N, H, D).
     """
     outs: list[Tensor] = []
-    order: list[Tensor] = []  # indices of the tokens in `outs`
-    for rows in _batches(starts_q, starts_k):
-        lengths_q = [starts_q[row + 1] - starts_q[row] for row in rows]
-        lengths_k = [starts_k[row + 1] - starts_k[row] for row in rows]
-        place_q = _Padding([starts_q[row] for row in rows], lengths_q, q_NHD.device)
-        place_k = place_q
-        if starts_q != starts_k:
-            place_k = _Padding([starts_k[row] for row in rows], lengths_k, q_NHD.device)
-        if len(rows) == len(starts_q) - 1:  # the batch has all rows, in their order
-            q_THD, k_THD, v_THD = q_NHD, k_MKD, v_MKD
-        else:
+    batches = _padded_batches(tuple(starts_q), tuple(starts_k), q_NHD.device)
+    for place_q, place_k, firsts_B in batches:
+        q_THD, k_THD, v_THD = q_NHD, k_MKD, v_MKD
+        if place_q.n_rows < len(starts_q) - 1:  # otherwise the batch has all rows, in their order
             q_THD = q_NHD.index_select(0, place_q.tokens_T)
             k_THD, v_THD = k_MKD.index_select(0, place_k.tokens_T), v_MKD.index_select(0, place_k.tokens_T)
-        firsts_B = None
-        if lengths_q != lengths_k:
-            firsts_B = torch.tensor(lengths_k, device=q_NHD.device) - torch.tensor(lengths_q, device=q_NHD.device)
         outs.append(place_q.unpad(attend(place_q.pad(q_THD), place_k.pad(k_THD), place_k.pad(v_THD), firsts_B)))
-        order.append(place_q.tokens_T)
     if len(outs) == 1:
         return outs[0]
     if not outs:
         return torch.zeros_like(q_NHD)
-    return torch.cat(outs).index_select(0, torch.cat(order).argsort())
+    order = torch.cat([place_q.tokens_T for place_q, _, _ in batches])
+    return torch.cat(outs).index_select(0, order.argsort())
 
 
-def _batches(starts_q: list[int], starts_k: list[int]) -> list[list[int]]:
+@lru_cache(maxsize=2)  # all layers of a pass have the same rows
+def _padded_batches(
+    starts_q: tuple[int, ...], starts_k: tuple[int, ...], device: torch.device
+) -> list[tuple[_Padding, _Padding, Tensor | None]]:
+    """Return the padding of the queries and of the keys of each batch, and the fourth argument of `attend`."""
+    found: list[tuple[_Padding, _Padding, Tensor | None]] = []
+    for rows in _batches(starts_q, starts_k):
+        lengths_q = [starts_q[row + 1] - starts_q[row] for row in rows]
+        lengths_k = [starts_k[row + 1] - starts_k[row] for row in rows]
+        place_q = place_k = _Padding([starts_q[row] for row in rows], lengths_q, device)
+        if starts_q != starts_k:
+            place_k = _Padding([starts_k[row] for row in rows], lengths_k, device)
+        firsts_B = None
+        if lengths_q != lengths_k:
+            firsts_B = torch.tensor(lengths_k, device=device) - torch.tensor(lengths_q, device=device)
+        found.append((place_q, place_k, firsts_B))
+    return found
+
+
+def _batches(starts_q: Sequence[int], starts_k: Sequence[int]) -> list[list[int]]:
     """Return the row indices of each padded batch, ascending within a batch.
 
     The rows of a batch have similar numbers of queries and of keys. Rows with as many queries as keys are apart from
@@ -105,12 +115,13 @@ class _Padding:
         device: device of the tensors.
 
     Attributes:
+        n_rows: B, the number of rows.
         tokens_T: int64, index of each token of the B rows in the packed tensors of all rows.
     """
 
     def __init__(self, starts: list[int], lengths: list[int], device: torch.device):
-        n_rows, longest = len(starts), max(lengths)
-        self.shape = (n_rows, longest)
+        n_rows, longest = self.shape = len(starts), max(lengths)
+        self.n_rows = n_rows
         self.ragged = min(lengths) < longest
         lengths_B = torch.tensor(lengths)
         within_BL = torch.arange(longest).expand(n_rows, longest)
