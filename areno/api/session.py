@@ -250,11 +250,13 @@ class RolloutSession:
             longest = max(longest, min(1 << (n_tokens - 1).bit_length(), sessions.engine.info.context_len))
         if n_samples > most:
             most = max(most, min(-(-n_samples // _FEWEST) * _FEWEST, _MOST * sessions.engine.spec.layout.dp_size))
+        bound, shared = self._max_running or most, plan.shared
         spec = RolloutSpec(
-            max_running=self._max_running or most,
+            max_running=bound,
             max_len=plan.max_len or longest,
             decoder=DecoderConfig.of(plan.rollout),
             keeps_cache=not plan.rollout.drop_rollout_state,
+            shared=shared if shared is not None and bound in (shared.usual, shared.most) else None,
         )
         if running == spec:
             return

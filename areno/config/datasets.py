@@ -132,13 +132,18 @@ class ValidSetConfig(DatasetConfig):
     """Rows for evaluation. By default all rows are read, in order."""
 
     split: str = setting("test", help="Split of the dataset to read, if the dataset has several")
-    batch_size: int = setting(
-        32,
-        help="Number of prompts that are sampled at the same time (RL), or of rows per forward pass (SFT, DPO)",
+    batch_size: int | None = setting(
+        None,
+        help="Number of prompts that are sampled at the same time (RL), or of rows per forward pass (SFT, DPO). null: "
+        "all prompts, of which as many are decoded at once as rollout.max_concurrent_rollouts says (RL), or 32 rows",
         gt=0,
     )
     shuffle: bool = setting(False, help="Shuffle the rows anew in every evaluation. The order depends on seed")
-    drop_last: bool = setting(False, help="Skip the last batch if it has fewer rows than batch_size")
+    drop_last: bool = setting(
+        False,
+        help="Skip the last batch if it has fewer rows than batch_size",
+        only_with=Needs("batch_size", so="no batch has too few rows"),
+    )
     max_rows: int | None = setting(
         None, help="Use only this many rows, from the start of the data. null: all rows", gt=0
     )

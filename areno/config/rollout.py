@@ -255,7 +255,8 @@ class RolloutConfig(DecoderConfig):
     max_concurrent_rollouts: int | None = setting(
         None,
         help="Largest number of samples that are decoded at the same time. null: all samples of a step "
-        "(train_dataset.batch_size * gconfig.n_samples)",
+        "(train_dataset.batch_size * gconfig.n_samples), and in an evaluation up to 512 samples for each copy of the "
+        "model, as far as a tenth of the free memory has room for their keys and values",
         gt=0,
         flag="--max-running-prompts",
     )

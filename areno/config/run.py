@@ -212,6 +212,14 @@ class Layout:
         """Return the layout of a single copy of a model, sharded over `n_ranks` ranks."""
         return cls(n_ranks, n_ranks)
 
+    def of_copy(self, n_samples: int) -> int:
+        """Return the number of samples that each copy of the model decodes, if all copies decode `n_samples`.
+
+        Args:
+            n_samples: Number of samples over all copies.
+        """
+        return max(1, -(-n_samples // self.dp_size))
+
     @property
     def dp_size(self) -> int:
         """Number of copies of the model."""

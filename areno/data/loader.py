@@ -28,6 +28,7 @@ logger = logging.getLogger("areno.data")
 # The most tokens of encoded rows that are cached for the next epoch (9 bytes each as arrays, 40 as Python lists).
 _CACHED_TOKENS = 4_000_000
 
+_ROWS = 32  # of a batch, if a validation set has no batch_size
 _BATCHES_AHEAD = 4  # batches that a thread encodes before they are used, if they are not long
 
 Encode = Callable[[Sequence[Any], Sequence[int]], Sequence[Item | Exception]]
@@ -81,9 +82,14 @@ class BatchLoader(Generic[Item]):
         read = partial(rows_at, self.rows)
         self._ahead = EncodedAhead(read, self.encode, _n_tokens, self.n_processes)
         self._n_epochs = 0  # epochs of the run that `epochs` iterates over
-        if self.config.drop_last and len(self.rows) < self.config.batch_size:
+        if self.config.drop_last and len(self.rows) < self.batch_size:
             raise self._too_few(len(self.rows))
         self._item(0, self._ahead.take([0]))
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows in a full batch."""
+        return self.config.batch_size or _ROWS
 
     def batches(self) -> Iterator[Batch[Item]]:
         """Iterate over the remaining batches of the current epoch. At the end, `epoch` increases by one.
@@ -126,11 +132,11 @@ class BatchLoader(Generic[Item]):
             order: Indices of the rows in this epoch's order.
             start: Position in `order` of the first row.
         """
-        n_rows = _BATCHES_AHEAD * self.config.batch_size
+        n_rows = _BATCHES_AHEAD * self.batch_size
         indices = order[start : start + n_rows]
         if len(indices) < n_rows and self.epoch + 1 < self._n_epochs:
             indices = np.concatenate([indices, self._order(self.epoch + 1)[: n_rows - len(indices)]])
-        self._ahead.want(self._unknown(dict.fromkeys(indices.tolist())), self.config.batch_size)
+        self._ahead.want(self._unknown(dict.fromkeys(indices.tolist())), self.batch_size)
 
     def _unknown(self, indices: Iterable[int]) -> list[int]:
         """Return the indices of the rows that are neither cached nor known to be too long."""
@@ -170,7 +176,7 @@ class BatchLoader(Generic[Item]):
         Returns:
             The number of batches.
         """
-        usable, size = len(self.rows) - len(self._too_long), self.config.batch_size
+        usable, size = len(self.rows) - len(self._too_long), self.batch_size
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 
     def _fill(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int]:
@@ -185,8 +191,8 @@ class BatchLoader(Generic[Item]):
         """
         items: list[Item] = []
         place = start
-        while place < len(order) and len(items) < self.config.batch_size:
-            due = order[place : place + self.config.batch_size - len(items)].tolist()
+        while place < len(order) and len(items) < self.batch_size:
+            due = order[place : place + self.batch_size - len(items)].tolist()
             found = self._ahead.take(self._unknown(due))
             for index in due:
                 item = self._item(index, found)
@@ -198,7 +204,7 @@ class BatchLoader(Generic[Item]):
 
     def _is_batch(self, items: list[Item]) -> bool:
         """Return whether the items make a batch: batch_size items with drop_last, otherwise at least one item."""
-        return len(items) == self.config.batch_size or (bool(items) and not self.config.drop_last)
+        return len(items) == self.batch_size or (bool(items) and not self.config.drop_last)
 
     def items(self) -> Iterator[Item]:
         """Iterate over all rows that are not too long, in the order of the dataset.
@@ -289,7 +295,7 @@ class BatchLoader(Generic[Item]):
         """Return the error for fewer usable rows than batch_size."""
         long = f" ({len(self._too_long)} are too long)" if self._too_long else ""
         text = "is {}, but {} has only {} usable rows{}; lower it or set {}=false"
-        values = (self.config.batch_size, self.name, usable, long, Key(f"{self.key}.drop_last"))
+        values = (self.batch_size, self.name, usable, long, Key(f"{self.key}.drop_last"))
         return DataError(Problem(f"{self.key}.batch_size", text, *values))
 
 

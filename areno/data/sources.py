@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig, set_name_problems
 from areno.config.experiments import ExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import VERIFIERS
 from areno.data.files import COMPRESSED, FORMATS, format_of, read_json, read_jsonl, read_table
 from areno.data.forms import prepare_rows
@@ -134,7 +135,8 @@ def valid_sets(config: ExperimentConfig, given: Any) -> list[ValidSet]:
         given = {"": given}
     elif problems := [Problem("valid_dataset", text) for text in set_name_problems(given)]:
         raise ConfigError(problems)
-    default = section or ValidSetConfig(batch_size=train.batch_size, max_length=train.max_length)
+    at_once = None if isinstance(config, PolicyExperimentConfig) else train.batch_size
+    default = section or ValidSetConfig(batch_size=at_once, max_length=train.max_length)
     configured = (section.sets if section else None) or {}
     if configured and configured.keys() != given.keys():
         text = "has the sets {}; give the trainer a mapping of these names to rows"

@@ -388,12 +388,28 @@ class UpdateSpec:
 
 
 @dataclass(kw_only=True, frozen=True)
+class SharedDecoder:
+    """Numbers of samples, over all ranks, for a decoder that serves training and evaluation.
+
+    Attributes:
+        usual: Largest number that training decodes at the same time. The KV cache has room for as many samples of the
+            maximum length.
+        most: Largest number that an evaluation decodes at the same time. The KV cache grows for them only by a small
+            share of the memory, because it stays in memory while models are trained.
+    """
+
+    usual: int
+    most: int
+
+
+@dataclass(kw_only=True, frozen=True)
 class RolloutSpec:
     """Settings of a rollout phase.
 
     Attributes:
         max_running: Largest number of samples that are decoded at the same time, over all ranks.
         max_len: Largest number of tokens in a sample, prompt and completion together.
+        shared: Numbers of samples of all phases that share the decoder. None if no phase has another number.
         decoder: Settings of the decoder.
         keeps_cache: Whether the KV cache stays in memory until the next phase. If so, it leaves room for the memory
             that offloaded models take while they are used.
@@ -403,6 +419,17 @@ class RolloutSpec:
     max_len: int
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     keeps_cache: bool = True
+    shared: SharedDecoder | None = None
+
+    @property
+    def n_slots(self) -> int:
+        """Number of samples that the decoder can have in its batch, over all ranks."""
+        return self.max_running if self.shared is None else max(self.shared.most, self.shared.usual)
+
+    @property
+    def usual(self) -> int:
+        """Number of samples, over all ranks, for which the KV cache has room if each has the maximum length."""
+        return self.max_running if self.shared is None else self.shared.usual
 
 
 @dataclass(kw_only=True)

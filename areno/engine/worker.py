@@ -136,8 +136,8 @@ class Worker:
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Make the decoder ready for a rollout phase.
 
-        If `spec` equals the settings of the previous rollout phase, rollout.speculation aside, the decoder and its CUDA
-        graphs stay, but cached blocks are dropped. Otherwise a new decoder is made.
+        If `spec` has the decoder of the previous rollout phase, the decoder and its CUDA graphs stay, but cached blocks
+        are dropped. Otherwise a new decoder is made.
 
         Args:
             spec: Settings of the rollout phase.
@@ -149,14 +149,14 @@ class Worker:
             EngineError: There is too little memory for the KV cache.
         """
         before = self._decoder_spec
-        drafts = spec.decoder.speculation
-        if self.decoder is not None and before is not None and _with_speculation(before, drafts) == spec:
+        if self.decoder is not None and before is not None and _of_decoder(before) == _of_decoder(spec):
             self.decoder.reset_cache()
             self.decoder.reset_stats()
         else:
             self.end_rollout(drop=True)
             self.decoder = self._new_decoder(spec)
         self._decoder_spec = spec
+        self.decoder.limit_running(self._max_running(spec))
         self.decoder.use_drafter(self._begun_drafter(spec, self.decoder))
         self._use_weights(self.decoder)
         profiling.set_anchor()
@@ -177,7 +177,8 @@ class Worker:
                 self.actor,
                 n_blocks=kv_cache_blocks(self.actor, self.spec, wanted, self.free_bytes, reserved),
                 block_size=self._block_size,
-                max_running=self._max_running(spec),
+                max_running=self.spec.layout.of_copy(spec.n_slots),
+                usual_running=self.spec.layout.of_copy(spec.usual),
                 max_prefill_tokens=spec.decoder.max_prefill_tokens,
                 max_len=spec.max_len,
                 eos_token_ids=self._eos_token_ids,
@@ -219,7 +220,7 @@ class Worker:
 
     def _max_running(self, spec: RolloutSpec) -> int:
         """Return the largest number of samples that decode at the same time on this data-parallel rank."""
-        return max(1, -(-spec.max_running // self.spec.layout.dp_size))
+        return self.spec.layout.of_copy(spec.max_running)
 
     def _wanted_cache(self, spec: RolloutSpec) -> WantedCache:
         """Return the KV cache that a rollout wants."""
@@ -229,7 +230,6 @@ class Worker:
             self.dtype.itemsize,
             self.spec,
             spec,
-            max_running=self._max_running(spec),
             block_size=self._block_size,
             route_bytes=0 if routes is None else routes.bytes_per_token,
         )
@@ -599,9 +599,9 @@ class Worker:
             torch.cuda.synchronize()
 
 
-def _with_speculation(spec: RolloutSpec, speculation: Any) -> RolloutSpec:
-    """Return the settings of a rollout phase with another value of rollout.speculation."""
-    return replace(spec, decoder=replace(spec.decoder, speculation=speculation))
+def _of_decoder(spec: RolloutSpec) -> RolloutSpec:
+    """Return the settings of a rollout phase, equal for phases that can have the same decoder."""
+    return replace(spec, max_running=spec.n_slots, decoder=replace(spec.decoder, speculation="off"))
 
 
 def _size(table: Sequence[Entry]) -> int:

@@ -37,7 +37,7 @@ def facts(
     spec, n_devices = plan.spec, len(plan.spec.devices)
     others = [f"{name} ({'the same' if of.path == spec.actor.path else of.path})" for name, of in roles.items()]
     lora = f" (LoRA of rank {spec.actor.lora.adapters.rank})" if spec.actor.lora is not None else ""
-    step = f"{loader.config.batch_size} a step"
+    step = f"{loader.batch_size} a step"
     if isinstance(config, PolicyExperimentConfig):
         step += f", {config.gconfig.n_samples} samples of each"
     layout = ", ".join(spec.devices) if n_devices < 3 else f"{n_devices} devices"

@@ -29,6 +29,7 @@ from areno.models.speed import PassWork, Rates, RolloutWork, pass_seconds, rollo
 from areno.plan.hardware import Hardware
 from areno.plan.lora import lora_of
 from areno.plan.plan import experiment_roles, longest_sequence
+from areno.plan.shared_decoder import shared_decoder
 
 _PROCESS_BYTES = int(0.35 * 2**30)  # of a Python process with torch, which counts as the memory of a CPU run
 _GRAPH_BYTES = int(0.15 * 2**30)  # of CUDA graphs and the buffers of sampling
@@ -300,14 +301,18 @@ class _Step:
         if not isinstance(config, PolicyExperimentConfig):
             return None
         at_once = config.rollout.max_concurrent_rollouts or config.rows_per_step
-        max_len = longest_sequence(config, model.max_position_embeddings)
-        rollout = RolloutSpec(max_running=at_once, max_len=max_len, decoder=config.rollout)
+        rollout = RolloutSpec(
+            max_running=at_once,
+            max_len=longest_sequence(config, model.max_position_embeddings),
+            decoder=config.rollout,
+            keeps_cache=not config.rollout.drop_rollout_state,
+            shared=shared_decoder(config, model, self.layout),
+        )
         return WantedCache.of(
             model,
             self.footprint.itemsize,
             self.spec,
             rollout,
-            max_running=max(1, -(-at_once // self.layout.dp_size)),
             block_size=FIXED_ORDER_KV_BLOCK if config.engine.exact else KV_BLOCK,
             route_bytes=0,
         )

@@ -22,14 +22,16 @@ from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.config.run import EngineConfig
 from areno.config.teacher import ROLE, is_teacher
 from areno.data.control_tokens import allow_control_tokens
-from areno.engine.spec import EngineSpec, RoleSpec
+from areno.engine.spec import EngineSpec, RoleSpec, SharedDecoder
 from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
 from areno.files.paths import existing_path, model_setting
 from areno.models.config import TransformerConfig
 from areno.models.folder import resolve
+from areno.models.registry import load_config
 from areno.plan.devices import devices_of
 from areno.plan.lora import KEY as LORA_KEY
 from areno.plan.lora import lora_of, teacher_adapters
+from areno.plan.shared_decoder import shared_decoder
 from areno.types import ModelRole, SamplingParams
 
 
@@ -46,6 +48,7 @@ class TrainerPlan:
         max_len: Longest prompt plus completion that the KV cache holds, in tokens. None enlarges the cache whenever a
             rollout needs longer sequences.
         progress_interval_s: Seconds between log lines of a rollout.
+        shared: Numbers of samples that training and evaluation decode at the same time. None if they are the same.
     """
 
     spec: EngineSpec
@@ -54,6 +57,7 @@ class TrainerPlan:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     max_len: int | None = None
     progress_interval_s: float = 10.0
+    shared: SharedDecoder | None = None
 
 
 def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
@@ -88,12 +92,12 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
         plan = on_ray(plan, config)
     if not isinstance(config, PolicyExperimentConfig):
         return plan
-    n_samples = config.train_dataset.batch_size * config.gconfig.n_samples
-    at_once = config.rollout.max_concurrent_rollouts or n_samples
+    at_once = config.rollout.max_concurrent_rollouts or config.rows_per_step
     return replace(
         plan,
         rollout=replace(config.rollout, max_concurrent_rollouts=at_once),
         max_len=longest_sequence(config, plan.spec.context_len),
+        shared=shared_decoder(config, load_config(plan.spec.actor.path), plan.spec.layout),
     )
 
 
@@ -502,8 +506,6 @@ _OF_FAMILY = (
 
 def _check_teacher(role: RoleSpec, plan: TrainerPlan) -> None:
     """Raise ConfigError if a teacher has another vocabulary than the actor."""
-    from areno.models.registry import load_config
-
     if not role.path or plan.spec.has_folder_of_actor(role):
         return
     with model_setting(role.key):

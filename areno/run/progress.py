@@ -138,9 +138,9 @@ class RunProgress:
         """The number of the last step of the run. It may decrease when rows are skipped as too long."""
         left = self.loader.n_batches(self.config.total_train_epochs) - self.batches_taken
         if self._rows_left is not None:
-            left = min(left, -(-self._rows_left // (self.loader.config.batch_size * self._rows_per_item)))
+            left = min(left, -(-self._rows_left // (self.loader.batch_size * self._rows_per_item)))
         if self._replaces:  # prompts of batches that earlier steps have taken
-            left = max(left, 0) + -(-len(self.in_flight.groups) // self.loader.config.batch_size)
+            left = max(left, 0) + -(-len(self.in_flight.groups) // self.loader.batch_size)
         total, limit = self.step + max(left, 0), self.config.total_train_steps
         return total if limit is None else min(total, limit)
 

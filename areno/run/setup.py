@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,12 +25,14 @@ from areno.data.sources import check_source, check_valid_sources, open_rows, val
 from areno.engine.engine import Engine
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import ConfigError, DataError, Key, WorkerLost, all_of, keys_renamed
+from areno.models.registry import load_config
 from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import gpu_called, this_cpu
 from areno.plan.plan import TrainerPlan, check_plan, experiment_roles, load_tokenizer, plan_of_experiment
 from areno.plan.schedule import schedule_warnings, staleness_warnings, with_schedules
+from areno.plan.shared_decoder import shared_decoder
 from areno.rewards.judge_readers import EndpointReader, Reader, RoleReader
 from areno.rewards.pool import RewardPool
 from areno.run import tuning
@@ -166,6 +169,7 @@ class Setup(Generic[Config]):
         valid_loaders: Batches of each validation set by its name.
         rewards: The reward processes. None if no function gives a reward.
         judge: Answers the questions of a judge. None without a judge.
+        evaluated_at_once: Largest number of samples that an evaluation decodes at the same time. None: as in training.
         agents: The agent processes. None if samples are single completions.
         run: The run, with progress, outputs, checkpoints and states.
     """
@@ -207,10 +211,7 @@ class Setup(Generic[Config]):
             self.tokenizer = plan.tokenizer
             self.judge = endpoint or _judge_of_run(config, roles)
             self.roles = {name: replace(role, path=role.path or plan.spec.actor.path) for name, role in roles.items()}
-            self.valid_loaders = {
-                valid.name: self._open_loader(plan, valid.config, valid.rows, valid.key)
-                for valid in valid_sets(config, valid_dataset)
-            }
+            plan = self._open_valid_sets(plan, valid_dataset)
             if loop.trains:
                 self.loader = self._open_loader(plan, config.train_dataset, train_dataset, "train_dataset")
                 stack.callback(self.loader.close)
@@ -238,6 +239,28 @@ class Setup(Generic[Config]):
         if self.agents is None or not self._loop.trains or not isinstance(config, PolicyExperimentConfig):
             return None
         return LiveAgents(config, self.trainer, self.agents, self.run.during_steps)
+
+    def _open_valid_sets(self, plan: TrainerPlan, given: Any) -> TrainerPlan:
+        """Open the validation sets, and return the plan with the number of samples that their evaluation decodes.
+
+        Args:
+            plan: The plan of the trainer.
+            given: Validation rows that a script passes. None reads the configured sets.
+        """
+        config = self.config
+        self.valid_loaders = {
+            valid.name: self._open_loader(plan, valid.config, valid.rows, valid.key)
+            for valid in valid_sets(config, given)
+        }
+        self.evaluated_at_once: int | None = None
+        if not isinstance(config, PolicyExperimentConfig):
+            return plan
+        sets = self.valid_loaders.values()
+        n_prompts = max((min(len(each.rows), each.config.batch_size or sys.maxsize) for each in sets), default=0)
+        shared = shared_decoder(config, load_config(plan.spec.actor.path), plan.spec.layout, n_prompts)
+        if shared is not None:
+            self.evaluated_at_once = shared.most
+        return replace(plan, shared=shared)
 
     def _check_sources(self, train: Any, valid: Any) -> None:
         """Raise an error if rows that the settings name do not exist. An evaluation needs no training rows.
@@ -461,8 +484,6 @@ def _judge_of_run(config: ExperimentConfig, roles: Mapping[str, RoleSpec]) -> Re
     """Return the reader of a judge that is a model of the run. None if there is none."""
     if not isinstance(config, PolicyExperimentConfig) or "judge" not in roles:
         return None
-    from areno.models.registry import load_config
-
     path = roles["judge"].path
     with keys_renamed({"tokenizer_path": "reward.judge.path"}.get):
         tokenizer = load_tokenizer(path)

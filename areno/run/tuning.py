@@ -359,11 +359,13 @@ class _Trial:
         self._peak = 0.0  # GiB
         self._is_cuda = candidate.usual.hardware.is_cuda
         assert plan.max_len is not None
+        shared = plan.shared
         self.spec = RolloutSpec(
             max_running=self._at_once,
             max_len=plan.max_len,
             decoder=DecoderConfig.of(self.config.rollout),
             keeps_cache=not self.config.rollout.drop_rollout_state,
+            shared=shared if shared is not None and shared.usual == self._at_once else None,
         )
 
     @property

@@ -180,7 +180,9 @@ def sample_with_agents(
     on_progress: OnProgress,
     first_group: int,
     take: Take,
+    *,
     at_once: int | None = None,
+    max_running: int | None = None,
 ) -> None:
     """Run the agents of all prompts, and pass each sample to `take` when its agent ends.
 
@@ -196,6 +198,7 @@ def sample_with_agents(
             numbers.
         take: Called when an agent ends, with its sample.
         at_once: Number of prompts whose agents run at the same time. None runs all.
+        max_running: Largest number of samples that are decoded at the same time. None: as in training.
 
     Raises:
         ArenoError: No agent returned a trajectory that can be trained on.
@@ -203,7 +206,7 @@ def sample_with_agents(
     batch = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
     _log_begin(setup, len(items), gconfig.n_samples)
     watch = _Watch(setup.trainer.engine, on_progress)
-    with _serving(setup, gconfig, seed) as server:
+    with _serving(setup, gconfig, seed, max_running) as server:
         timeout_s = setup.config.agent.timeout_s
         context = AgentContext(server.base_url, server.api_key, server.session, timeout_s)
         rows = _row_builder(setup, server)
@@ -252,7 +255,9 @@ class _Watch:
 
 
 @contextmanager
-def _serving(setup: PolicySetup, gconfig: GenerationConfig, seed: int) -> Iterator[SessionProxy]:
+def _serving(
+    setup: PolicySetup, gconfig: GenerationConfig, seed: int, max_running: int | None = None
+) -> Iterator[SessionProxy]:
     """Serve the policy to agents for the time of a `with` block.
 
     If agents live across steps, they continue meanwhile.
@@ -264,6 +269,7 @@ def _serving(setup: PolicySetup, gconfig: GenerationConfig, seed: int) -> Iterat
     with setup.trainer.rollout_session(
         sampling_params=sampling_params(gconfig),
         loss_mask_policy=_mask_policy(setup),
+        max_running_prompts=max_running,
         timeout_s=setup.config.agent.timeout_s,
         seed=seed,
     ) as session:

@@ -224,6 +224,7 @@ def sample_and_score(
     title: str = "rollout",
     first_group: int = 0,
     at_once: int | None = None,
+    max_running: int | None = None,
     scores: StepScores | None = None,
 ) -> list[ScoredSample]:
     """Sample `gconfig.n_samples` completions of every prompt, and score them.
@@ -237,6 +238,7 @@ def sample_and_score(
         first_group: Number that identifies the samples of the first prompt. The following prompts get consecutive
             numbers.
         at_once: Number of prompts that are sampled at the same time. None samples all.
+        max_running: Largest number of samples that are decoded at the same time. None: as in training.
         scores: Scores of the rows to train on, which are computed while rewards are computed. None for samples that
             are not trained.
 
@@ -258,11 +260,21 @@ def sample_and_score(
             if setup.agents is not None:
                 with progress:
                     sample_with_agents(
-                        setup, setup.agents, items, gconfig, seed, report, first_group, scorer.add, at_once
+                        setup,
+                        setup.agents,
+                        items,
+                        gconfig,
+                        seed,
+                        report,
+                        first_group,
+                        scorer.add,
+                        at_once=at_once,
+                        max_running=max_running,
                     )
             else:
                 params, prompts = sampling_params(gconfig), [item.tokens for item in items]
-                with trainer.rollout_session(sampling_params=params, proxy=False), progress:
+                session = trainer.rollout_session(sampling_params=params, max_running_prompts=max_running, proxy=False)
+                with session, progress:
                     trainer.rollout_token_batch(
                         prompts, gconfig.n_samples, params, seed=seed, on_progress=report, at_once=at_once
                     )
@@ -282,16 +294,22 @@ def evaluate_policy(setup: PolicySetup, name: str, loader: BatchLoader[PromptIte
     Args:
         setup: Models, data, settings and outputs of the run.
         name: Name of the validation set.
-        loader: Loader of the prompts of the set. Its batch_size is the number of prompts that are sampled at the same
-            time; when a prompt is complete, the next prompt starts.
+        loader: Loader of the prompts of the set. The setting batch_size is the number of prompts that are sampled at
+            the same time; when a prompt is complete, the next prompt starts.
 
     Returns:
         The metrics of the set by name, without the prefix eval/.
     """
     gconfig = setup.config.eval_gconfig or setup.config.gconfig
     items = [item for batch in loader.batches() for item in batch.items]
-    at_once = loader.config.batch_size
-    samples = sample_and_score(setup, items, gconfig, setup.config.seed, "eval", at_once=at_once)
+    at_once: int | None = loader.config.batch_size
+    are_live = setup.live_agents is not None and setup.live_agents.is_open  # these keep their decoder
+    max_running = None if are_live else setup.evaluated_at_once
+    if at_once is None and setup.agents is not None:  # an agent's time limit also counts the time that it waits
+        at_once = -(-(max_running or setup.config.rows_per_step) // gconfig.n_samples)
+    samples = sample_and_score(
+        setup, items, gconfig, setup.config.seed, "eval", at_once=at_once, max_running=max_running
+    )
     setup.run.tracer.add_samples(f"eval {name} {setup.run.step}", samples)
     setup.run.outputs.trackers.eval_samples(setup.run.step, samples, name)
     return evaluation_metrics(samples, gconfig.n_samples)

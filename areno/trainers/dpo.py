@@ -53,7 +53,7 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
         """
         self._score(role, self._pairs_to_train(), len(self.setup.loader.rows), self.ref_scores)
         for name, valid in self.setup.valid_loaders.items():
-            batches = _batched(valid.items(), valid.config.batch_size)
+            batches = _batched(valid.items(), valid.batch_size)
             self._score(role, batches, len(valid.rows), self.valid_ref_scores[name])
         return f"{len(self.ref_scores) + sum(map(len, self.valid_ref_scores.values()))} pairs"
 

@@ -178,7 +178,7 @@ def _in_order(loader: BatchLoader[AnswersItem]) -> Iterator[list[AnswersItem]]:
     The order decides which answers are mismatched, so it must be the same in every evaluation.
     """
     items = loader.items()
-    while batch := list(itertools.islice(items, loader.config.batch_size)):
+    while batch := list(itertools.islice(items, loader.batch_size)):
         yield batch
 
 

@@ -11,6 +11,7 @@ from areno.models.config import TransformerConfig
 from areno.models.cost import kv_bytes, state_bytes
 
 KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
+_MORE_FRACTION = 0.1  # of the free memory, for a cache with more samples than training decodes
 FIXED_ORDER_KV_BLOCK = 64  # tokens in a KV block: the tile of fixed-order attention
 
 
@@ -23,19 +24,24 @@ class WantedCache:
 
     Attributes:
         blocks: Number of blocks.
+        needed: Number of blocks without those for more samples than training decodes. They are the same if an
+            evaluation decodes no more.
+        more_fraction: Share of the free memory up to which the cache grows beyond `needed`.
         block_bytes: Bytes of a block, for all layers.
         states: Bytes of the recurrent states of all samples. 0 for a model without such states.
         layout: Assignment of layers to blocks and block tables.
-        max_running: Largest number of samples that decode at the same time on this data-parallel rank.
+        n_slots: Largest number of samples that decode at the same time on this data-parallel rank.
         max_len: Largest number of tokens of a sample, prompt and completion together.
         mem_fraction: Share of the free memory that the cache may take. None if `rollout.max_kv_tokens` is set.
     """
 
     blocks: int
+    needed: int
+    more_fraction: float
     block_bytes: int
     states: int
     layout: KVLayout
-    max_running: int
+    n_slots: int
     max_len: int
     mem_fraction: float | None
 
@@ -46,7 +52,6 @@ class WantedCache:
         engine: EngineSpec,
         rollout: RolloutSpec,
         *,
-        max_running: int,
         block_size: int,
         route_bytes: int,
     ) -> WantedCache:
@@ -57,7 +62,6 @@ class WantedCache:
             itemsize: Bytes of an element of a key or value.
             engine: Settings of the engine.
             rollout: Settings of the rollout phase.
-            max_running: Largest number of samples that decode at the same time on this data-parallel rank.
             block_size: Number of tokens in a block.
             route_bytes: Bytes per token for the chosen experts, which routing replay stores in the blocks. 0 without
                 routing replay.
@@ -65,16 +69,20 @@ class WantedCache:
         layout = KVLayout.of(config, block_size, rollout.max_len, by_window=not engine.routing_replay)
         blocks_of_sample = layout.blocks_for(rollout.max_len) + layout.n_tables
         blocks_of_chunk = layout.blocks_of_chunk(rollout.decoder.max_prefill_tokens)
-        blocks, most = (
-            layout.memory_of(max_running * blocks_of_sample + blocks_of_chunk) + 1,
-            rollout.decoder.max_kv_tokens,
-        )
+        usual, n_slots = (engine.layout.of_copy(n) for n in (rollout.usual, rollout.n_slots))
+        most = rollout.decoder.max_kv_tokens
+        needed, blocks = (layout.memory_of(n * blocks_of_sample + blocks_of_chunk) + 1 for n in (usual, n_slots))
+        more = _MORE_FRACTION if rollout.keeps_cache else rollout.decoder.mem_fraction
+        if engine.engine.deterministic and not engine.engine.exact:
+            more = 0.0  # the free memory would decide which samples decode at the same time
         return WantedCache(
             blocks=blocks if most is None else min(blocks, -(-most // block_size) + 1),
+            needed=needed,
+            more_fraction=more,
             block_bytes=block_size * (kv_bytes(config, itemsize, engine.layout) + route_bytes),
-            states=(max_running + 1) * state_bytes(config, itemsize, engine.layout),
+            states=(n_slots + 1) * state_bytes(config, itemsize, engine.layout),
             layout=layout,
-            max_running=max_running,
+            n_slots=n_slots,
             max_len=rollout.max_len,
             mem_fraction=rollout.decoder.mem_fraction if most is None else None,
         )
@@ -88,13 +96,25 @@ class WantedCache:
         assert self.mem_fraction is not None
         return (int(free_bytes * self.mem_fraction) - self.states) // self.block_bytes
 
+    def fitting(self, free_bytes: int, affordable: int) -> int:
+        """Return the number of blocks of the cache.
+
+        Args:
+            free_bytes: The memory that is free before the cache is made.
+            affordable: Largest number of blocks.
+        """
+        more = int(free_bytes * self.more_fraction) // self.block_bytes
+        return min(max(self.needed, min(self.blocks, more)), affordable)
+
     def bytes_within(self, free_bytes: int) -> int:
         """Return the bytes that the cache takes, with the recurrent states, in a device with some free memory.
 
         Args:
             free_bytes: The memory that is free before the cache is made.
         """
-        blocks = self.blocks if self.mem_fraction is None else min(self.blocks, self.affordable(free_bytes))
+        blocks = self.blocks
+        if self.mem_fraction is not None:
+            blocks = self.fitting(free_bytes, self.affordable(free_bytes))
         return max(0, blocks) * self.block_bytes + self.states
 
 

@@ -33,7 +33,7 @@ def kv_cache_blocks(
     """Choose the number of blocks in the KV cache of a rollout.
 
     The cache is as large as `wanted`. If `rollout.max_kv_tokens` is null, it takes at most the share
-    `rollout.mem_fraction` of the free memory.
+    `rollout.mem_fraction` of the free memory, and a smaller share for samples that only an evaluation decodes.
 
     Args:
         model: The actor.
@@ -52,28 +52,29 @@ def kv_cache_blocks(
             `engine.deterministic` is true and `engine.exact` is false, because the free memory would then decide
             which samples decode at the same time.
     """
-    layout, max_len, blocks = wanted.layout, wanted.max_len, wanted.blocks
+    layout, max_len = wanted.layout, wanted.max_len
     if wanted.mem_fraction is None:
-        return blocks
-    fewest = torch.tensor([wanted.affordable(free_bytes() - reserved)], device=model.output.weight.device)
-    affordable = int(model.tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())
+        return wanted.blocks
+    least = torch.tensor([free_bytes() - reserved], device=model.output.weight.device)
+    free = int(model.tp.all_reduce(least, torch.distributed.ReduceOp.MIN).item())
+    affordable = wanted.affordable(free)
     room = layout.max_sequence_tokens(layout.pool_size(max(affordable, 0)), max_len)
     if room < max_len:
-        raise _too_small(room, max_len, wanted.max_running if wanted.states else 0, wanted.states, reserved > 0)
-    if affordable < blocks and engine.engine.deterministic and not engine.engine.exact:
+        raise _too_small(room, max_len, wanted.n_slots if wanted.states else 0, wanted.states, reserved > 0)
+    if affordable < wanted.needed and engine.engine.deterministic and not engine.engine.exact:
         fewest_blocks, block_size = layout.memory_of(layout.blocks_for(max_len)), layout.block_size
         raise EngineError(
             "{} is true, but the KV cache has room for {} of {} tokens, and which samples run together would come "
             "from the free memory: set {}={}, so that it is the same in each run, or lower {}, or also set {}=true",
             Key("engine.deterministic"),
             affordable * block_size,
-            blocks * block_size,
+            wanted.needed * block_size,
             Key("rollout.max_kv_tokens"),
             max(int(0.9 * affordable), fewest_blocks) * block_size,
             Key("rollout.max_concurrent_rollouts"),
             Key("engine.exact"),
         )
-    return min(blocks, affordable)
+    return wanted.fitting(free, affordable)
 
 
 def _too_small(room: int, max_len: int, n_states: int, state_bytes: int, may_drop: bool) -> EngineError:

@@ -64,6 +64,7 @@ class Decoder:
         n_blocks: Size of the KV cache, as a number of blocks that hold `block_size` tokens of all layers.
         block_size: Number of tokens in a block.
         max_running: Largest number of sequences in the batch.
+        usual_running: Another number of sequences for which CUDA graphs need no padding. None for `max_running` alone.
         max_prefill_tokens: Largest number of prompt tokens in a step.
         max_len: Expected length of sequences in tokens, for which the layout of the KV cache is chosen. None uses the
             context length of the model.
@@ -95,6 +96,7 @@ class Decoder:
         n_blocks: int,
         block_size: int,
         max_running: int,
+        usual_running: int | None = None,
         max_prefill_tokens: int,
         max_len: int | None = None,
         eos_token_ids: Collection[int],
@@ -120,6 +122,7 @@ class Decoder:
             self.blocks,
             layout,
             max_running,
+            usual_running=usual_running,
             use_graphs=use_graphs,
             attn_backend=attn_backend,
             exact=exact,
@@ -295,6 +298,14 @@ class Decoder:
             output.routes = routes.wait()
             outputs.append(output)
         return outputs
+
+    def limit_running(self, most: int) -> None:
+        """Set how many sequences may be in the batch from now on. Sequences in the batch stay.
+
+        Args:
+            most: Largest number of sequences, at most the `max_running` of the decoder.
+        """
+        self._scheduler.limit_running(most)
 
     def reset_cache(self) -> None:
         """Drop all keys and values, because the weights have changed. Unfinished sequences will be recomputed."""

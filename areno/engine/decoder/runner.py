@@ -53,6 +53,7 @@ class Runner:
         blocks: The allocator of KV blocks.
         layout: Assignment of layers to blocks and block tables.
         max_running: Largest number of sequences in the batch.
+        usual_running: Another number of sequences for which CUDA graphs need no padding. None for `max_running` alone.
         use_graphs: Whether to run decode steps as CUDA graphs. They need triton.
         attn_backend: Attention kernel of the prefill, as `choose_backend` returns it.
         exact: Whether log-probabilities must have the same bits as in training (setting `engine.exact`).
@@ -70,6 +71,7 @@ class Runner:
         attn_backend: str,
         exact: bool,
         keeps_routes: bool = False,
+        usual_running: int | None = None,
     ):
         self.model, self.attn_backend, self.is_exact = model, attn_backend, exact
         self.fixed_order = attn_backend == "fixed_order"
@@ -97,7 +99,8 @@ class Runner:
         self.prefill_graphs: PrefillGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
             captures = Captures(self.device, may_fail=model.tp.size == 1)
-            self.graphs = DecodeGraphs(self._decode, bucket_sizes(max_running), (max_running, 0, 0, 0), captures)
+            sizes = sorted({*bucket_sizes(max_running), usual_running or max_running})
+            self.graphs = DecodeGraphs(self._decode, sizes, (max_running, 0, 0, 0), captures)
             sizes, padding = verification_sizes(verification_rows(max_running)), (max_running, 0, 0, 0, 0)
             self.verification_graphs = DecodeGraphs(self._verify, sizes, padding, captures, at_once=False)
             if self._pads_prefills:

@@ -149,6 +149,7 @@ class Scheduler:
         self.table = SlotTable(max_running)
         self._running_slots: np.ndarray | None = None  # of `running`, until it changes
         self._slots = list(range(max_running))[::-1]
+        self._n_closed = 0  # slots that stay free, because fewer sequences may run
         self._filled: tuple[int, int] | None = None  # (number of sequences, step) when no more could be admitted
         self._step = 0
         self._prefilled: list[Sequence] = []  # sequences of the last step's chunks, only with windows
@@ -157,6 +158,19 @@ class Scheduler:
         self._left: list[tuple[BlockTables, Sequence, int]] = []
         self.n_preemptions = 0
         self.n_cached_tokens = 0
+
+    def limit_running(self, most: int) -> None:
+        """Set how many sequences may be in the batch from now on. Sequences in the batch stay.
+
+        Args:
+            most: Largest number of sequences, at most `max_running`.
+        """
+        self._n_closed = max(0, len(self.table.owner) - most)
+
+    @property
+    def _has_slot(self) -> bool:
+        """Whether another sequence may enter the batch."""
+        return len(self._slots) > self._n_closed
 
     @property
     def n_running(self) -> int:
@@ -455,7 +469,7 @@ class Scheduler:
         Returns:
             The new prefill. None if no sequence waits, no slot is free, or too few blocks are available.
         """
-        if not self.waiting or not self._slots:
+        if not self.waiting or not self._has_slot:
             return None
         self.cache_left()
         leader = self.waiting[0]
@@ -482,7 +496,7 @@ class Scheduler:
             n_own = self.blocks.blocks_over_all_groups if n_tokens % size else 0
             reserve += n_new - n_taken  # of which chunks to come take the rest
             slots: list[int] = []
-            while self._slots and self._can_follow(leader) and self.blocks.can_allocate((), n_own, reserve):
+            while self._has_slot and self._can_follow(leader) and self.blocks.can_allocate((), n_own, reserve):
                 follower = self.waiting.popleft()
                 slots.append(self._slots.pop())
                 follower.block_tables = BlockTables(self.blocks)

@@ -288,3 +288,18 @@ def test_blocks_of_finished_sequences_wait_for_a_prompt_that_may_match_them(new_
     add(scheduler, [second])
     (chunk,) = scheduler.schedule().chunks
     assert chunk.start == (0 if new_weights else 12)
+
+
+def test_a_limit_leaves_slots_free_until_it_is_raised() -> None:
+    scheduler = make_scheduler(max_running=8)
+    add(scheduler, make_request(1, 4, n_samples=6, max_new=9), make_request(2, 4, n_samples=6, max_new=9))
+    scheduler.limit_running(3)
+    arrive(scheduler, scheduler.schedule())
+    assert scheduler.n_running == 3
+    assert {sequence.slot for sequence in scheduler.running} == {0, 1, 2}
+    scheduler.limit_running(8)
+    for _ in range(20):
+        arrive(scheduler, scheduler.schedule())
+        if scheduler.n_running == 8:
+            break
+    assert scheduler.n_running == 8
