@@ -81,12 +81,12 @@ def _checked_model(folder: Path, config: list[TransformerConfig]) -> str:
     """
     from areno.models.adapters import base_of, is_adapter
     from areno.models.cost import parameters
-    from areno.models.registry import has_value_head, load_config
+    from areno.models.registry import head_of, load_config
 
     if is_adapter(folder):
         base = base_of(folder)
         raise CheckpointError("{} holds adapters and no model; check the one they are for: {}", folder, base)
-    read = load_config(folder, "value" if has_value_head(folder) else "lm")
+    read = load_config(folder, head_of(folder))
     config.append(read)
     about = f"{read.family}, {read.num_layers} layers, {parameters(read) / 1e6:.1f}M parameters"
     return f"{about}, {read.max_position_embeddings} tokens of context"

@@ -14,6 +14,10 @@ from areno.schema.fields import Missing, Needs, Section, build_check, check, for
 MAX_NAME_BYTES = 255  # bytes in the name of a folder, on every common file system
 EVALUATION = Needs("valid_dataset", so="nothing is evaluated", do="set valid_dataset.path", in_build=True)
 
+HeadName = Literal["lm", "value", "step"]
+"""Head of a model. "lm" predicts the next token. "value" computes one score for each token (critic, reward model).
+"step" computes scores of two labels, wrong and right, for each token (process reward model)."""
+
 LossFn = Callable[..., Any]
 """A loss function (pack, logprobs) -> (loss, stats), as areno.loss_fns describes it."""
 
@@ -86,8 +90,8 @@ class ExperimentConfig(Section):
     cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Machines and output folder")
     scheduler: run.SchedulerConfig = setting(factory=run.SchedulerConfig, help="How worker processes are started")
 
-    head: ClassVar[Literal["lm", "value"]] = "lm"
-    """Head of the actor: "lm" predicts tokens, "value" computes a score for each token."""
+    head: ClassVar[HeadName] = "lm"
+    """Head of the actor."""
 
     def rows_per_item(self) -> int:
         """Return the number of training rows that stay together, such as 2 for a pair of answers."""
@@ -304,7 +308,7 @@ class UnpairedExperimentConfig(ReferencedExperimentConfig):
 class RewardModelExperimentConfig(RowExperimentConfig):
     """Settings of training a reward model on ranked answers."""
 
-    head: ClassVar[Literal["lm", "value"]] = "value"
+    head: ClassVar[HeadName] = "value"
 
     def rows_per_item(self) -> int:
         """Return 2, the number of answers of a pair. Rows with a list of answers have more."""

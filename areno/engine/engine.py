@@ -116,20 +116,25 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     def _role(self, name: str, head: str | None = None) -> RoleSpec:
         """Return the spec of a loaded role.
 
-        Raises EngineError if the role is not loaded. If `head` is given ("lm" or "value"), also raises EngineError
-        if the model of the role has the other kind of head.
+        Raises EngineError if the role is not loaded. If `head` is given, also raises EngineError if the model of the
+        role has no head of this kind: "lm", "value" or "scores", which stands for "value" and "step".
         """
         if not isinstance(name, str) or name not in self._roles:
             raise EngineError(
                 f"there is no role {name!r}; loaded are: {', '.join(self._roles)}; call ensure_roles for {name!r} first"
             )
         spec = self._roles[name]
-        if head == "lm" and spec.head == "value":
+        if head == "lm" and spec.head != "lm":
             raise EngineError(
                 f"role {name!r} ({spec.path}) has a value head, which gives one number for each token and no "
                 "log-probabilities; score its values or rewards instead"
             )
-        if head == "value" and spec.head == "lm":
+        if head == "value" and spec.head == "step":
+            raise EngineError(
+                f"role {name!r} ({spec.path}) is a process reward model, which scores steps and not whole rows; call "
+                "score_steps"
+            )
+        if head in ("value", "scores") and spec.head == "lm":
             raise EngineError(
                 f"role {name!r} ({spec.path}) is a language model, which gives log-probabilities and no values or "
                 "rewards; name a role that was loaded with head='value', such as a critic or a reward model"
@@ -239,7 +244,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         """Return the value of the state before each token of each row, computed by a role's value head.
 
         Args:
-            role: Role with a value head.
+            role: Role with a value head, or a process reward model, whose values are log-odds of the label "right".
             token_rows: Token ids of each row.
             mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
 
@@ -281,7 +286,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             What the method returns for each row, in the order of `rows`: an array with one entry per token, or a
             float for "rewards".
         """
-        self._role(role, "lm" if what == "logprobs" else "value")
+        self._role(role, {"logprobs": "lm", "values": "scores", "rewards": "value"}[what])
         info, sharing = self._infos.get(role, self.info), self._train_sharing[role]
         shares, given = share_rows(rows, routes, self.spec.layout.data_size, info, sharing)
         n_together = self.spec.layout.cp_size
@@ -300,7 +305,8 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     def save(self, folder: str, role: str = "actor", background: bool = False, merge: bool = False) -> None:
         """Save the model of a role as a Hugging Face folder.
 
-        A model with a value head is saved as a ...ForSequenceClassification model of transformers. Trained LoRA
+        A model with a value head is saved as a ...ForSequenceClassification model of transformers, and a process
+        reward model as a ...ForTokenClassification model. Trained LoRA
         adapters are saved without the base model, as a folder of peft, unless `merge` is True.
 
         Args:

@@ -336,8 +336,7 @@ class Roles:
         )
         with model_setting(spec.key), out_of_memory_hint("loading the model of {}", lambda: options, key):
             config = load_config(spec.path, spec.head, needs_head=spec.needs_head)
-            if spec.pad_token_id is not None and config.hf.get("pad_token_id") is None:
-                config = replace(config, hf={**config.hf, "pad_token_id": spec.pad_token_id})
+            config = replace(config, hf=spec.with_own_fields(config.hf))
             if not (is_actor or spec.own_tokenizer) and config.vocab_size != self.actor.config.vocab_size:
                 raise EngineError(
                     "{} has a vocabulary of {} tokens, the actor one of {}; both must use the same tokenizer",
@@ -395,8 +394,8 @@ class Roles:
         """Set the weights of a model: random, copied from the actor, or read from the model's folder.
 
         The weights are copied from the actor if the role has the folder of the actor, and no optimizer step has
-        changed the actor's weights yet. An actor with adapters never changes its weights. If the role has a value
-        head, which the actor lacks, the value head is set to zero.
+        changed the actor's weights yet. An actor with adapters never changes its weights. If the role has a head that
+        gives scores, which the actor lacks, this head is set to zero.
         """
         own, actor = self.spec.has_folder_of_actor(spec), self._roles.get("actor")
         optimizer = actor.backend.optimizer if actor else None

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from areno.config.experiments import HeadName
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig, SamplingConfig
 from areno.config.run import EngineConfig, Layout
@@ -147,26 +148,28 @@ class RoleSpec:
 
     Attributes:
         path: Folder of the model.
-        head: "lm" computes log-probabilities. "value" computes one number for each token (critic, reward model).
+        head: Kind of the model's head.
         key: Name of the setting that holds the path, for messages. Equality ignores it.
         optimizer: Settings of the optimizer. None freezes the model.
         gradient_checkpointing: Whether layers recompute activations in the backward pass.
         offload: Whether the model rests in host memory while it is not in use. If it is trained, its master weights
             and moments are always in host memory. The weights of the actor stay on the device.
-        needs_head: Whether the folder must hold a trained value head, as for a reward model. A critic may train a new
-            head.
+        needs_head: Whether the folder must hold a trained head that gives scores, as for a reward model. A critic may
+            train a new head.
         random_init: Whether to draw the weights from the engine's seed instead of reading them from the folder.
         router_aux_loss_coef: Coefficient of the loss that balances the load of experts.
         lora: The adapters that are trained in place of the weights. None trains all weights.
         pad_token_id: For a value head, the padding token if config.json of the folder names none. transformers needs it
             to find the last token of a row. None leaves config.json as it is.
+        step_separator: Text after each step, which is written to config.json of a process reward model. None leaves
+            config.json as it is.
         in_training: Whether training passes of the actor use the model, as those with a divergence from a teacher do.
         own_tokenizer: Whether rows for the model are encoded by its own tokenizer, as those of a judge. Its vocabulary
             and context length may then differ from the actor's.
     """
 
     path: str
-    head: Literal["lm", "value"] = "lm"
+    head: HeadName = "lm"
     key: str = field(default="actor.path", compare=False)
     optimizer: OptimizerConfig | None = None
     gradient_checkpointing: bool = True
@@ -176,8 +179,19 @@ class RoleSpec:
     router_aux_loss_coef: float = 0.0
     lora: LoraSpec | None = None
     pad_token_id: int | None = None
+    step_separator: str | None = None
     in_training: bool = False
     own_tokenizer: bool = False
+
+    def with_own_fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of config.json with the fields that the role adds to it.
+
+        Args:
+            values: Content of config.json in the folder of the model.
+        """
+        pads = self.pad_token_id is not None and values.get("pad_token_id") is None
+        added = {"pad_token_id": self.pad_token_id} if pads else {}
+        return {**values, **added} | ({} if self.step_separator is None else {"step_separator": self.step_separator})
 
     @property
     def section(self) -> str:

@@ -83,22 +83,30 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """The scalar head of critics and reward models: hidden w^T in fp32. bf16 would round a value of 20 by up to 0.06.
+    """The head of critics and reward models, computed in fp32. bf16 would round a value of 20 by up to 0.06.
+
+    With one label, the value is the score: hidden w^T. With two labels, as in the token classification models of
+    transformers, the scores have biases, and the value is the log-odds of label 1: its score minus that of label 0.
 
     All tensor-parallel ranks hold the whole weight and the same hidden states, so gradients need no collective.
 
     Args:
         hidden_size: D, the hidden size of the model.
         spec: dtype and device of the weight.
+        n_labels: L, the number of labels: 1 or 2.
     """
 
-    def __init__(self, hidden_size: int, spec: WeightSpec):
+    def __init__(self, hidden_size: int, spec: WeightSpec, n_labels: int = 1):
         super().__init__()
-        self.weight = spec.empty(1, hidden_size)
-        self.layout: Layout = {"weight": (Part((1, hidden_size)),)}
+        self.weight = spec.empty(n_labels, hidden_size)
+        self.layout: Layout = {"weight": (Part((n_labels, hidden_size)),)}
+        self.bias = None
+        if n_labels > 1:
+            self.bias = spec.empty(n_labels)
+            self.layout["bias"] = (Part((n_labels,)),)
 
     def forward(self, hidden_KD: Tensor) -> Tensor:
-        """Return the critic's value estimates.
+        """Return the value of each position.
 
         Args:
             hidden_KD: (K, D) hidden states at the K positions.
@@ -106,4 +114,6 @@ class ValueHead(nn.Module):
         Returns:
             (K,) float32.
         """
-        return F.linear(hidden_KD.float(), self.weight.float()).squeeze(-1)
+        bias = None if self.bias is None else self.bias.float()
+        scores_KL = F.linear(hidden_KD.float(), self.weight.float(), bias)
+        return scores_KL.squeeze(-1) if bias is None else scores_KL[:, 1] - scores_KL[:, 0]

@@ -6,19 +6,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from areno.config.experiments import HeadName
 from areno.config.rollout import SamplingConfig
 from areno.layers.config import Delta, Experts, Rope
 from areno.models.folder import RawConfig
 from areno.models.rope import read_rope
 from areno.schema.fields import settings
 
-HeadName = Literal["lm", "value"]
+N_LABELS: dict[HeadName, int] = {"lm": 0, "value": 1, "step": 2}
+"""Kind of head -> number of scores that it computes for each token."""
 MAX_LAYERS = 10_000  # a larger number is an error in the file
 
 
 _NAMES = "architectures model_type transformers_version name_or_path model_name torch_dtype dtype tokenizer_class"
 _TOKENS = "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id bos_token eos_token pad_token unk_token"
-_LABELS = "id2label label2id num_labels problem_type finetuning_task task_specific_params"
+_LABELS = (
+    "id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout step_separator"
+)
 _HOW_IT_RUNS = (
     "use_cache cache_implementation return_dict output_attentions output_hidden_states torchscript is_decoder "
     "gradient_checkpointing attn_implementation use_flash_attention use_flash_attn use_flashattn"
@@ -72,9 +76,9 @@ class TransformerConfig:
         delta: The layers with a recurrent state in place of attention. None: there are none.
         within: The image-text architecture that transformers builds from this folder, and whose tensor names peft uses.
             Empty for a folder with a text model only.
-        head: "lm" for a head that predicts the next token. "value" for a head that computes a value for each token.
-        has_head: Whether the checkpoint has the weights of the head. False for a critic made from a causal language
-            model, whose value head starts at 0.
+        head: Kind of the head.
+        has_head: Whether the checkpoint has the weights of the head. False for a critic or a reward model made from a
+            causal language model, whose head starts at 0.
     """
 
     family: str
@@ -135,6 +139,11 @@ class TransformerConfig:
         recurrent = () if self.delta is None else self.delta.layers
         return tuple(index for index in range(self.num_layers) if index not in recurrent)
 
+    @property
+    def n_labels(self) -> int:
+        """The number of scores that the head computes for each token. 0 for a language model."""
+        return N_LABELS[self.head]
+
     def kind(self, index: int) -> LayerKind:
         """Return the properties of an attention layer.
 
@@ -155,6 +164,8 @@ class Family:
         architecture: The causal language model class of transformers.
         value_architecture: The sequence classification class of transformers, whose head gives a value.
         read: Function that reads the shape of a model from `config.json`. It calls `read_decoder` first.
+        has_step_class: Whether transformers has a token classification class for the family, whose head gives scores of
+            labels for each token.
         unused: Fields of `config.json` that do not change the computation of this family, in addition to UNUSED. A
             field that is neither read nor listed raises an error.
         names: Name of a module in areno's `Layer` -> names of its modules in the checkpoint, where the family differs
@@ -174,6 +185,7 @@ class Family:
     architecture: str
     value_architecture: str
     read: Callable[[RawConfig], TransformerConfig]
+    has_step_class: bool = True
     unused: frozenset[str] = frozenset()
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     expert_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -183,6 +195,14 @@ class Family:
     is_whole: bool = False
     beginnings: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+
+    @property
+    def classes(self) -> dict[HeadName, str]:
+        """Kind of head -> class of transformers."""
+        found: dict[HeadName, str] = {"lm": self.architecture, "value": self.value_architecture}
+        if self.has_step_class:
+            found["step"] = self.value_architecture.replace("ForSequence", "ForToken")
+        return found
 
 
 def read_decoder(

@@ -177,7 +177,8 @@ def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
         layout: how the model is divided over devices. The default is one device.
     """
     size, table = config.hidden_size, layout.share_up(config.vocab_size) * config.hidden_size
-    head = size if config.head == "value" else 0 if config.tie_word_embeddings else table
+    scores = config.n_labels * size + (config.n_labels if config.head == "step" else 0)  # with biases
+    head = scores or (0 if config.tie_word_embeddings else table)
     return body_parameters(config, layout) + table + head
 
 
@@ -487,7 +488,7 @@ class PassBytes:
         """
         layer = activation_bytes(config, itemsize, layout, split=split)
         of_token = config.num_layers * (layer.always + (0 if recompute else layer.kept))
-        n_vocab = 0 if config.head == "value" else layout.share_up(config.vocab_size)
+        n_vocab = 0 if config.head != "lm" else layout.share_up(config.vocab_size)
         return PassBytes(
             of_token=of_token,
             at_work=layer.at_work,
@@ -511,7 +512,7 @@ class PassBytes:
             split: whether sequence parallelism divides the residual stream over the ranks.
         """
         layer = activation_bytes(config, itemsize, layout, split=split)
-        n_vocab = 0 if config.head == "value" else layout.share_up(config.vocab_size)
+        n_vocab = 0 if config.head != "lm" else layout.share_up(config.vocab_size)
         return PassBytes(
             of_token=0,
             at_work=layer.always + layer.at_work,

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areno.config.experiments import HeadName
 from areno.config.run import Layout
 from areno.errors import CheckpointError, ConfigError, Key, Problem
-from areno.models.config import UNUSED, Family, HeadName, TransformerConfig
+from areno.models.config import N_LABELS, UNUSED, Family, TransformerConfig
 from areno.models.cost import kv_heads, parameters
 from areno.models.families import FAMILIES
 from areno.models.folder import MODEL, RawConfig, read_json, resolve
@@ -66,7 +67,11 @@ MISSING: dict[str, str] = {
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MAX_PARAMETERS = 10**14  # a hundred times the largest that exists
-VALUE_ARCHITECTURES = ", ".join(family.value_architecture for family in FAMILIES.values())
+_OF_HEAD: dict[HeadName, tuple[str, str, str, str]] = {
+    "value": ("value head", "a reward model", "one label", "a critic or reward model gives one number"),
+    "step": ("head for steps", "a process reward model", "two labels", "a step is wrong or right"),
+}
+"""Head -> for messages: name of the head, kind of model, its labels, and what they stand for."""
 
 
 def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = False) -> TransformerConfig:
@@ -75,8 +80,9 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     Args:
         path: A model folder or hub id.
         head: "lm" for a language model, which requires a ...ForCausalLM. "value" for a critic or reward model, which is
-            a ...ForSequenceClassification with one label, or a ...ForCausalLM without its head.
-        needs_head: Whether head="value" requires a trained value head, so that a ...ForCausalLM is an error.
+            a ...ForSequenceClassification with one label, or a ...ForCausalLM without its head. "step" for a process
+            reward model, which is a ...ForTokenClassification with two labels, or a ...ForCausalLM without its head.
+        needs_head: Whether "value" and "step" require a trained head, so that a ...ForCausalLM is an error.
 
     Raises:
         CheckpointError: There is no `config.json`, its architecture is not supported or has another head, or fields
@@ -113,10 +119,10 @@ def parse_config(
     """
     outer = RawConfig(dict(values), origin)
     raw = _text_of(outer)
-    family, has_value_head = _find_family(raw)
-    if head == "value" and (has_value_head or needs_head):
-        _check_value_head(raw, has_value_head)
-    elif head == "lm" and has_value_head:
+    family, own_head = _find_family(raw)
+    if head != "lm" and (own_head != "lm" or needs_head or head not in family.classes):
+        _check_scores(raw, family, own_head, head)
+    elif head == "lm" and own_head != "lm":
         wrong = "{}: architectures is {!r}, a model that gives scores and no next token; "
         expected = "expected a causal language model (...ForCausalLM) in {}"
         raise CheckpointError(wrong + expected, raw.origin, raw.values["architectures"], MODEL)
@@ -128,23 +134,23 @@ def parse_config(
     raw.refuse_unknown(UNUSED | family.unused)
     if raw.problems:
         raise raw.error()
-    has_head = head == "lm" or has_value_head
+    has_head = head == own_head
     within = family.around if family.is_whole and raw is not outer else ""
     eos = tuple(sorted(eos_ids))
     return dataclasses.replace(config, eos_token_ids=eos, within=within, head=head, has_head=has_head)
 
 
-def has_value_head(folder: Path) -> bool:
-    """Return whether a model folder holds a ...ForSequenceClassification.
+def head_of(folder: Path) -> HeadName:
+    """Return the kind of head of the model in a folder.
 
     Args:
-        folder: The folder. The result is False if it has no `config.json`.
+        folder: The folder. The result is "lm" if it has no `config.json`.
 
     Raises:
         CheckpointError: The architecture is not supported.
     """
     if not (folder / "config.json").is_file():
-        return False
+        return "lm"
     return _find_family(_text_of(RawConfig(read_json(folder / "config.json"), str(folder / "config.json"))))[1]
 
 
@@ -236,21 +242,22 @@ def _text_of(raw: RawConfig) -> RawConfig:
     return raw
 
 
-def _find_family(raw: RawConfig) -> tuple[Family, bool]:
-    """Return the family, found by `architectures` or else `model_type`, and whether the model has a value head.
+def _find_family(raw: RawConfig) -> tuple[Family, HeadName]:
+    """Return the family, found by `architectures` or else `model_type`, and the kind of the model's head.
 
     Raises CheckpointError if no supported family matches.
     """
     architectures = raw.get("architectures", list, [])
     model_type = raw.get("model_type", str, "")
     for family in FAMILIES.values():
-        has_value_head = family.value_architecture in architectures
-        if has_value_head or family.architecture in architectures or (not architectures and family.name == model_type):
+        heads = [head for head, name in family.classes.items() if name in architectures]
+        if heads or (not architectures and family.name == model_type):
             if model_type not in ("", family.name):  # transformers uses this field
                 raw.refuse("model_type", f"{family.name!r}, as architectures is {architectures}")
-            return family, has_value_head
+            return family, heads[0] if heads else "lm"
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    expected = f"one of {supported}, or for critics and reward models the same with ...ForSequenceClassification"
+    expected = f"one of {supported}, or for critics and reward models the same with ...ForSequenceClassification "
+    expected += "or ...ForTokenClassification"
     for name in architectures:
         if isinstance(name, str) and name in MISSING:
             raw.wrong(f"architectures is {name}, which is not supported: it needs {MISSING[name]}; expected {expected}")
@@ -259,19 +266,23 @@ def _find_family(raw: RawConfig) -> tuple[Family, bool]:
     raise raw.error()
 
 
-def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
-    """Raise CheckpointError unless the model has a value head with exactly one label."""
-    if not has_value_head:
-        found = raw.values.get("architectures") or raw.values.get("model_type")
-        wrong = "{}: architectures is {!r}, which has no trained value head; "
-        expected = "expected a reward model in {}: {}, with one label"
-        raise CheckpointError(wrong + expected, raw.origin, found, MODEL, VALUE_ARCHITECTURES)
+def _check_scores(raw: RawConfig, family: Family, own: HeadName, head: HeadName) -> None:
+    """Raise CheckpointError unless the model's own head gives the scores that `head` stands for."""
+    found = raw.values.get("architectures") or raw.values.get("model_type")
+    if head not in family.classes:
+        text = "{}: transformers has no ...ForTokenClassification for the model type {!r}, so it could not load a "
+        text += "process reward model of this type; choose another model in {}"
+        raise CheckpointError(text, raw.origin, family.name, MODEL)
+    lacks, wants, labels, gives = _OF_HEAD[head]
+    if own != head:
+        names = ", ".join(each.classes[head] for each in FAMILIES.values() if head in each.classes)
+        text = "{}: architectures is {!r}, which has no trained {}; expected {} in {}: {}, with {}"
+        raise CheckpointError(text, raw.origin, found, lacks, wants, MODEL, names, labels)
     # transformers writes the labels as id2label, and omits the field for its default of two labels.
-    n_labels = raw.get("num_labels", int, len(raw.get("id2label", dict, {})) or 2, ge=1)
-    if n_labels != 1:
-        wrong = "{}: the model has {} labels (id2label), expected 1; "
-        expected = "a critic or reward model gives one number, choose another model in {}"
-        raise CheckpointError(wrong + expected, raw.origin, n_labels, MODEL)
+    n_labels, wanted = raw.get("num_labels", int, len(raw.get("id2label", dict, {})) or 2, ge=1), N_LABELS[head]
+    if n_labels != wanted:
+        text = "{}: the model has {} labels (id2label), expected {}; {}, choose another model in {}"
+        raise CheckpointError(text, raw.origin, n_labels, wanted, gives, MODEL)
 
 
 def _check_size(raw: RawConfig, config: TransformerConfig) -> None:

@@ -66,8 +66,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Layer(config, index, spec, self.routing) for index in range(config.num_layers))
         self.final_norm = RMSNorm(size, config.rms_norm_eps, spec, plus_one=config.norm_plus_one)
         self.head = self.score = None
-        if config.head == "value":
-            self.score = ValueHead(size, spec)
+        if config.head != "lm":
+            self.score = ValueHead(size, spec, config.n_labels)
         elif not config.tie_word_embeddings:
             self.head = VocabParallelEmbedding(vocab, size, spec)
 
@@ -230,6 +230,8 @@ class Transformer(nn.Module):
     def values(self, hidden_KD: Tensor) -> Tensor:
         """Return the values (K,) float32 that the head of a critic or reward model computes.
 
+        For a process reward model, a value is the log-odds of the label "right".
+
         Args:
             hidden_KD: hidden states of K positions, (K, D hidden size).
         """
@@ -276,9 +278,9 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Initialise the weights at random.
 
-        Matrices are normal with the config's `initializer_range`. Norm factors are 1, biases and the weights of a value
-        head are 0. Decay rates of recurrent states are uniform from 0.01 to 16. The full tensors depend on the seed and
-        the device type alone, not on the number of ranks.
+        Matrices are normal with the config's `initializer_range`. Norm factors are 1, biases and the weights of a head
+        that gives scores are 0. Decay rates of recurrent states are uniform from 0.01 to 16. The full tensors depend on
+        the seed and the device type alone, not on the number of ranks.
 
         Args:
             seed: the seed of the random generator.

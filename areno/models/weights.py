@@ -159,7 +159,7 @@ def _matched(model: Transformer, folder: Path) -> _Matched:
         raise CheckpointError(f"{folder}: {problem}")
     table = stored_tensors(model)
     if not model.config.has_head:
-        del table["score.weight"]
+        table = {name: stored for name, stored in table.items() if not name.startswith("score.")}
     problems = []
     if missing := [name for name in table if name not in file_of]:
         problems.append(f"the weights lack {listing(missing)}, which its config.json asks for")
@@ -212,7 +212,8 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     table, stored_as, file_of = _matched(model, folder)
     if not model.config.has_head:  # a critic that starts from a language model
         assert model.score is not None
-        model.score.weight.detach().zero_()
+        for parameter in model.score.parameters():
+            parameter.detach().zero_()
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
             module.clear_padding()
@@ -540,7 +541,9 @@ def _saved_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any]:
     if model.score is None:
         values.setdefault("architectures", [family.architecture])
     elif not model.config.has_head:
-        values["architectures"] = [family.value_architecture]
-        values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        values["architectures"] = [family.classes[model.config.head]]
+        labels = [f"LABEL_{number}" for number in range(model.config.n_labels)]
+        values["id2label"] = {str(number): name for number, name in enumerate(labels)}
+        values["label2id"] = {name: number for number, name in enumerate(labels)}
     values.setdefault("model_type", family.name)
     return values

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfig
+from areno.config.experiments import ExperimentConfig, HeadName, ReferencedExperimentConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.config.teacher import is_teacher
@@ -20,7 +20,7 @@ from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec, Sharing
 from areno.engine.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.errors import ConfigError
 from areno.files.paths import existing_path, model_setting
-from areno.models.config import HeadName, TransformerConfig
+from areno.models.config import TransformerConfig
 from areno.models.cost import Cost, PassBytes
 from areno.models.folder import resolve
 from areno.models.known_shapes import known_shape
@@ -460,7 +460,7 @@ class _Step:
         shared_lens = (lengths.prompt,) * self._n_sharing(model, rows, n_each, phase, budget)
         n_tokens = -(-(n_each * row - sum(shared_lens)) // self.layout.cp_size)
         share = lengths.answer / row if phase == TRAIN else 1.0
-        head = 0.0 if model.config.head == "value" else share
+        head = 0.0 if model.config.head != "lm" else share
         in_batch = min(budget, n_tokens)
         terms, n_recomputed, least = self._pass_terms(name, phase, budget, n_tokens, int(head * in_batch))
         cost = Cost.of(model.config, self.footprint.itemsize, model.adapters if phase == TRAIN else None)

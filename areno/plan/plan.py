@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfig
+from areno.config.experiments import ExperimentConfig, HeadName, ReferencedExperimentConfig
 from areno.config.models import ModelConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig
@@ -135,7 +135,7 @@ def open_actor(
     seed: int = 1,
     routing_replay: bool = False,
     more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
-    head: Literal["lm", "value"] = "lm",
+    head: HeadName = "lm",
     teaches: bool = False,
 ) -> TrainerPlan:
     """Make the plan of a Trainer that trains one model.
@@ -151,7 +151,7 @@ def open_actor(
         routing_replay: Whether training uses the experts that the rollout chose.
         more_problems: Function from the shape of the model to further problems of the configuration, which are reported
             together with those found here.
-        head: Head of the model: "lm" for a language model, "value" for a reward model.
+        head: Kind of head of the model.
         teaches: Whether the model is also the teacher in its own training passes.
 
     Raises:
@@ -182,7 +182,7 @@ def open_actor(
     role = RoleSpec(
         path=path,
         head=head,
-        pad_token_id=tokenizer.pad_token_id if head == "value" else None,
+        pad_token_id=tokenizer.pad_token_id if head != "lm" else None,
         optimizer=actor.optimizer,
         gradient_checkpointing=actor.gradient_checkpointing,
         offload=actor.offload,
@@ -223,7 +223,7 @@ def _raise(problems: list[Problem]) -> None:
         raise ConfigError(problems)
 
 
-def _open_config(path: str, head: Literal["lm", "value"]) -> tuple[str, TransformerConfig]:
+def _open_config(path: str, head: HeadName) -> tuple[str, TransformerConfig]:
     """Return the local folder of the actor's model and its parsed config.json. `path` is a folder or hub id.
 
     Raises ConfigError if the folder holds only adapters.
@@ -446,9 +446,11 @@ def experiment_roles(
     if not isinstance(config, PolicyExperimentConfig):
         return {}
 
-    def role(section_key: str, section: Any, head: Literal["lm", "value"], **more: Any) -> RoleSpec:
+    def role(section_key: str, section: Any, head: HeadName, **more: Any) -> RoleSpec:
         key = f"{section_key}.path"
         path = folder_of(section.path, key) if section.path else ""
+        if section_key == "reward" and _head_of(path) == "step":
+            head = "step"
         return RoleSpec(path=path, head=head, key=key, offload=config.offloads(section), **more)
 
     roles: dict[str, Callable[[], RoleSpec]] = {}
@@ -550,7 +552,7 @@ def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
     return {name: role if isinstance(role, RoleSpec) else _spec(role, actor) for name, role in roles.items()}
 
 
-_SCORED: dict[str, Literal["lm", "value"]] = {"ref": "lm", ROLE: "lm", "judge": "lm", "reward": "value"}
+_SCORED: dict[str, HeadName] = {"ref": "lm", ROLE: "lm", "judge": "lm", "reward": "value"}
 """Roles that are never trained -> the head of their model."""
 
 
@@ -587,14 +589,17 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
 def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
     """Make the specification of a role from a script's ModelRole.
 
-    The model gets a value head if the role is "critic" or "reward". Any other role except those of `_SCORED` gets a
-    value head if it is trainable or its folder has a value head.
+    The model gets a value head if the role is "critic" or "reward". A reward model may also be a process reward model.
+    Any other role except those of `_SCORED` gets the head of its folder, or a value head if it is trainable.
     """
     key = f"roles[{role.name!r}].path"
     folder = whole_model(str(role.path), key)
     teaches = is_teacher(role.name)
-    head = "lm" if teaches else _SCORED.get(role.name, "value" if role.name == "critic" else None)
-    valued = head == "value" or (head is None and (role.trainable or _has_value_head(folder)))
+    own, by_name = _head_of(folder), "lm" if teaches else _SCORED.get(role.name)
+    if role.name == "critic" or (by_name is None and role.trainable and own == "lm"):
+        by_name = "value"
+    if by_name is None or (role.name == "reward" and own == "step"):
+        by_name = own
     optimizer = None
     if role.trainable:
         optimizer = actor.optimizer
@@ -602,7 +607,7 @@ def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
         optimizer = replace(optimizer, lr=optimizer.lr if role.optimizer_lr is None else role.optimizer_lr)
     return RoleSpec(
         path=folder,
-        head="value" if valued else "lm",
+        head=by_name,
         key=key,
         optimizer=optimizer,
         gradient_checkpointing=actor.gradient_checkpointing,
@@ -613,13 +618,11 @@ def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
     )
 
 
-def _has_value_head(folder: str) -> bool:
-    """Return whether the config.json of a model folder names a ...ForSequenceClassification model.
-
-    False if config.json cannot be read.
-    """
+def _head_of(folder: str) -> HeadName:
+    """Return the kind of head that config.json of a model folder names. "lm" if config.json cannot be read."""
     try:
         names = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError):
-        return False
-    return any(str(name).endswith("ForSequenceClassification") for name in names)
+        return "lm"
+    kinds: dict[str, HeadName] = {"ForSequenceClassification": "value", "ForTokenClassification": "step"}
+    return next((head for end, head in kinds.items() if any(str(name).endswith(end) for name in names)), "lm")

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from areno.errors import CheckpointError
+from areno.models.families import FAMILIES
 from areno.models.registry import load_config
 from areno.models.weights import save_weights
 from tests.helpers.family_cases import CASES, SHAPE, logits_of, random_model, read_and_saved_as_text
@@ -162,6 +163,14 @@ def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         with torch.no_grad():
             [values] = values_of(load(tmp_path / folder, head="value"), [row])
             assert values[-1].item() == pytest.approx(reference(row[None]).logits.item(), abs=1e-4)
+
+
+def test_families_that_transformers_has_token_classifiers_for() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as THERE
+
+    assert {name: family.classes.get("step") for name, family in FAMILIES.items()} == {
+        name: THERE.get(name) for name in FAMILIES
+    }
 
 
 IMAGES = {

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from areno.config.models import MicroBatchSpec
 from areno.engine.train.backend import TrainBackend
 from areno.errors import CheckpointError
-from areno.models.registry import build_model, load_config
+from areno.models.cost import parameters
+from areno.models.registry import build_model, head_of, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import checkpoint_table, load_weights, save_weights
 from tests.helpers.dense_models import CASES, random_reference
+from tests.helpers.family_cases import CASES as FAMILY_CASES
 from tests.helpers.tiny_engine import saved_tensors
 from tests.helpers.tiny_shape import SHAPE, random_model
 from tests.helpers.two_ranks import compare_values, load, on_two_ranks, packed, random_rows, values_of
@@ -176,6 +178,97 @@ def test_a_head_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Qwen2ForCausalLM.*no trained value head.*ForSequenceClassification"):
         load_config(tmp_path / "lm", "value", needs_head=True)
     assert not load_config(tmp_path / "lm", "value").has_head
+
+
+# --- two labels for each token ---
+
+
+def random_steps(case: str, folder: Path, num_labels: int = 2) -> transformers.PreTrainedModel:
+    """A token classifier of transformers, whose head has biases."""
+    kind, settings = CASES[case]
+    config = kind(**{**SHAPE, **settings, "num_labels": num_labels})
+    return random_model(config, folder, "TokenClassification")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_odds_of_labels_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """Their values and gradients, and those of what is saved."""
+    reference, rows = random_steps(case, tmp_path / "in"), random_rows(101, (5, 9))
+    model = load(tmp_path / "in", head="step")
+    weights = torch.randn(14, generator=torch.Generator().manual_seed(2))
+    values = model.values(model(*packed(rows)))
+    (values * weights).sum().backward()
+    logits = torch.cat([reference(row[None]).logits[0] for row in rows])
+    expected = logits[:, 1] - logits[:, 0]
+    torch.testing.assert_close(values, expected, atol=1e-4, rtol=0)
+    assert expected.std() > 0.1
+    (expected * weights).sum().backward()
+    theirs = dict(reference.named_parameters())
+    names = [name for name, _, _ in checkpoint_table(model)]
+    assert {"score.weight", "score.bias"} <= set(names)
+    for name, parameter, part in checkpoint_table(model):
+        assert parameter.grad is not None
+        torch.testing.assert_close(part.region(parameter.grad), theirs[name].grad, atol=2e-4, rtol=1e-4, msg=name)
+    save_weights(model, tmp_path / "out", source=tmp_path / "in")
+    saved = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.no_grad():
+        again = torch.cat([saved(row[None]).logits[0] for row in rows])
+    torch.testing.assert_close(again, logits.detach(), atol=1e-5, rtol=0)
+
+
+def test_a_token_classifier_starts_from_a_language_model(tmp_path: Path) -> None:
+    random_reference("qwen3", tmp_path / "lm")
+    model = load(tmp_path / "lm", head="step")
+    assert all(values.eq(0).all() for values in values_of(model, random_rows(101)))
+    assert model.score is not None
+    with torch.no_grad():
+        model.score.weight.normal_()
+        model.score.bias.copy_(torch.tensor([0.5, -1.0]))
+    save_weights(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForTokenClassification"]
+    assert config["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
+    saved, report = transformers.AutoModelForTokenClassification.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    row = random_rows(101)[0]
+    with torch.no_grad():
+        logits = saved.eval()(row[None]).logits[0]
+    torch.testing.assert_close(values_of(model, [row])[0], logits[:, 1] - logits[:, 0], atol=1e-4, rtol=0)
+    fresh = build_model(load_config(tmp_path / "lm", "step"), dtype=torch.float32, device="cpu")
+    fresh.init_weights(seed=5)
+    assert fresh.score is not None
+    assert all(parameter.eq(0).all() for parameter in fresh.score.parameters())
+
+
+def test_heads_that_are_no_token_classifiers(tmp_path: Path) -> None:
+    random_classifier("qwen2", tmp_path / "value")
+    random_steps("qwen2", tmp_path / "three", 3)
+    random_steps("qwen2", tmp_path / "step")
+    random_reference("qwen2", tmp_path / "lm")
+    gemma, extra = FAMILY_CASES["gemma3"]
+    random_model(gemma(**{**SHAPE, **extra}), tmp_path / "gemma")
+    for folder, head, message in (
+        ("value", "step", r"Qwen2ForSequenceClassification.*no trained head for steps.*Qwen2ForTokenClassification"),
+        (
+            "step",
+            "value",
+            r"Qwen2ForTokenClassification.*no trained value head; expected a reward model in",
+        ),
+        ("step", "lm", r"Qwen2ForTokenClassification.*no next token"),
+        ("three", "step", "has 3 labels .*expected 2; a step is wrong or right"),
+        ("gemma", "step", "no ...ForTokenClassification for the model type 'gemma3_text'"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_config(tmp_path / folder, head)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"Qwen2ForCausalLM.*no trained head for steps"):
+        load_config(tmp_path / "lm", "step", needs_head=True)
+    assert head_of(tmp_path / "step") == "step"
+    assert parameters(load_config(tmp_path / "step", "step")) == sum(
+        parameter.numel() for parameter in load(tmp_path / "step", head="step").parameters()
+    )
 
 
 # --- tensor parallelism ---

@@ -242,7 +242,7 @@ class TrainBackend:
         return self._score(token_rows, mb_spec, score, routes)
 
     def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[np.ndarray]:
-        """Return the value of the state before each token, for each row. The model needs a value head.
+        """Return the value of the state before each token, for each row. The model needs a head that gives scores.
 
         Args:
             token_rows: Token ids of each row.
@@ -551,7 +551,7 @@ class TrainBackend:
 
         Sets `pack.entropy` and the missing `pack.old_logprobs`, and adds the comparison with the rollout to `stats`.
         """
-        if self.model.config.head == "value":
+        if self.model.config.head != "lm":
             return _checked(loss_fn(pack, self._values(packed)))
         logprobs_N, pack.entropy, *more = self._logprobs(packed, update.sampling, pack, update)
         pack.divergence = more[0] if more else None

@@ -55,6 +55,7 @@ GEMMA3 = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
     value_architecture="Gemma3TextForSequenceClassification",
+    has_step_class=False,
     read=read,
     names={
         "post_attention_norm": ("post_attention_layernorm",),

@@ -53,6 +53,7 @@ OLMO2 = Family(
     name="olmo2",
     architecture="Olmo2ForCausalLM",
     value_architecture="Olmo2ForSequenceClassification",
+    has_step_class=False,
     read=read_olmo2,
     names=_NORMS,
 )
@@ -60,6 +61,7 @@ OLMO3 = Family(
     name="olmo3",
     architecture="Olmo3ForCausalLM",
     value_architecture="Olmo3ForSequenceClassification",
+    has_step_class=False,
     read=read_olmo3,
     names=_NORMS,
 )

@@ -133,6 +133,7 @@ QWEN3_5 = Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     value_architecture="Qwen3_5TextForSequenceClassification",
+    has_step_class=False,
     read=read_qwen3_5,
     # Nothing here reads the layers that predict several tokens, and states are always float32.
     unused=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}),
