@@ -20,6 +20,7 @@ __all__ = [
     "OnlineDPOTrainer",
     "PPOTrainer",
     "PolicyOnlyTrainer",
+    "ProcessRewardTrainer",
     "RewardModelTrainer",
     "SFTTrainer",
     "SamplingParams",
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from areno.trainers.online_dpo import OnlineDPOTrainer
     from areno.trainers.policy_only import PolicyOnlyTrainer
     from areno.trainers.ppo import PPOTrainer
+    from areno.trainers.process_reward import ProcessRewardTrainer
     from areno.trainers.reward_model import RewardModelTrainer
     from areno.trainers.sft import SFTTrainer
     from areno.types import ModelRole, SamplingParams, TrainSequence
@@ -49,6 +51,7 @@ _NAMES = {
     "areno.trainers.online_dpo": ("OnlineDPOTrainer",),
     "areno.trainers.policy_only": ("PolicyOnlyTrainer",),
     "areno.trainers.ppo": ("PPOTrainer",),
+    "areno.trainers.process_reward": ("ProcessRewardTrainer",),
     "areno.trainers.reward_model": ("RewardModelTrainer",),
     "areno.trainers.sft": ("SFTTrainer",),
     "areno.types": ("ModelRole", "SamplingParams", "TrainSequence"),

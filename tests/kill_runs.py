@@ -78,12 +78,14 @@ RECIPES = {
     "online_dpo": ["--config-name=quickstart_online_dpo", *POLICY, "pairs_per_prompt=2"],
     "dpo": ["--config-name=quickstart_dpo", *VALIDATION],
     "kto": ["--config-name=quickstart_kto", *VALIDATION],
+    "prm": ["--config-name=quickstart_prm", *VALIDATION],
     "rw": ["--config-name=quickstart_rw", *VALIDATION],
     "sft": ["--config-name=quickstart_base", "actor.optimizer.lr=1e-3"],
 }
 ROWS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "dpo": lambda a, b: {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b - 10)},
     "kto": lambda a, b: {"prompt": f"{a}+{b}=", "response": str(a + b - 10 * (a % 2)), "label": a % 2 == 0},
+    "prm": lambda a, b: {"prompt": f"{a}+{b}=", "completions": [f"{a}", f"{a + b}"], "labels": [1, a % 2]},
     "rw": lambda a, b: {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b - 10)},
     "sft": lambda a, b: {"prompt": f"{a}+{b}=", "response": str(a + b)},
 }

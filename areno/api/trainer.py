@@ -22,7 +22,7 @@ from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine
 from areno.engine.requests import OnProgress
 from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, UpdateSpec
-from areno.errors import ArenoError, CheckpointError, EngineError, Rename, keys_renamed
+from areno.errors import ArenoError, CheckpointError, DataError, EngineError, Rename, keys_renamed
 from areno.files.durable import as_checkpoint_error, atomic_write_folder
 from areno.models.folder import is_replaceable
 from areno.plan.arguments import (
@@ -629,6 +629,37 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             One score per row.
         """
         return self._score("score_rewards", self.engine.rewards, role, token_rows, mb_spec)
+
+    def score_steps(
+        self,
+        role: str,
+        token_rows: Sequence[Sequence[int]],
+        step_ends: Sequence[Sequence[int]],
+        *,
+        mb_spec: MicroBatchSpec | None = None,
+    ) -> list[list[float]]:
+        """Compute the score that a process reward model gives to every step of every row.
+
+        Args:
+            role: Name of a role with a process reward model, such as "reward".
+            token_rows: Token ids of each row.
+            step_ends: For each row, the index of the last token of each step: the last token of its separator.
+            mb_spec: Size of micro-batches. None uses the size set in ArenoConfig.
+
+        Returns:
+            For each row, the probability that each step is right, from 0 to 1.
+
+        Raises:
+            DataError: There are not as many lists in step_ends as rows, or an index is outside of its row.
+            EngineError: The role is not a process reward model.
+        """
+        if len(step_ends) != len(token_rows):
+            raise DataError(f"step_ends has {len(step_ends)} lists for {len(token_rows)} rows")
+        scored = self._score("score_steps", self.engine.steps, role, token_rows, mb_spec)
+        for number, (row, ends) in enumerate(zip(scored, step_ends, strict=True)):
+            if wrong := [end for end in ends if not 0 <= end < len(row)]:
+                raise DataError(f"step_ends[{number}] has {wrong[0]}, but row {number} has {len(row)} tokens")
+        return [[float(row[end]) for end in ends] for row, ends in zip(scored, step_ends, strict=True)]
 
     def _score(self, what: str, score: Callable[..., list[Any]], role: str, rows: Any, *settings: Any) -> list[Any]:
         """Check that no rollout session is open and that `rows` are valid, and call `score(role, rows, *settings)`.

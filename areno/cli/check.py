@@ -319,7 +319,7 @@ def _folder() -> str:
 
 
 def _rewards() -> str:
-    from areno.config.rollout import RewardConfig
+    from areno.config.reward import RewardConfig
     from areno.rewards.pool import RewardPool
     from areno.types import RewardRecord
 

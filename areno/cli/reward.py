@@ -164,7 +164,7 @@ def _judged(
 
 def _config(arguments: argparse.Namespace) -> Any:
     """Return the configuration section `reward`, built from the arguments of the command line."""
-    from areno.config.rollout import OnlyReward
+    from areno.config.reward import OnlyReward
     from areno.launch.hints import hint
     from areno.schema.build import build
 

@@ -38,6 +38,14 @@ class ColumnsConfig(Section):
     label: str | None = setting(
         None, help="Column that says whether the answer is desirable (KTO). null: areno finds the column by its name"
     )
+    completions: str | None = setting(
+        None,
+        help="Column of the steps of a solution (process reward models). null: areno finds the column by its name",
+    )
+    labels: str | None = setting(
+        None,
+        help="Column of the labels of the steps (process reward models). null: areno finds the column by its name",
+    )
     margin: str | None = setting(
         None, help="Column of the margin of a pair (reward models). null: areno finds the column by its name"
     )

@@ -332,6 +332,52 @@ class RewardModelExperimentConfig(RowExperimentConfig):
 
 
 @dataclass(kw_only=True)
+class ProcessRewardActorConfig(models.ModelConfig):
+    """The process reward model that is trained."""
+
+    step_separator: str = setting(
+        "\n",
+        help="Text after each step. The score of a step is read at the last token of this text. No step may contain "
+        "it, because the answers of a policy are cut into steps there. Checkpoints record it in config.json",
+        may_be_blank=True,
+    )
+
+    @forbid(
+        "use_lora",
+        "is true, but adapters leave the head as it is, which a process reward model must learn; set it to false",
+    )
+    def adapters_without_a_head(self) -> bool:
+        """Return whether adapters would be trained, which do not include the head."""
+        return self.use_lora
+
+
+@dataclass(kw_only=True)
+class ProcessRewardExperimentConfig(RowExperimentConfig):
+    """Settings of training a process reward model on solutions with labelled steps."""
+
+    actor: ProcessRewardActorConfig = setting(help="The process reward model that is trained")
+
+    head: ClassVar[HeadName] = "step"
+
+    def eval_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that an evaluation measures.
+
+        The first name is the default of evaluator.metric.
+        """
+        measured = ("loss", "accuracy", "margin", "confidence")
+        return (*measured, "first_error_accuracy", "calibration_error", "rewards_mean")
+
+    def objective(self) -> tuple[str, Literal["max", "min"]]:
+        """Return the metric by which a sweep compares runs.
+
+        Returns:
+            (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
+            if larger values are better, otherwise "min".
+        """
+        return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
+
+
+@dataclass(kw_only=True)
 class PreferenceExperimentConfig(ReferencedExperimentConfig):
     """Settings of training on pairs of a preferred and a rejected answer, such as DPO."""
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from areno.config import models
 from areno.config.experiments import EVALUATION, ExperimentConfig, pass_sizes
-from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig, RolloutConfig, TuneConfig
+from areno.config.reward import RewardConfig
+from areno.config.rollout import AgentConfig, GenerationConfig, RolloutConfig, TuneConfig
 from areno.config.teacher import TeacherConfig
 from areno.errors import ConfigError, Problem
 from areno.schema.fields import Needs, build_check, check, forbid, setting

@@ -77,7 +77,7 @@ def encode_rows(
     drafts = [_result_of(draft, row, index) for row, index in zip(rows, indices, strict=True)]
     texts = [text for each in drafts if isinstance(each, Draft) for text in each.texts]
     try:
-        encoded = iter(_encode_texts(tokenizer, texts))
+        encoded = iter(encode_texts(tokenizer, texts))
     except Exception:  # one text cannot be encoded, so each row is encoded by itself
         return [each if isinstance(each, Exception) else _result_of(each.encode, tokenizer) for each in drafts]
     return [
@@ -94,8 +94,16 @@ def _result_of(function: Callable[..., Any], *args: Any) -> Any:
         return error
 
 
-def _encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
-    """Return the token ids of each text. The Rust backend of a tokenizer encodes them on all CPU cores."""
+def encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
+    """Encode texts together. The Rust backend of a tokenizer encodes them on all CPU cores.
+
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        texts: The texts.
+
+    Returns:
+        The token ids of each text.
+    """
     if not _encodes_by_backend(type(tokenizer)):
         return [_encode_text(tokenizer, text) for text in texts]
     out: list[list[int]] = [[] for _ in texts]
@@ -186,7 +194,7 @@ def prompt_draft(
         DataError: The row cannot be rendered with the chat template.
     """
     prompt = _prompt(row[prompt_key])
-    rendered = render_generation_prompt(tokenizer, prompt, enable_thinking, _tools(row))
+    rendered = render_generation_prompt(tokenizer, prompt, enable_thinking, tools_of(row))
     text, plain = rendered.replace(BREAK, ""), isinstance(prompt, str)
 
     def finish(tokens: list[list[int]]) -> PromptItem:
@@ -220,8 +228,8 @@ def sft_draft(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | No
             rendered text.
     """
     if row.get("response") is not None:
-        return _answer(tokenizer, _prompt(row["prompt"]), row["response"], enable_thinking, _tools(row))
-    return _conversation(tokenizer, with_text(row["messages"]), 0, enable_thinking, _tools(row))
+        return _answer(tokenizer, _prompt(row["prompt"]), row["response"], enable_thinking, tools_of(row))
+    return _conversation(tokenizer, with_text(row["messages"]), 0, enable_thinking, tools_of(row))
 
 
 def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[PairItem]:
@@ -242,7 +250,7 @@ def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[Pair
         DataError: The row is not a pair, or cannot be rendered with the chat template.
     """
     prompt, *answers = prompt_and_answers(row)
-    tools = _tools(row)
+    tools = tools_of(row)
     if isinstance(answers[0], str):
         pair = [_answer(tokenizer, _prompt(prompt), answer, None, tools) for answer in answers]
     else:
@@ -276,7 +284,7 @@ def labelled_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[
         DataError: The row has another form, or cannot be rendered with the chat template.
     """
     prompt, answer, label = labelled_answer(row)
-    return _answers_draft(tokenizer, prompt, [answer], _tools(row), [float(label)], index)
+    return _answers_draft(tokenizer, prompt, [answer], tools_of(row), [float(label)], index)
 
 
 def ranked_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[AnswersItem]:
@@ -296,7 +304,7 @@ def ranked_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[An
         DataError: The row has another form, or cannot be rendered with the chat template.
     """
     found = ranked_answers(row)
-    draft = _answers_draft(tokenizer, found.prompt, found.answers, _tools(row), found.ratings, index)
+    draft = _answers_draft(tokenizer, found.prompt, found.answers, tools_of(row), found.ratings, index)
 
     def finish(tokens: list[list[int]]) -> AnswersItem:
         item = draft.finish(tokens)
@@ -362,8 +370,18 @@ def _sequence(end: int, pieces: Pieces) -> TrainSequence:
     return TrainSequence(tokens=tokens, prompt_mask=prompt_mask, eos_token_id=end)
 
 
-def _tools(row: Mapping[str, Any]) -> Any:
-    """Return the tools of a row, parsed if the row holds them as JSON text. None if the row has none."""
+def tools_of(row: Mapping[str, Any]) -> Any:
+    """Return the tools of a row, parsed if the row holds them as JSON text.
+
+    Args:
+        row: A row of a dataset.
+
+    Returns:
+        The tools. None if the row has none.
+
+    Raises:
+        DataError: The tools are text, but not JSON.
+    """
     tools = row.get("tools")
     if not isinstance(tools, str):
         return tools

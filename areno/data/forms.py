@@ -8,6 +8,7 @@ alpaca       instruction, input, output                                         
 completion   prompt, completion: text or messages                                          (TRL)
 conversation messages [{role, content}]                                                    (OpenAI)
 sharegpt     conversations [{from, value}], with system and tools; chosen and rejected     (ShareGPT, LLaMA-Factory)
+math-shepherd input with ки after each step, label with + or - in their places           (Math-Shepherd)
 verl         prompt as messages, reward_model {ground_truth}                               (verl)
 """
 
@@ -143,7 +144,7 @@ def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
 
     Args:
         rows: The rows, at least one.
-        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto" or "rw".
+        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto", "rw" or "prm".
 
     Returns:
         The form, which can convert rows. None if the rows are in areno's form or in an unknown form.
@@ -151,9 +152,15 @@ def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
     first: Any = rows[0]
     if not isinstance(first, Mapping):
         return None
-    return {"prompt": _for_prompts, "sft": _for_answers, "dpo": _for_pairs, "kto": _for_labels, "rw": _for_pairs}[kind](
-        set(first)
-    )
+    recognise: dict[RowKind, Callable[[set[str]], Form | None]] = {
+        "prompt": _for_prompts,
+        "sft": _for_answers,
+        "dpo": _for_pairs,
+        "kto": _for_labels,
+        "rw": _for_pairs,
+        "prm": _for_steps,
+    }
+    return recognise[kind](set(first))
 
 
 def _for_prompts(there: set[str]) -> Form | None:
@@ -242,6 +249,17 @@ def _for_pairs(there: set[str]) -> Form | None:
     return Form("questions", f"prompt from {question}", lambda row: {"prompt": row.get(question)})
 
 
+def _for_steps(there: set[str]) -> Form | None:
+    """Return the form of solutions with labelled steps that have the columns `there`.
+
+    None if the rows are in areno's form or in an unknown form.
+    """
+    if "completions" not in there and {"input", "label"} <= there:
+        description = "prompt and completions from input, cut at ки, labels from + and - in label"
+        return Form("math-shepherd", description, _math_shepherd)
+    return None
+
+
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +310,36 @@ def _completion(row: Row) -> dict[str, Any]:
         return {"response": completion}
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _listed(row, "prompt")
     return {"messages": [*prompt, *_listed(row, "completion")]}
+
+
+def _math_shepherd(row: Row) -> dict[str, Any]:
+    """Convert a row of Math-Shepherd to {prompt, completions, labels}.
+
+    The field input has a question and its steps, "Step 1: ... ки Step 2: ... ки". The field label is the same text with
+    + (right) or - (wrong) in place of each ки.
+
+    Raises:
+        DataError: The fields have another form.
+    """
+    solution, marked = row.get("input"), row.get("label")
+    if not isinstance(solution, str) or not isinstance(marked, str):
+        raise DataError(f"field label is {describe_value(marked)} and field input {describe_value(solution)}, not text")
+    *pieces, _ = solution.split("ки")
+    labels, at = [], 0
+    for piece in pieces:
+        at += len(piece) + 1
+        labels.append(marked[at - 1 : at])
+    if not pieces or len(marked) != len(solution) - len(pieces) or not set(labels) <= {"+", "-"}:
+        raise DataError("field label is not the text of field input with + or - in place of each ки")
+    question, mark, first = pieces[0].partition("Step 1:")
+    if not mark:
+        raise DataError("field input has no 'Step 1:', at which the question ends")
+    steps = [mark + first, *pieces[1:]]
+    return {
+        "prompt": question.strip(),
+        "completions": [step.strip() for step in steps],
+        "labels": [label == "+" for label in labels],
+    }
 
 
 def _question_of(messages: list[Any]) -> dict[str, Any]:
@@ -416,7 +464,7 @@ def prepare_rows(
 
     Args:
         rows: The rows, in areno's form or in a form that `recognise_form` knows.
-        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto" or "rw".
+        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto", "rw" or "prm".
         setting: Name of the setting that the rows come from, which errors quote.
         name: Path or other name of the rows, which messages quote.
         columns: Field of areno's form -> name of the column. None or empty recognises forms of other tools.

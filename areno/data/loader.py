@@ -20,6 +20,7 @@ from areno.config.datasets import DatasetConfig
 from areno.data.ahead import CHUNK, EncodedAhead
 from areno.data.encode import Draft, encode_rows, labelled_draft, pair_draft, prompt_draft, ranked_draft, sft_draft
 from areno.data.row_schema import RowKind, Rows, row_problem, rows_at, rows_problem
+from areno.data.steps import step_draft
 from areno.errors import DataError, Key, Problem
 from areno.types import Batch, Item, PromptItem
 
@@ -313,6 +314,7 @@ def row_loader(
     context_len: int | None = None,
     context_key: str = "the model's context",
     enable_thinking: bool | None = None,
+    step_separator: str = "",
     seed: int = 0,
     key: str = "train_dataset",
     n_processes: int = 0,
@@ -320,18 +322,18 @@ def row_loader(
     """Make the batch loader of a training loop.
 
     Args:
-        kind: Kind of training: "prompt" (items are PromptItem), "sft" (TrainSequence), "dpo" (PairItem), "kto" or "rw"
-            (AnswersItem).
+        kind: Kind of training: "prompt" (items are PromptItem), "sft" (TrainSequence), "dpo" (PairItem), "kto",
+            "rw" or "prm" (AnswersItem).
         rows: The rows of the dataset.
         tokenizer: Tokenizer of the transformers library.
         config: The configuration section of the dataset.
         context_len: A second limit on the tokens of a row, besides config.max_length. The smaller limit applies. A
             prompt must be shorter by one token, to leave room for a completion, and so must a row for a reward model,
-            to leave room for its score. For a pair, the longer of its two rows
-            counts. None sets no second limit.
+            to leave room for its score. For a pair, the longer of its two rows counts. None sets no second limit.
         context_key: Name of the setting that `context_len` comes from, which messages quote.
         enable_thinking: Value of the variable enable_thinking in the chat template, for prompts only. None keeps the
             template's default.
+        step_separator: Text after each step, for the kind "prm" only.
         seed: Seed of the order of rows.
         key: Name of the dataset's configuration section, which messages quote.
         n_processes: Number of processes that may encode rows beside the run. Not for the kind "prompt".
@@ -342,9 +344,9 @@ def row_loader(
     Raises:
         DataError: There are too few rows for a batch, or the first row cannot be encoded.
     """
-    encode = partial(encode_rows, tokenizer, draft=partial(_draft, kind, tokenizer, enable_thinking))
+    encode = partial(encode_rows, tokenizer, draft=partial(_draft, kind, tokenizer, enable_thinking, step_separator))
     limit, limit_key = config.max_length, f"{key}.max_length"
-    room = kind in ("prompt", "rw")
+    room = kind in ("prompt", "rw", "prm")
     if context_len is not None and context_len - room < limit:
         limit, limit_key = context_len - room, context_key
     return BatchLoader(
@@ -359,12 +361,16 @@ def row_loader(
     )
 
 
-def _draft(kind: RowKind, tokenizer: Any, thinking: bool | None, row: Mapping[str, Any], index: int) -> Draft[Any]:
+def _draft(
+    kind: RowKind, tokenizer: Any, thinking: bool | None, separator: str, row: Mapping[str, Any], index: int
+) -> Draft[Any]:
     """Render a row of a training loop. A function of the module, so that it can be pickled."""
     if kind == "prompt":
         return prompt_draft(tokenizer, row, index, thinking)
     if kind == "sft":
         return sft_draft(tokenizer, row)
+    if kind == "prm":
+        return step_draft(tokenizer, row, index, separator)
     return {"dpo": pair_draft, "kto": labelled_draft, "rw": ranked_draft}[kind](tokenizer, row, index)
 
 

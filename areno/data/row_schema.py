@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -25,7 +25,7 @@ from areno.errors import DataError, printable
 from areno.schema.values import text_problem
 
 Row = Mapping[str, Any]
-RowKind = Literal["prompt", "sft", "dpo", "kto", "rw"]
+RowKind = Literal["prompt", "sft", "dpo", "kto", "rw", "prm"]
 
 
 class Rows(Protocol):
@@ -57,6 +57,7 @@ EXPECTED = {
     "kto": "{prompt, response, label: true or false}",
     "rw": "{prompt, chosen, rejected, margin: optional}, {chosen, rejected} as messages that begin alike, or "
     "{prompt, answers: a list, ratings: optional}",
+    "prm": "{prompt, completions: a list of steps, labels: true, false or a probability for each step}",
 }
 FIELDS = {
     "prompt": ("prompt",),
@@ -64,6 +65,7 @@ FIELDS = {
     "dpo": ("prompt", "chosen", "rejected"),
     "kto": ("prompt", "response", "label"),
     "rw": ("prompt", "chosen", "rejected", "margin", "answers", "ratings"),
+    "prm": ("prompt", "completions", "labels"),
 }
 SHARED_FIELDS = ("solutions", "tools")  # optional fields of all kinds
 MAX_DEPTH = 100  # levels of lists and objects in a field, since copying, pickling and printing a value recurse
@@ -74,7 +76,7 @@ def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | No
 
     Args:
         row: The row.
-        kind: Kind of training: "prompt", "sft", "dpo", "kto" or "rw".
+        kind: Kind of training: "prompt", "sft", "dpo", "kto", "rw" or "prm".
         prompt_key: Name of the field that holds the prompt.
 
     Returns:
@@ -130,9 +132,9 @@ def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
         return f"is {describe_value(row)}, not a dictionary"
     if kind == "prompt":
         return _prompt_problem(row, prompt_key)
-    if kind in ("dpo", "kto", "rw"):
+    if kind in _PARSERS:
         try:
-            {"dpo": prompt_and_answers, "kto": labelled_answer, "rw": ranked_answers}[kind](row)
+            _PARSERS[kind](row)
         except DataError as error:
             return str(error)
         return None
@@ -334,6 +336,48 @@ def ranked_answers(row: Row) -> RankedAnswers:
     order = sorted(range(len(answers)), key=lambda number: -ratings[number])
     rated = [float(ratings[number]) for number in order]
     return RankedAnswers(row["prompt"], [answers[number] for number in order], rated, rated)
+
+
+def labelled_steps(row: Row) -> tuple[Any, list[str], list[float]]:
+    """Split a row for a process reward model into (prompt, steps, labels).
+
+    Args:
+        row: A row with the fields prompt, completions and labels.
+
+    Returns:
+        The prompt, the texts of the steps, and a label from 0 (wrong) to 1 (right) for each step.
+
+    Raises:
+        DataError: The row has another form. The message has all reasons.
+    """
+    steps, labels = row.get("completions"), row.get("labels")
+    problems = [_prompt_problem(row)]
+    for name, values in (("completions", steps), ("labels", labels)):
+        if isinstance(values, str | Mapping) or not isinstance(values, Sequence) or not values:
+            problems.append(f"field {name} is {describe_value(values, name in row)}, not a list")
+    if not any(problems[1:]):
+        assert steps is not None
+        assert labels is not None
+        if len(steps) != len(labels):
+            problems.append(f"field labels has {len(labels)} labels for {len(steps)} steps in completions")
+        for number, step in enumerate(steps):
+            if not isinstance(step, str) or not step.strip():
+                problems.append(f"field completions[{number}] is {describe_value(step)}, not the text of a step")
+        for number, label in enumerate(labels):
+            if not isinstance(label, bool) and not (_is_number(label) and 0 <= label <= 1):
+                problems.append(f"field labels[{number}] is {describe_value(label)}, not true, false or from 0 to 1")
+    if found := list(filter(None, problems)):
+        raise DataError("; ".join(found))
+    return row["prompt"], list(steps or ()), [float(label) for label in labels or ()]
+
+
+_PARSERS: dict[RowKind, Callable[[Row], Any]] = {
+    "dpo": prompt_and_answers,
+    "kto": labelled_answer,
+    "rw": ranked_answers,
+    "prm": labelled_steps,
+}
+"""Kind of training -> function that takes a row apart, and raises DataError if the row has another form."""
 
 
 def _is_number(value: Any) -> bool:

@@ -44,7 +44,7 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
 
     Args:
         config: The configuration section of the dataset.
-        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto" or "rw".
+        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto", "rw" or "prm".
         key: Name of the configuration section, which errors quote.
 
     Returns:
@@ -79,7 +79,7 @@ def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tup
     Args:
         config: The configuration section of the dataset.
         given: Rows that a script passes in, in place of the configured dataset. None reads the configured dataset.
-        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto" or "rw".
+        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto", "rw" or "prm".
         key: Name of the configuration section, which errors quote.
 
     Returns:
@@ -163,7 +163,7 @@ def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
 
     Args:
         rows: A list of dictionaries, or any object with a length and indexing.
-        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto" or "rw".
+        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto", "rw" or "prm".
         key: Name of the script's argument, which errors quote.
 
     Returns:

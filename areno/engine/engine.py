@@ -117,7 +117,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         """Return the spec of a loaded role.
 
         Raises EngineError if the role is not loaded. If `head` is given, also raises EngineError if the model of the
-        role has no head of this kind: "lm", "value" or "scores", which stands for "value" and "step".
+        role has no head of this kind: "lm", "value", "step" or "scores", which stands for "value" and "step".
         """
         if not isinstance(name, str) or name not in self._roles:
             raise EngineError(
@@ -128,6 +128,11 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             raise EngineError(
                 f"role {name!r} ({spec.path}) has a value head, which gives one number for each token and no "
                 "log-probabilities; score its values or rewards instead"
+            )
+        if head == "step" and spec.head != "step":
+            raise EngineError(
+                f"role {name!r} ({spec.path}) is no process reward model, which has two labels for each token "
+                "(...ForTokenClassification), and scores no steps"
             )
         if head == "value" and spec.head == "step":
             raise EngineError(
@@ -266,6 +271,22 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             For each row, the output of the value head at the last token of the row.
         """
         return self._scored("rewards", role, token_rows, mb_spec)
+
+    def steps(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
+        """Return the probability that a process reward model gives to the label "right", after each token.
+
+        Args:
+            role: Role of the process reward model.
+            token_rows: Token ids of each row. A row is shorter than the context of the model.
+            mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
+
+        Returns:
+            One float64 array for each row, with one entry per token. Entry t is the probability after tokens 0 to t.
+        """
+        self._role(role, "step")
+        # A value is aligned with the token after it, so that the last token needs one after it, too.
+        scored = self._scored("values", role, [[*row, row[-1]] for row in token_rows], mb_spec)
+        return [1 / (1 + np.exp(-values[1:].astype(np.float64))) for values in scored]
 
     def _scored(
         self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, routes: Any = None, **more: Any

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from areno.loss_fns.kto import kto_loss_fn
     from areno.loss_fns.pack import DataPack
     from areno.loss_fns.ppo import ppo_loss_fn, value_loss_fn
+    from areno.loss_fns.process_reward import process_reward_loss_fn
     from areno.loss_fns.reward_model import reward_model_loss_fn
     from areno.loss_fns.sft import sft_loss_fn
 
@@ -50,6 +51,7 @@ __all__ = [
     "normalize_tokens",
     "overlong_penalty",
     "ppo_loss_fn",
+    "process_reward_loss_fn",
     "reward_model_loss_fn",
     "sft_loss_fn",
     "shape_rewards",
@@ -57,7 +59,7 @@ __all__ = [
 ]
 
 _MODULES = ("advantages", "correction", "distillation", "dpo", "grpo", "gspo", "kl", "kto", "pack")
-_MODULES += ("ppo", "reward_model", "sft")
+_MODULES += ("ppo", "process_reward", "reward_model", "sft")
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areno.config.experiments import ExperimentConfig, HeadName, ReferencedExperimentConfig
+from areno.config.experiments import ExperimentConfig, HeadName, ProcessRewardActorConfig, ReferencedExperimentConfig
 from areno.config.models import ModelConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig
@@ -179,15 +179,14 @@ def open_actor(
         problems.append(Problem("tokenizer_path", found))
     lora, dtype, _ = all_of(lambda: lora_of(actor, model), lambda: _dtype_of(actor, devices), lambda: _raise(problems))
     eos = {*model.eos_token_ids} | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
+    copied = ("optimizer", "gradient_checkpointing", "offload", "router_aux_loss_coef")
     role = RoleSpec(
         path=path,
         head=head,
         pad_token_id=tokenizer.pad_token_id if head != "lm" else None,
-        optimizer=actor.optimizer,
-        gradient_checkpointing=actor.gradient_checkpointing,
-        offload=actor.offload,
+        step_separator=actor.step_separator if isinstance(actor, ProcessRewardActorConfig) else None,
+        **{name: vars(actor)[name] for name in copied},
         random_init=actor.init_from_scratch,
-        router_aux_loss_coef=actor.router_aux_loss_coef,
         lora=lora,
         in_training=teaches,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from areno.config.rollout import RewardConfig
+from areno.config.reward import RewardConfig
 from areno.engine.processes.child import dumps
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.files.user_code import resolve_spec, split_spec

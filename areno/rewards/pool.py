@@ -21,7 +21,7 @@ from multiprocessing.connection import Pipe
 from typing import Any
 
 from areno import heartbeat
-from areno.config.rollout import RewardConfig
+from areno.config.reward import RewardConfig
 from areno.errors import ArenoError, EngineError, Problem
 from areno.rewards.functions import KEY, Given, reward_functions, shown_names
 from areno.rewards.records import Record

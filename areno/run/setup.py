@@ -16,15 +16,16 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from areno.agents.pool import AgentPool
 from areno.api.trainer import Trainer
 from areno.config.datasets import DatasetConfig
-from areno.config.experiments import ExperimentConfig, LossFn
+from areno.config.experiments import ExperimentConfig, LossFn, ProcessRewardExperimentConfig
 from areno.config.policy_experiments import CriticExperimentConfig, DistillExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind, name_problem
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
+from areno.data.steps import StepReader, check_separator, separator_problem
 from areno.engine.engine import Engine
 from areno.engine.spec import EngineSpec, RoleSpec
-from areno.errors import ConfigError, DataError, Key, WorkerLost, all_of, keys_renamed
+from areno.errors import ConfigError, DataError, Key, Problem, WorkerLost, all_of, keys_renamed
 from areno.models.registry import load_config
 from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
@@ -170,6 +171,7 @@ class Setup(Generic[Config]):
         rewards: The reward processes. None if no function gives a reward.
         judge: Answers the questions of a judge. None without a judge.
         evaluated_at_once: Largest number of samples that an evaluation decodes at the same time. None: as in training.
+        steps: Cuts completions into steps for a process reward model. None if reward.path names none.
         agents: The agent processes. None if samples are single completions.
         run: The run, with progress, outputs, checkpoints and states.
     """
@@ -209,7 +211,7 @@ class Setup(Generic[Config]):
                 plan = replace(plan, spec=plan.spec.frozen())
                 roles = {name: role for name, role in roles.items() if name in ("reward", "judge")}
             self.tokenizer = plan.tokenizer
-            self.judge = endpoint or _judge_of_run(config, roles)
+            self.judge, self.steps = endpoint or _judge_of_run(config, roles), _step_reader(config, roles, plan)
             self.roles = {name: replace(role, path=role.path or plan.spec.actor.path) for name, role in roles.items()}
             plan = self._open_valid_sets(plan, valid_dataset)
             if loop.trains:
@@ -291,6 +293,10 @@ class Setup(Generic[Config]):
             rows, section = open_rows(section, given, self._loop.kind, key)
         if key == "train_dataset":
             check_teachers(config, rows)
+        separator = ""
+        if isinstance(config, ProcessRewardExperimentConfig):
+            separator = config.actor.step_separator
+            check_separator(plan.tokenizer, separator, rows, key)
         if isinstance(config, PolicyExperimentConfig):
             thinking, name, gconfig = config.rollout.enable_thinking, "gconfig", config.gconfig
             if key != "train_dataset" and config.eval_gconfig is not None:
@@ -305,6 +311,7 @@ class Setup(Generic[Config]):
             context_len=limit,
             context_key=limit_key,
             enable_thinking=thinking,
+            step_separator=separator,
             seed=config.seed,
             key=key,
             n_processes=_n_encoders(plan.spec) if key == "train_dataset" else 0,
@@ -488,6 +495,33 @@ def _judge_of_run(config: ExperimentConfig, roles: Mapping[str, RoleSpec]) -> Re
     with keys_renamed({"tokenizer_path": "reward.judge.path"}.get):
         tokenizer = load_tokenizer(path)
     return RoleReader(config.reward.judge, tokenizer, load_config(path).max_position_embeddings)
+
+
+def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> StepReader | None:
+    """Return what cuts completions into steps for the process reward model of reward.path. None if there is none.
+
+    Raises ConfigError if settings of steps do not fit the model.
+    """
+    if not isinstance(config, PolicyExperimentConfig) or "reward" not in roles:
+        return None
+    from areno.models.registry import load_config
+
+    section, path, key = config.reward, roles["reward"].path, "reward.step_separator"
+    if roles["reward"].head != "step":
+        text = "is set, but the model of {} is no process reward model; leave it out"
+        names = [name for name in ("step_separator", "step_score") if not section.is_default(name)]
+        if names:
+            raise ConfigError([Problem(f"reward.{name}", text, Key("reward.path")) for name in names])
+        return None
+    separator = section.step_separator or load_config(path, "step", needs_head=True).hf.get("step_separator")
+    if not isinstance(separator, str) or not separator:
+        text = (
+            "is null, and config.json in {} has no step_separator; set it to the text after each step in the training "
+        )
+        raise ConfigError(Problem(key, text + "of the model", Key("reward.path")))
+    if problem := separator_problem(plan.tokenizer, separator):
+        raise ConfigError(Problem(key, problem))
+    return StepReader(plan.tokenizer, separator, section.step_score, plan.spec.context_len - 1)
 
 
 def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None:

@@ -44,6 +44,7 @@ def setting(
     aliases: Mapping[str, str] | None = None,
     flag: str = "",
     flags: Mapping[str, str] | None = None,
+    may_be_blank: bool = False,
 ) -> Any:
     """Declare one setting of a section. Without `default` and `factory` the setting is required.
 
@@ -65,12 +66,13 @@ def setting(
         flag: Flag of the setting in `areno train`. "--name" takes a value. For a bool, it is a switch, and if the
             default is true, --no-name is added. "--name=value" is a switch that sets this value.
         flags: Flags of the settings inside a section, by name. They replace the flags that these settings declare.
+        may_be_blank: Whether a text may consist of white space alone, such as a line break.
 
     Returns:
         A dataclass field.
     """
     bounds = {name: bound for name, bound in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if bound is not None}
-    names: dict[str, Any] = {"aliases": aliases or {}, "flag": flag, "flags": flags}
+    names: dict[str, Any] = {"aliases": aliases or {}, "flag": flag, "flags": flags, "may_be_blank": may_be_blank}
     needs = (only_with,) if isinstance(only_with, Needs) else only_with
     names["renamed_from"] = (renamed_from,) if isinstance(renamed_from, str) else renamed_from
     metadata = {"help": help, "required_in_build": required_in_build, "bounds": bounds, "only_with": needs, **names}
@@ -248,6 +250,7 @@ class Setting:
         optional: Whether null is allowed.
         flag: Flag of the setting in `areno train`. "" without a flag.
         flags: Flags of the settings inside the section, by name. None keeps the flags that these declare.
+        may_be_blank: Whether a text may consist of white space alone.
     """
 
     name: str
@@ -264,6 +267,7 @@ class Setting:
     optional: bool
     flag: str
     flags: Mapping[str, str] | None
+    may_be_blank: bool = False
 
     @property
     def type_text(self) -> str:
@@ -294,8 +298,9 @@ class Setting:
         """
         word = ("off", "on")[value] if isinstance(value, bool) else value  # YAML takes these words for false and true
         value = convert(self.aliases[word] if isinstance(word, str) and word in self.aliases else value, self.hint)
-        if isinstance(value, str) and (not value.strip() or "\0" in value):
-            expected = "text without null characters" if value.strip() else "a text that is not empty"
+        is_empty = isinstance(value, str) and not (value if self.may_be_blank else value.strip())
+        if is_empty or (isinstance(value, str) and "\0" in value):
+            expected = "a text that is not empty" if is_empty else "text without null characters"
             raise InvalidValue(f"is {show(value)}; {expected} is expected{', or null' if self.optional else ''}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             for name, bound in self.bounds.items():
@@ -337,6 +342,7 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
             optional=type(None) in arms,
             flag=metadata["flag"],
             flags=metadata["flags"],
+            may_be_blank=metadata["may_be_blank"],
         )
     return found
 

@@ -33,7 +33,7 @@ class Loop(Generic[Config]):
 
     Attributes:
         needs: The configuration class that the loop reads.
-        kind: The kind of dataset rows that the loop reads: "prompt", "sft", "dpo", "kto" or "rw".
+        kind: The kind of dataset rows that the loop reads: "prompt", "sft", "dpo", "kto", "rw" or "prm".
         headline: Names of the metrics in the line that each step prints.
         also_saved: Roles, such as "critic", that a checkpoint saves in a folder of their own, in addition to the actor.
         trains: Whether the loop trains. False for an evaluation, which has no training rows and no optimizer.

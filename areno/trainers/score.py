@@ -186,18 +186,34 @@ class Scorer(AbstractContextManager["Scorer"]):
             outcomes = add_own(records, outcomes, own)
         source = "fn" if self._scoring is not None else "agent"  # of outcomes without named parts
         if setup.config.reward.path is not None:
-            # Equal rows are scored once: rounding depends on the position in a batch, and would give them other scores.
-            rows = [tuple(_whole(sample)) for sample, _ in asked.values()]
-            distinct = list(dict.fromkeys(rows))
-            scores = dict(zip(distinct, setup.trainer.score_rewards("reward", distinct), strict=True))
+            scores = self._model_scores([sample for sample, _ in asked.values()])
             source, before = "model" if outcomes is None else source, source
-            outcomes = add_scores(records, outcomes, [scores[row] for row in rows], before)
+            outcomes = add_scores(records, outcomes, scores, before)
         if self._judging is not None:
             outcomes = self._judged(self._judging, list(asked), records, outcomes, source)
         assert outcomes is not None
         for (sample, _), outcome in zip(asked.values(), outcomes, strict=True):
             sample.outcome = outcome
         return [sample for sample, _ in found.values()]
+
+    def _model_scores(self, samples: Sequence[ScoredSample]) -> list[float]:
+        """Return the score of the reward model for each sample.
+
+        Equal rows are scored once: rounding depends on the position in a batch, and would give them other scores.
+        """
+        trainer, steps = self._setup.trainer, self._setup.steps
+        if steps is None:
+            whole = [tuple(_whole(sample)) for sample in samples]
+            distinct = list(dict.fromkeys(whole))
+            scores = dict(zip(distinct, trainer.score_rewards("reward", distinct), strict=True))
+            return [scores[row] for row in whole]
+        parts = [_prompt_and_answer(sample) for sample in samples]
+        answers = decode_all(self._setup.tokenizer, [answer for _, answer in parts], skip_special_tokens=True)
+        rows = steps.encode([prompt for prompt, _ in parts], answers)
+        distinct_rows = list(dict.fromkeys(rows))
+        of_steps = trainer.score_steps("reward", *map(list, zip(*distinct_rows, strict=True)))
+        rewards = {row: steps.reduce(each) for row, each in zip(distinct_rows, of_steps, strict=True)}
+        return [rewards[row] for row in rows]
 
     def _judged(
         self,
@@ -228,6 +244,15 @@ def _whole(sample: ScoredSample) -> list[int]:
     if sample.trajectory is not None:
         return sample.trajectory.rows[-1].tokens
     return sample.item.tokens + sample.sequence.resp_tokens
+
+
+def _prompt_and_answer(sample: ScoredSample) -> tuple[list[int], list[int]]:
+    """Return the tokens of a sample before and from the first sampled token, in the last row of a trajectory."""
+    if sample.trajectory is None:
+        return sample.item.tokens, np.asarray(vars(sample.sequence)["resp_tokens"]).tolist()
+    row = sample.trajectory.rows[-1]
+    first = int(np.argmax(row.sampled))
+    return row.tokens[:first], row.tokens[first:]
 
 
 def add_own(

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from areno import heartbeat, trace
-from areno.config.rollout import AgentConfig, RewardConfig
+from areno.config.reward import RewardConfig
+from areno.config.rollout import AgentConfig
 from areno.errors import ConfigError, EngineError, Key, Problem
 from areno.user_processes.worker import Output, Worker
 

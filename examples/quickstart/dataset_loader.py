@@ -67,3 +67,20 @@ def labelled_answers(split):
         right = number % 2 == 0
         rows.append({"prompt": f"{a}+{b}=", "response": str(a + b if right else without_carry(a, b)), "label": right})
     return rows
+
+
+def labelled_steps(split, seed=1):
+    """Rows for a process reward model: the steps of a solution, each right or wrong.
+
+    A solution adds the units, then the tens and the carry, and then says the sum: 7+5=12, 2+3+1=6, 62. An error forgets
+    the carry, in the first step (7+5=2) or in the second (2+3=5). All steps after an error are wrong, too.
+    """
+    draw, rows = random.Random(seed), []
+    for a, b in pairs(split):
+        first_error = draw.choice([0, 1, 3, 3])  # 3: no error
+        units = a % 10 + b % 10 - 10 * (first_error == 0)
+        carry = "+1" * (first_error == 3)
+        tens = a // 10 + b // 10 + len(carry) // 2
+        steps = [f"{a % 10}+{b % 10}={units}", f"{a // 10}+{b // 10}{carry}={tens}", f"{tens}{units % 10}"]
+        rows.append({"prompt": f"{a}+{b}=", "completions": steps, "labels": [n < first_error for n in range(3)]})
+    return rows

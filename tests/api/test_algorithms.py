@@ -30,6 +30,7 @@ from areno.recipes.gspo import GSPOConfig
 from areno.recipes.kto import KTOConfig
 from areno.recipes.online_dpo import OnlineDPOConfig
 from areno.recipes.ppo import PPOConfig
+from areno.recipes.prm import ProcessRewardConfig
 from areno.recipes.rw import RewardModelConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
@@ -46,6 +47,7 @@ BUILT_IN = {
     "kto": KTOConfig,
     "online_dpo": OnlineDPOConfig,
     "ppo": PPOConfig,
+    "prm": ProcessRewardConfig,
     "rw": RewardModelConfig,
     "sft": SFTConfig,
 }
@@ -102,7 +104,7 @@ def test_names_that_are_taken_or_unknown() -> None:
     register_algorithm(mine())
     with pytest.raises(
         ConfigError,
-        match="no algorithm 'gpro'; there are distill, dpo, grpo, gspo, kto, online_dpo, ppo, rw, sft, mine",
+        match="no algorithm 'gpro'; there are distill, dpo, grpo, gspo, kto, online_dpo, ppo, prm, rw, sft, mine",
     ):
         get_algorithm("gpro")
 

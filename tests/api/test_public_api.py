@@ -20,6 +20,7 @@ PUBLIC = {
     "OnlineDPOTrainer",
     "PPOTrainer",
     "PolicyOnlyTrainer",
+    "ProcessRewardTrainer",
     "RewardModelTrainer",
     "SFTTrainer",
     "SamplingParams",

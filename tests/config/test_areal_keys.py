@@ -26,6 +26,7 @@ CLASSES = {
     "dpo": "DPOConfig",
     "kto": "DPOConfig",
     "rw": "RWConfig",
+    "prm": "RWConfig",
     "distill": "GRPOConfig",
     "grpo": "GRPOConfig",
     "gspo": "GRPOConfig",

@@ -21,6 +21,7 @@ from areno.recipes.gspo import GSPOConfig
 from areno.recipes.kto import KTOConfig
 from areno.recipes.online_dpo import OnlineDPOConfig
 from areno.recipes.ppo import PPOConfig
+from areno.recipes.prm import ProcessRewardConfig
 from areno.recipes.rw import RewardModelConfig
 from areno.recipes.sft import SFTConfig
 
@@ -31,6 +32,7 @@ RECIPES = {
     "dpo": DPOConfig,
     "kto": KTOConfig,
     "rw": RewardModelConfig,
+    "prm": ProcessRewardConfig,
     "grpo": GRPOConfig,
     "gspo": GSPOConfig,
     "online_dpo": OnlineDPOConfig,
@@ -67,8 +69,10 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "quickstart_online_dpo": (["online_dpo"], []),
     "quickstart_ppo": (["ppo"], []),
     "quickstart_rlhf": (["ppo"], []),
+    "quickstart_prm": (["prm"], []),
     "quickstart_rw": (["rw"], []),
     "ratings": (["rw"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
+    "steps": (["prm"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
     "labels": (["kto"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
     "stories": (["grpo", "gspo", "ppo"], ["actor.path=folder"]),
     "tictactoe": (["grpo", "gspo"], []),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areno.config.judge import JudgeConfig
-from areno.config.rollout import OnlyReward
+from areno.config.reward import OnlyReward
 from areno.errors import ConfigError
 from areno.schema.build import build
 

@@ -161,6 +161,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
     sums = [{"prompt": f"{a}+9=", "solutions": str(a + 9)} for a in range(11, 31)]
     pairs = [{"prompt": f"{a}+9=", "chosen": str(a + 9), "rejected": str(a - 1)} for a in range(11, 31)]
     answers = [{"prompt": f"{a}+9=", "response": str(a + 9)} for a in range(11, 31)]
+    steps = [{"prompt": f"{a}+9=", "completions": [str(a + 9)], "labels": [a % 2 == 0]} for a in range(11, 31)]
     labels = [{**row, "label": number % 2 == 0} for number, row in enumerate(answers)]
     decoupled = ["variant=decoupled", "actor.prox_logp_method=metrics", "actor.m2_threshold=0.04"]
     sparse = quickstart_with_experts(tmp_path / "sparse")
@@ -176,6 +177,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         "kto": ("kto", "quickstart_kto", []),
         "online_dpo": ("online_dpo", "quickstart_online_dpo", []),
         "rw": ("rw", "quickstart_rw", []),
+        "prm": ("prm", "quickstart_prm", []),
         "teacher": ("grpo", "quickstart", ["teacher=default"]),
         "ahead": ("grpo", "quickstart", ["rollout.max_head_offpolicyness=1", "variant=decoupled"]),
         "postponed": ("grpo", "quickstart", ["rollout.prompts_ahead=4"]),
@@ -187,7 +189,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         n_steps = 2 if name == "ahead" else 1  # the lengths of the samples that a step begins are known later
         settings = [*settings, f"total_train_steps={n_steps}", "train_dataset.batch_size=16", "engine.device=cpu"]
         settings += ["gconfig.n_samples=2"] if recipe in ("grpo", "gspo") else []
-        rows: Any = {"dpo": pairs, "rw": pairs, "kto": labels, "sft": answers}.get(recipe, sums)
+        rows: Any = {"dpo": pairs, "rw": pairs, "prm": steps, "kto": labels, "sft": answers}.get(recipe, sums)
         given = {"train_dataset": rows, "valid_dataset": rows[:5]}
         with algorithm.trainer(load(algorithm.config, task, settings), tmp_path / name, **given) as trainer:
             trainer.fit()

@@ -17,7 +17,7 @@ import pytest
 
 from areno.api import algorithms, get_algorithm
 from areno.config.datasets import DatasetConfig
-from areno.config.rollout import RewardConfig
+from areno.config.reward import RewardConfig
 from areno.data.sources import load_rows
 from areno.files.user_code import load_function
 from areno.launch.compose import load

@@ -13,7 +13,8 @@ import transformers
 import areno
 from areno.config.datasets import DatasetConfig
 from areno.config.models import CriticConfig, OptimizerConfig
-from areno.config.rollout import GenerationConfig, RewardConfig
+from areno.config.reward import RewardConfig
+from areno.config.rollout import GenerationConfig
 from areno.config.run import ClusterConfig, EngineConfig, SaverConfig
 from areno.recipes.ppo import PPOActorConfig, PPOConfig
 from areno.tracking.reader import RunReader

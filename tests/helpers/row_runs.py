@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from areno.config.datasets import DatasetConfig
+from areno.config.experiments import ProcessRewardActorConfig
 from areno.config.models import ModelConfig, OptimizerConfig
 from areno.config.run import ClusterConfig, SaverConfig
 from areno.data.sources import load_rows
 from areno.files.paths import find_file
 from areno.recipes.dpo import DPOActorConfig, DPOConfig
 from areno.recipes.kto import KTOActorConfig, KTOConfig
+from areno.recipes.prm import ProcessRewardConfig
 from areno.recipes.rw import RewardModelActorConfig, RewardModelConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
@@ -67,6 +69,13 @@ def reward_model_config(tmp_path, *, batch_size=4, actor=None, **more):
     how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(1e-3), **(actor or {})}
     data = DatasetConfig(batch_size=batch_size, max_length=64)
     return RewardModelConfig(**settings(tmp_path, RewardModelActorConfig(**how), train_dataset=data, **more))
+
+
+def process_reward_config(tmp_path, *, batch_size=4, actor=None, **more):
+    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(1e-3), "step_separator": "?"}
+    data = DatasetConfig(batch_size=batch_size, max_length=64)
+    actor = ProcessRewardActorConfig(**{**how, **(actor or {})})
+    return ProcessRewardConfig(**settings(tmp_path, actor, train_dataset=data, **more))
 
 
 def scalars(run_dir: Path) -> dict[str, list[float]]:

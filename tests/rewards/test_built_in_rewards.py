@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from areno.config.rollout import RewardConfig
+from areno.config.reward import RewardConfig
 from areno.errors import ConfigError
 from areno.reward_fns import sandbox
 from areno.reward_fns.built_in import BUILT_IN_REWARDS, ChoiceReward, CodeReward, ExactMatchReward, chosen, fits_schema

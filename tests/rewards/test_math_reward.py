@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from math_verify import parse, verify
 
-from areno.config.rollout import RewardConfig
+from areno.config.reward import RewardConfig
 from areno.reward_fns import math_reward
 from areno.reward_fns.math_reward import final_answer, reward_fn
 from areno.rewards.pool import RewardPool

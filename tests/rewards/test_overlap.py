@@ -16,7 +16,7 @@ import transformers
 
 from areno.api.metrics import Stopwatch
 from areno.api.session import ExpectedLengths
-from areno.config.rollout import RewardConfig
+from areno.config.reward import RewardConfig
 from areno.data.encode import decode_all
 from areno.rewards.pool import RewardPool, Scoring, _Calls
 from areno.trainers import score

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from areno import trace
-from areno.config.rollout import RewardConfig
+from areno.config.reward import RewardConfig
 from areno.errors import ArenoError, ConfigError, EngineError, printable
 from areno.rewards.pool import RewardPool
 from areno.trainers.score import add_scores
@@ -174,7 +174,7 @@ def test_what_a_function_starts_ends_with_the_pool(reward_file, action, monkeypa
 def test_a_killed_driver_leaves_no_process_and_nobody_holds_its_output(reward_file):
     script = f"""
 import time
-from areno.config.rollout import RewardConfig
+from areno.config.reward import RewardConfig
 from areno.rewards.pool import RewardPool
 from areno.types import RewardRecord
 pool = RewardPool(RewardConfig(fn={str(reward_file(STARTS))!r}, workers=1))

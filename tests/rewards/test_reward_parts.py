@@ -15,7 +15,7 @@ import areno
 from areno.agents.environment import Environment, replay
 from areno.agents.trajectories import AgentItem, AgentTrajectory, AgentTrajectoryTurn, BadTrajectory, plain_results
 from areno.api.metrics import evaluation_metrics, rollout_metrics
-from areno.config.rollout import RewardConfig
+from areno.config.reward import RewardConfig
 from areno.errors import ArenoError, ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areno.config.rollout import RewardConfig
+from areno.config.reward import RewardConfig
 from areno.errors import ArenoError, ConfigError
 from areno.rewards.pool import RewardPool
 from areno.rewards.records import CompletionRecord, RecordedPrompt
@@ -257,7 +257,7 @@ def test_processes_end_with_a_killed_driver(reward_file, action, tmp_path):
 import sys, time
 from areno.rewards.pool import RewardPool
 from areno.types import RewardRecord
-from areno.config.rollout import RewardConfig
+from areno.config.reward import RewardConfig
 pool = RewardPool(RewardConfig(fn={str(reward_file)!r}, timeout_s=0.5, workers=2))
 pool.start(); pool.wait_ready()
 print("pids", *[worker.process.pid for worker in pool.workers], flush=True)

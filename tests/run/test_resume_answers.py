@@ -14,7 +14,7 @@ from tests.helpers.resumed import killed_after
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["kto", "rw", "online_dpo"])
+@pytest.mark.parametrize("recipe", ["kto", "rw", "prm", "online_dpo"])
 def test_runs_on_labelled_ranked_and_paired_answers_go_on(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     kill_runs.write_rows(recipe, tmp_path)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import areno
 from areno.config.models import RefConfig
-from areno.config.rollout import RewardConfig
+from areno.config.reward import RewardConfig
 from areno.config.run import EngineConfig
 from areno.launch.compose import load
 from areno.recipes.ppo import PPOConfig

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from areno.config.datasets import DatasetConfig
 from areno.config.models import RefConfig
-from areno.config.rollout import GenerationConfig, RewardConfig
+from areno.config.reward import RewardConfig
+from areno.config.rollout import GenerationConfig
 from areno.errors import CheckpointError
 from tests.helpers.policy_runs import MODEL, trained
 from tests.helpers.ppo_runs import (

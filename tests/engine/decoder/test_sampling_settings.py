@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from areno.config.rollout import GenerationConfig, RewardConfig, SamplingConfig
+from areno.config.reward import RewardConfig
+from areno.config.rollout import GenerationConfig, SamplingConfig
 from areno.engine.requests import RequestRefused
 from areno.plan.plan import sampling_params
 from areno.schema.fields import settings

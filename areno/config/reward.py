@@ -1,0 +1,140 @@
+"""Settings of the reward: functions, a reward model and a judge. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from areno.config.judge import JudgeConfig
+from areno.errors import Problem
+from areno.reward_fns.built_in import BUILT_IN_REWARDS
+from areno.schema.fields import Missing, Needs, Section, check, setting, settings, with_sections
+
+_SECTIONS = {
+    name: (reward, f"Settings of the built-in reward function {name}. Used if reward.fn names {name}")
+    for name, reward in BUILT_IN_REWARDS.items()
+    if settings(reward)
+}
+
+
+StepScore = Literal["min", "mean", "last", "prod"]
+_FUNCTION = Needs("fn", so="no function is called", in_build=True)
+
+
+@dataclass(kw_only=True)
+@with_sections(_SECTIONS)
+class RewardConfig(Section):
+    """The reward of a completion: the sum of the rewards of functions, a reward model and a judge.
+
+    Each built-in reward that has settings has its own section, whose dataclass is in areno/reward_fns/built_in.py.
+    """
+
+    fn: str | list[str] | None = setting(
+        None,
+        help="Reward function: file.py[:function] (default: reward_fn), or a built-in one: "
+        f"{', '.join(BUILT_IN_REWARDS)}. A list of several functions gives their weighted sum, and each function has "
+        "its own metrics",
+        flag="--reward-fn-path",
+    )
+    weights: list[float] | None = setting(
+        None,
+        help="Weights of the reward functions in their sum, one per function. null: all weights are 1",
+        only_with=_FUNCTION,
+    )
+    path: str | None = setting(
+        None,
+        help="Reward model: folder or hub id of a ...ForSequenceClassification model with one label, or of a process "
+        "reward model (...ForTokenClassification with two labels). It must have the same tokenizer as the actor. Its "
+        "score for prompt and completion is added to the reward of reward.fn. null: no reward model",
+        flag="--reward-ckpt",
+    )
+    step_separator: str | None = setting(
+        None,
+        help="For a process reward model: the text at which a completion is cut into steps. null: step_separator in "
+        "config.json of reward.path, which the recipe prm writes",
+        may_be_blank=True,
+        only_with=Needs("path", so="there is no reward model"),
+    )
+    step_score: StepScore = setting(
+        "min",
+        help="For a process reward model: how the scores of the steps of a completion become its score. Each is the "
+        "probability that the step is right. min: the smallest. mean: their mean. last: that of the last step. prod: "
+        "their product, the probability that all steps are right",
+        only_with=Needs("path", so="there is no reward model"),
+    )
+    offload: bool = setting(
+        False,
+        help="Keep the reward model in host memory while it is not in use (CUDA)",
+        only_with=Needs("path", so="there is no reward model"),
+    )
+    judge: JudgeConfig = setting(
+        factory=JudgeConfig, help="Language model that reads completions, whose score is added to the reward"
+    )
+    timeout_s: float = setting(
+        30.0,
+        help="Time limit in seconds for fn to score one sample. If fn takes longer, the sample counts as a timeout "
+        "and has no reward",
+        gt=0,
+        le=86400,
+        only_with=_FUNCTION,
+    )
+    workers: int | None = setting(
+        None,
+        help="Number of processes that call fn. null: the number of available CPU cores, minus one for the driver "
+        "and one for each device, but at least 2 and at most 64",
+        gt=0,
+        le=512,
+        only_with=_FUNCTION,
+    )
+
+    @property
+    def functions(self) -> list[str]:
+        """The reward functions that `fn` names, as a list. Empty if `fn` is null."""
+        return [self.fn] if isinstance(self.fn, str) else self.fn or []
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a model gives a reward: a reward model or a judge."""
+        return self.path is not None or self.judge.is_set
+
+    def problems_of_none(self, by_agent: bool) -> Iterator[Problem]:
+        """Yield a problem if no reward function, reward model or judge is set, unless an agent gives the reward.
+
+        Args:
+            by_agent: Whether the run has an agent, which may give the reward.
+        """
+        if self.fn is None and not self.has_model and not by_agent:
+            text = "missing (file.py[:function] or the built-in math); or set reward.path to a reward model, or "
+            text += "reward.judge.path to a model that reads"
+            yield Missing("reward.fn", text)
+
+    @check
+    def functions_and_weights(self) -> Iterator[Problem]:
+        """Report an empty list of functions, or weights whose number differs from the number of functions."""
+        if self.fn == []:
+            yield Problem("fn", "is an empty list; name a function, or set it to null")
+        elif self.fn is not None and self.weights is not None and len(self.weights) != len(self.functions):
+            many = "1 function" if len(self.functions) == 1 else f"{len(self.functions)} functions"
+            text = f"has {len(self.weights)} numbers for {many}; give one for each"
+            yield Problem("weights", text)
+
+    @check
+    def settings_of_built_in_functions(self) -> Iterator[Problem]:
+        """Report settings of a built-in reward that `fn` does not name."""
+        for name in _SECTIONS:
+            if name not in self.functions and not self.is_default(name):
+                yield Problem(name, f"has settings, but reward.fn does not name {name}; leave them out")
+
+    @check
+    def built_in_functions_that_do_not_work(self) -> Iterator[Problem]:
+        """Report the problems that each built-in reward named by `fn` finds in its own settings."""
+        for name in (name for name in self.functions if name in _SECTIONS and name in vars(self)):
+            yield from (problem.under(name) for problem in vars(self)[name].unusable(self.timeout_s))
+
+
+@dataclass(kw_only=True)
+class OnlyReward(Section):
+    """The section `reward` alone, for commands that score completions outside of a run."""
+
+    reward: RewardConfig = setting(factory=RewardConfig, help="Reward function", required_in_build=True)

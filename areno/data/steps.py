@@ -1,0 +1,188 @@
+"""Steps of solutions, for process reward models: how steps are encoded, where they are marked, how answers are cut.
+
+Each step is encoded by itself and followed by the separator, whose last token is marked, as in TRL: the score at this
+token is the score of the step. Solutions of a dataset and answers of a policy are encoded in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from areno.config.reward import StepScore
+from areno.data.chat_template import render_generation_prompt
+from areno.data.encode import Draft, Text, encode_texts, tools_of
+from areno.data.row_schema import Rows, labelled_steps, with_text
+from areno.errors import DataError, Key, Problem
+from areno.types import AnswersItem, TrainSequence
+
+_REDUCE: dict[StepScore, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "mean": lambda scores: math.fsum(scores) / len(scores),
+    "last": lambda scores: scores[-1],
+    "prod": math.prod,
+}
+
+
+def separator_problem(tokenizer: Any, separator: str) -> str | None:
+    """Check that a tokenizer can encode a separator of steps.
+
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        separator: The text after each step.
+
+    Returns:
+        The reason why it cannot, for an error message. None if it can.
+    """
+    tokens = tokenizer.encode(separator, add_special_tokens=False)
+    if not tokens:
+        return f"is {separator!r}, of which the tokenizer makes no token; choose another text"
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
+        return f"is {separator!r}, which the tokenizer has no token for ({tokenizer.unk_token}); choose another text"
+    return None
+
+
+def check_separator(tokenizer: Any, separator: str, rows: Rows, key: str) -> None:
+    """Check that a separator of steps fits a tokenizer and a dataset.
+
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        separator: The text after each step.
+        rows: The rows of the dataset, in areno's form. A step may end with the separator, but not contain it elsewhere.
+        key: Name of the dataset's configuration section, which errors quote.
+
+    Raises:
+        DataError: The tokenizer cannot encode the separator, or steps contain it. All problems are reported together.
+    """
+    setting, problems = "actor.step_separator", []
+    if problem := separator_problem(tokenizer, separator):
+        problems.append(Problem(setting, problem))
+    found = [
+        (index, number)
+        for index in range(len(rows))
+        for number, step in enumerate(rows[index]["completions"])
+        if separator in step.removesuffix(separator)
+    ]
+    if found:
+        text = "is {!r}, which is inside of steps, so that answers would be cut there; choose a text that no step "
+        text += "contains. It is in {} steps, the first in {} row {}, completions[{}]"
+        problems.append(Problem(setting, text, separator, len(found), Key(key), *found[0]))
+    if problems:
+        raise DataError(problems)
+
+
+def split_steps(answer: str, separator: str) -> list[str]:
+    """Cut an answer into its steps.
+
+    Args:
+        answer: The text of the answer.
+        separator: The text after each step. The last step may lack it.
+
+    Returns:
+        The steps, without separators. Pieces of white space alone are no steps. An answer without any other piece is
+        one step, the answer itself without separators.
+    """
+    pieces = answer.split(separator)
+    return [piece for piece in pieces if piece.strip()] or ["".join(pieces)]
+
+
+def _joined(
+    prompt: Sequence[int], steps: Sequence[Sequence[int]], separator: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return (tokens of prompt, steps and separators, index of the last token of each step's separator)."""
+    tokens, ends = list(prompt), []
+    for step in steps:
+        tokens += [*step, *separator]
+        ends.append(len(tokens) - 1)
+    return tokens, ends
+
+
+def step_draft(tokenizer: Any, row: Mapping[str, Any], index: int, separator: str) -> Draft[AnswersItem]:
+    """Render a row with labelled steps, for a process reward model.
+
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        row: A row in areno's form, see `row_schema.labelled_steps`.
+        index: Index of the row in its dataset.
+        separator: The text after each step. A step that ends with it already gets no second one.
+
+    Returns:
+        The draft of an AnswersItem with one row. Its prompt_mask is False at the marked tokens, whose `returns` are the
+        labels of the steps.
+
+    Raises:
+        DataError: The row has another form, or cannot be rendered with the chat template.
+    """
+    prompt, steps, labels = labelled_steps(row)
+    rendered = render_generation_prompt(
+        tokenizer, prompt if isinstance(prompt, str) else with_text(prompt), None, tools_of(row)
+    )
+    texts: list[Text] = [(rendered, tokenizer.chat_template is None), (separator, False)]
+    texts += [(step.removesuffix(separator), False) for step in steps]
+
+    def finish(encoded: list[list[int]]) -> AnswersItem:
+        before, mark, *rest = encoded
+        tokens, ends = _joined(before, rest, mark)
+        prompt_mask, returns = np.ones(len(tokens), bool), np.zeros(len(tokens), np.float32)
+        prompt_mask[ends], returns[ends] = False, labels
+        return AnswersItem(
+            rows=[TrainSequence(tokens=np.array(tokens, np.int64), prompt_mask=prompt_mask, returns=returns)],
+            index=index,
+        )
+
+    return Draft(texts, finish)
+
+
+@dataclass(frozen=True)
+class StepReader:
+    """Encodes answers for a process reward model, and reduces the scores of their steps to rewards.
+
+    Attributes:
+        tokenizer: Tokenizer of the policy and the reward model.
+        separator: The text after each step.
+        score: How the scores of an answer's steps become its reward.
+        limit: Largest number of tokens in a row.
+    """
+
+    tokenizer: Any
+    separator: str
+    score: StepScore
+    limit: int
+
+    def encode(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[str]
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Encode prompts with the steps of their answers.
+
+        The last step of an answer also gets a separator. Rows that are too long are cut off: steps that end beyond the
+        limit are left out. If no step is left, the last token stands for the answer.
+
+        Args:
+            prompts: Token ids of each prompt.
+            answers: Text of each answer, without special tokens.
+
+        Returns:
+            For each answer, (token ids, index of the last token of each step).
+        """
+        of_answers = [split_steps(answer, self.separator) for answer in answers]
+        texts: list[Text] = [(self.separator, False), *((step, False) for steps in of_answers for step in steps)]
+        mark, *encoded = encode_texts(self.tokenizer, texts)
+        rest, found = iter(encoded), []
+        for prompt, steps in zip(prompts, of_answers, strict=True):
+            tokens, ends = _joined(prompt, [next(rest) for _ in steps], mark)
+            tokens = tokens[: self.limit]
+            ends = [end for end in ends if end < len(tokens)] or [len(tokens) - 1]
+            found.append((tuple(tokens), tuple(ends)))
+        return found
+
+    def reduce(self, scores: Sequence[float]) -> float:
+        """Return the reward of an answer.
+
+        Args:
+            scores: The probability that each step is right.
+        """
+        return _REDUCE[self.score](scores)

@@ -1,0 +1,48 @@
+"""Process reward models: a score for each step of a solution (arXiv 2305.20050), learned from labelled steps.
+
+    python -m areno.recipes.prm --config-name=quickstart_prm
+
+    p    = softmax of the two scores of the head, wrong and right, at the last token of a step: probability of right
+    loss = mean over steps of -y log p - (1 - y) log(1 - p)
+
+y is the label of the step: 1 for right, 0 for wrong, or a number between them (arXiv 2312.08935). Each step is followed
+by actor.step_separator, whose last token is the last token of the step. A checkpoint is a ...ForTokenClassification
+model with two labels, which transformers loads, and which reward.path reads in GRPO, GSPO and PPO. If actor.path is a
+language model, its transformer starts with a head of zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from areno.api.algorithms import Algorithm
+from areno.config.experiments import LossFn, ProcessRewardExperimentConfig
+from areno.launch import run_recipe
+
+if TYPE_CHECKING:
+    from areno.trainers.process_reward import ProcessRewardTrainer
+
+
+@dataclass(kw_only=True)
+class ProcessRewardConfig(ProcessRewardExperimentConfig):
+    """Training of a process reward model, on solutions with labelled steps."""
+
+    def loss_fn(self) -> LossFn:
+        """Return the loss function of the algorithm, which has no settings."""
+        from areno.loss_fns import process_reward_loss_fn
+
+        return process_reward_loss_fn
+
+
+def loop() -> type[ProcessRewardTrainer]:
+    """Return the training loop. It is imported only here, because the import would delay `--help`."""
+    from areno.trainers.process_reward import ProcessRewardTrainer
+
+    return ProcessRewardTrainer
+
+
+ALGORITHM = Algorithm(name="prm", config=ProcessRewardConfig, loop=loop, default="quickstart_prm")
+
+if __name__ == "__main__":
+    run_recipe("areno.recipes.prm")

@@ -1,0 +1,104 @@
+"""The training loop of process reward models, which learn to score each step of a solution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from areno.config.experiments import ProcessRewardExperimentConfig
+from areno.data.loader import BatchLoader
+from areno.trainers.loop import AnswerLoop
+from areno.trainers.reward_model import calibration_error
+from areno.trainers.rows import token_rows, trained
+from areno.trainers.update import measure_loss, update
+from areno.types import AnswersItem, TrainSequence
+
+
+class ProcessRewardTrainer(AnswerLoop[ProcessRewardExperimentConfig]):
+    """Trains a process reward model on solutions whose steps have labels. Use it as a context manager, or call close().
+
+    The reward of an answer in reinforcement learning is made from the scores of its steps, see reward.step_score.
+    """
+
+    needs, kind = ProcessRewardExperimentConfig, "prm"
+    headline = ("train/loss", "train/accuracy", "train/first_error_accuracy")
+
+    def train_step(self, items: Sequence[AnswersItem]) -> dict[str, float]:
+        """Train on a batch of solutions.
+
+        Args:
+            items: The rows of the dataset, each a solution with labelled steps.
+
+        Returns:
+            The statistics of the step by name.
+        """
+        stats = update(self.setup, _scored_rows(items))
+        found = {name: stats.pop(f"first_error_{name}") for name in ("mean", "std", "max")}
+        return stats | {"first_error_accuracy": found["mean"]}
+
+    def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
+        """Compute the metrics of a validation set of solutions.
+
+        Args:
+            name: Name of the validation set. Not used.
+            loader: Loader of the rows of the set.
+
+        Returns:
+            loss, accuracy, margin, confidence and first_error_accuracy, as in training (see process_reward_loss_fn).
+            rewards_mean is the mean score of a step. calibration_error is the expected calibration error over steps,
+            see `reward_model.calibration_error`.
+        """
+        rows = _scored_rows([item for batch in loader.batches() for item in batch.items])
+        values = self.setup.trainer.score_values("actor", token_rows(rows))
+        measured = measure_loss(self.setup.loss_fn, rows, values)
+        scored = [
+            (labels, np.asarray(of_row)[~np.asarray(row.prompt_mask)])
+            for row, labels, of_row in zip(rows, trained(rows, "returns"), values, strict=True)
+        ]
+        logits = np.concatenate([values for _, values in scored])
+        sides = np.where(np.concatenate([labels for labels, _ in scored]) < 0.5, -logits, logits)
+        return {
+            **{name: measured[name] for name in ("loss", "accuracy", "margin", "confidence")},
+            "first_error_accuracy": first_error_accuracy(scored),
+            "calibration_error": calibration_error(sides.tolist()),
+            "rewards_mean": float(np.mean(1 / (1 + np.exp(-logits)))),
+        }
+
+
+def first_error_accuracy(solutions: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Return the share of solutions with a wrong step in which the first wrong step is found.
+
+    Args:
+        solutions: For each solution, (labels, log-odds of being right) of its steps. A label below 0.5 is wrong.
+
+    Returns:
+        The share of solutions in which the first step with log-odds below 0 is the first wrong step. Solutions without
+        a wrong step do not count. 0 if there is no other solution.
+    """
+    found = [
+        int(np.argmin(labels >= 0.5)) == (int(np.argmax(logits < 0)) if (logits < 0).any() else -1)
+        for labels, logits in solutions
+        if (labels < 0.5).any()
+    ]
+    return sum(found) / max(1, len(found))
+
+
+def _scored_rows(items: Sequence[AnswersItem]) -> list[TrainSequence]:
+    """Return the rows whose marked tokens are trained.
+
+    The value of a row at place t is the output at token t - 1. So mask and labels move by one place, and a token is
+    added at the end of each row.
+    """
+    rows = []
+    for item in items:
+        [row] = item.rows
+        tokens, mask = np.asarray(row.tokens), np.asarray(row.prompt_mask)
+        rows.append(
+            TrainSequence(
+                tokens=np.append(tokens, tokens[-1]),
+                prompt_mask=np.append([True], mask),
+                returns=np.append(np.float32(0), np.asarray(row.returns)),
+            )
+        )
+    return rows
