@@ -117,7 +117,8 @@ def test_an_empty_text_is_no_text(empty):
             section = section.setdefault(name, {})
         section[key.split(".")[-1]] = empty
     found = problems_of(PPOConfig, data)
-    assert {key for key, text in found.items() if "; a text that is not empty is expected" in text} == {*texts}
+    told = {key for key, text in found.items() if "; a text that is not empty is expected" in text}
+    assert {*texts} - told == ({"reward.step_separator"} if empty else set())  # a line break may separate steps
 
 
 def test_a_text_that_no_file_can_have():
