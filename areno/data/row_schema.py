@@ -353,13 +353,16 @@ def labelled_steps(row: Row) -> tuple[Any, list[str], list[float]]:
     steps, labels = row.get("completions"), row.get("labels")
     problems = [_prompt_problem(row)]
     for name, values in (("completions", steps), ("labels", labels)):
-        if isinstance(values, str | Mapping) or not isinstance(values, Sequence) or not values:
+        if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
             problems.append(f"field {name} is {describe_value(values, name in row)}, not a list")
+        elif not values:
+            problems.append(f"field {name} is an empty list")
     if not any(problems[1:]):
         assert steps is not None
         assert labels is not None
         if len(steps) != len(labels):
-            problems.append(f"field labels has {len(labels)} labels for {len(steps)} steps in completions")
+            text = f"fields completions and labels have {len(steps)} and {len(labels)} entries"
+            problems.append(f"{text}; each step needs one label")
         for number, step in enumerate(steps):
             if not isinstance(step, str) or not step.strip():
                 problems.append(f"field completions[{number}] is {describe_value(step)}, not the text of a step")

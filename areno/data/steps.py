@@ -1,4 +1,4 @@
-"""Steps of solutions, for process reward models: how steps are encoded, where they are marked, how answers are cut.
+"""Steps of solutions for process reward models: encoding, marks, and the division of answers into steps.
 
 Each step is encoded by itself and followed by the separator, whose last token is marked, as in TRL: the score at this
 token is the score of the step. Solutions of a dataset and answers of a policy are encoded in the same way.
@@ -69,7 +69,7 @@ def check_separator(tokenizer: Any, separator: str, rows: Rows, key: str) -> Non
     ]
     if found:
         text = "is {!r}, which is inside of steps, so that answers would be cut there; choose a text that no step "
-        text += "contains. It is in {} steps, the first in {} row {}, completions[{}]"
+        text += "contains. Number of these steps: {}; the first is in {} row {}, completions[{}]"
         problems.append(Problem(setting, text, separator, len(found), Key(key), *found[0]))
     if problems:
         raise DataError(problems)

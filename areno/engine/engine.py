@@ -327,8 +327,8 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         """Save the model of a role as a Hugging Face folder.
 
         A model with a value head is saved as a ...ForSequenceClassification model of transformers, and a process
-        reward model as a ...ForTokenClassification model. Trained LoRA
-        adapters are saved without the base model, as a folder of peft, unless `merge` is True.
+        reward model as a ...ForTokenClassification model. Trained LoRA adapters are saved without the base model, as a
+        folder of peft, unless `merge` is True.
 
         Args:
             folder: Folder to write.

@@ -171,7 +171,7 @@ class Setup(Generic[Config]):
         rewards: The reward processes. None if no function gives a reward.
         judge: Answers the questions of a judge. None without a judge.
         evaluated_at_once: Largest number of samples that an evaluation decodes at the same time. None: as in training.
-        steps: Cuts completions into steps for a process reward model. None if reward.path names none.
+        steps: Encodes completions for the process reward model of reward.path. None without such a model.
         agents: The agent processes. None if samples are single completions.
         run: The run, with progress, outputs, checkpoints and states.
     """
@@ -498,9 +498,9 @@ def _judge_of_run(config: ExperimentConfig, roles: Mapping[str, RoleSpec]) -> Re
 
 
 def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> StepReader | None:
-    """Return what cuts completions into steps for the process reward model of reward.path. None if there is none.
+    """Return the reader of steps for the process reward model of reward.path. None if there is no such model.
 
-    Raises ConfigError if settings of steps do not fit the model.
+    Raises ConfigError if reward.step_separator or reward.step_score does not fit the model.
     """
     if not isinstance(config, PolicyExperimentConfig) or "reward" not in roles:
         return None
@@ -515,10 +515,9 @@ def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: 
         return None
     separator = section.step_separator or load_config(path, "step", needs_head=True).hf.get("step_separator")
     if not isinstance(separator, str) or not separator:
-        text = (
-            "is null, and config.json in {} has no step_separator; set it to the text after each step in the training "
-        )
-        raise ConfigError(Problem(key, text + "of the model", Key("reward.path")))
+        text = "is null, and config.json in {} has no step_separator; set it to the text after each step in the "
+        text += "training of the model"
+        raise ConfigError(Problem(key, text, Key("reward.path")))
     if problem := separator_problem(plan.tokenizer, separator):
         raise ConfigError(Problem(key, problem))
     return StepReader(plan.tokenizer, separator, section.step_score, plan.spec.context_len - 1)

@@ -95,6 +95,20 @@ def real(name: str) -> str:
             {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": [{"role": "assistant", "content": "5"}]},
         ),
         ("dpo", {"question": "2+2?", "chosen": "4", "rejected": "5"}, "questions", {"prompt": "2+2?"}),
+        (
+            "prm",
+            {
+                "input": "Add 3 to 2 + 2? Step 1: 2+2=4 ки\nStep 2: 4+3=8 ки\nStep 3: The answer is: 8 ки",
+                "label": "Add 3 to 2 + 2? Step 1: 2+2=4 +\nStep 2: 4+3=8 -\nStep 3: The answer is: 8 -",
+                "task": "GSM8K",
+            },
+            "math-shepherd",
+            {
+                "prompt": "Add 3 to 2 + 2?",
+                "completions": ["Step 1: 2+2=4", "Step 2: 4+3=8", "Step 3: The answer is: 8"],
+                "labels": [True, False, False],
+            },
+        ),
     ],
 )
 def test_forms(kind, row, form, expected, caplog):
@@ -218,6 +232,21 @@ def test_all_faulty_rows_are_reported(tmp_path):
 def test_rows_that_are_not_of_their_form(row, message):
     with pytest.raises(DataError, match=message):
         check_dataset([row], "sft")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input": "x Step 1: 4 ки", "label": True}, "field label is bool True and field input str .*, not text"),
+        ({"input": "x Step 1: 4", "label": "x Step 1: 4"}, "field label is not the text of field input"),
+        ({"input": "x Step 1: 4 ки", "label": "x Step 1: 4 *"}, "field label is not the text of field input"),
+        ({"input": "x Step 1: 4 ки", "label": "x Step 1: 4 +-"}, "field label is not the text of field input"),
+        ({"input": "x 4 ки", "label": "x 4 +"}, "field input has no 'Step 1:', at which the question ends"),
+    ],
+)
+def test_marked_solutions_that_are_not_of_their_form(row, message):
+    with pytest.raises(DataError, match=message):
+        check_dataset([row], "prm")
 
 
 def test_parts_of_a_content_are_joined(chatml):

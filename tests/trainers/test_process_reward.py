@@ -238,17 +238,17 @@ def test_settings_and_rows_that_do_not_fit(tmp_path):
             process_reward_config(tmp_path, actor=actor)
     good = {"prompt": "1+1=", "completions": ["1", "2"], "labels": [1, 0]}
     for change, message in (
-        ({"labels": [1]}, "field labels has 1 labels for 2 steps in completions"),
+        ({"labels": [1]}, "fields completions and labels have 2 and 1 entries; each step needs one label"),
         ({"labels": [1, 2]}, r"field labels\[1\] is int 2, not true, false or from 0 to 1"),
         ({"labels": [1, float("nan")]}, r"field labels\[1\] is float nan"),
-        ({"completions": []}, "field completions is list .., not a list"),
+        ({"completions": []}, "field completions is an empty list"),
         ({"completions": "1"}, "field completions is str '1', not a list"),
         ({"completions": ["1", " "], "labels": [1, -1]}, r"completions\[1\] is str ' '.*; field labels\[1\] is int -1"),
         ({"prompt": "", "completions": None}, "field prompt is empty; field completions is null"),
     ):
         with pytest.raises(DataError, match=message):
             areno.ProcessRewardTrainer(process_reward_config(tmp_path), train_dataset=[{**good, **change}])
-    with pytest.raises(DataError, match="row 1: field labels has 1") as caught:
+    with pytest.raises(DataError, match="row 1: fields completions and labels have 2 and 1") as caught:
         areno.ProcessRewardTrainer(
             process_reward_config(tmp_path), train_dataset=[good, {**good, "labels": [1]}, {**good, "labels": [7, 1]}]
         )
@@ -257,7 +257,7 @@ def test_settings_and_rows_that_do_not_fit(tmp_path):
     with pytest.raises(DataError) as caught:
         areno.ProcessRewardTrainer(config, train_dataset=[good, {**good, "completions": ["1\n2", "3"]}])
     assert "actor.step_separator: is '\\n', which the tokenizer has no token for (<unk>)" in str(caught.value)
-    assert "It is in 1 steps, the first in train_dataset row 1, completions[0]" in str(caught.value)
+    assert "Number of these steps: 1; the first is in train_dataset row 1, completions[0]" in str(caught.value)
     score = classifier(tmp_path / "score")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (score / name).write_bytes((FOLDER / name).read_bytes())
