@@ -250,11 +250,13 @@ def _find_family(raw: RawConfig) -> tuple[Family, HeadName]:
     architectures = raw.get("architectures", list, [])
     model_type = raw.get("model_type", str, "")
     for family in FAMILIES.values():
-        heads = [head for head, name in family.classes.items() if name in architectures]
-        if heads or (not architectures and family.name == model_type):
+        heads: list[HeadName] = [head for head, name in family.classes.items() if name in architectures]
+        if not architectures and family.name == model_type:
+            heads = ["lm"]
+        if heads:
             if model_type not in ("", family.name):  # transformers uses this field
                 raw.refuse("model_type", f"{family.name!r}, as architectures is {architectures}")
-            return family, heads[0] if heads else "lm"
+            return family, heads[0]
     supported = ", ".join(family.architecture for family in FAMILIES.values())
     expected = f"one of {supported}, or for critics and reward models the same with ...ForSequenceClassification "
     expected += "or ...ForTokenClassification"

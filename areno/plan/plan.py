@@ -624,4 +624,5 @@ def _head_of(folder: str) -> HeadName:
     except (OSError, ValueError, AttributeError):
         return "lm"
     kinds: dict[str, HeadName] = {"ForSequenceClassification": "value", "ForTokenClassification": "step"}
-    return next((head for end, head in kinds.items() if any(str(name).endswith(end) for name in names)), "lm")
+    found: list[HeadName] = [head for end, head in kinds.items() if any(str(name).endswith(end) for name in names)]
+    return found[0] if found else "lm"
