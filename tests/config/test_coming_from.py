@@ -118,7 +118,6 @@ def test_the_half_of_trl_runs(tmp_path: Path, model: str) -> None:
     assert "rewards/right/mean" in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem != "verl" else ()) for page in PAGES]
 )

@@ -180,7 +180,6 @@ def test_a_finished_sample_goes_on_as_it_did(engine: Engine) -> None:
         assert rest.logprobs == output.logprobs[n:]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -257,7 +257,6 @@ def test_a_role_that_cannot_be_loaded_is_absent(
     engine.release_role("role")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["tp", pytest.param("dp", marks=pytest.mark.slow)])
 def test_a_role_that_one_rank_cannot_load_is_absent_on_all(form: str, folder: Path, tmp_path: Path) -> None:
     """The one that could load it does not keep it either."""

@@ -42,7 +42,6 @@ def rollouts(engine: Engine, speculation: Any, requests: list[GenerationRequest]
     return found, counts.drafted, counts.accepted
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

@@ -141,7 +141,6 @@ def compare_two_ranks() -> None:
         warm.on_ranks(compare_rank, (f"{folder}/meet",), 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [

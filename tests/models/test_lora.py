@@ -166,7 +166,6 @@ def test_a_folder_of_peft_is_started_from(folder: Path, tmp_path: Path) -> None:
         assert apart(scored(engine, "actor", ROWS), of_peft(folder, tmp_path)) < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

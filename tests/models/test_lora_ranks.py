@@ -73,7 +73,6 @@ SLOW = [("qwen3", "zero"), ("qwen3", "cp"), ("qwen3", "heads"), ("phi3", "tp"), 
 SLOW += [("qwen3.5", "tp")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout"),
     [("qwen3", "tp"), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],

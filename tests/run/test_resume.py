@@ -111,7 +111,6 @@ def test_changes_that_cannot_be_written_down(stopped_after, capsys):
     assert f"error: cluster.fileroot: cannot write to {folder_of('sft')}: Is a directory\n" == capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "short", "longer"),
     [
@@ -399,20 +398,16 @@ def test_a_sweep_without_a_name_goes_on_under_that_of_its_folder(capsys, folder)
 # A lost worker -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+LOST = [("sft", "train", (1, 5)), ("sft", "train", (4, 5, 9)), ("sft", "save_state", (2,)), ("dpo", "train", (3,))]
+LOST += [("dpo", "logprobs", (1,)), ("ppo", "train", (4,)), ("ppo", "values", (2,)), ("gspo", "generate", (1, 2))]
+LOST += [("gspo", "advance", (3, 9))]
+
+
 @pytest.mark.parametrize(
     ("recipe", "name", "calls"),
     [
         ("sft", "train", (5,)),
-        pytest.param("sft", "train", (1, 5), marks=pytest.mark.slow),
-        pytest.param("sft", "train", (4, 5, 9), marks=pytest.mark.slow),
-        pytest.param("sft", "save_state", (2,), marks=pytest.mark.slow),
-        pytest.param("dpo", "train", (3,), marks=pytest.mark.slow),
-        pytest.param("dpo", "logprobs", (1,), marks=pytest.mark.slow),
-        pytest.param("ppo", "train", (4,), marks=pytest.mark.slow),
-        pytest.param("ppo", "values", (2,), marks=pytest.mark.slow),
-        pytest.param("gspo", "generate", (1, 2), marks=pytest.mark.slow),
-        pytest.param("gspo", "advance", (3, 9), marks=pytest.mark.slow),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in LOST),
     ],
 )
 def test_a_lost_worker_is_started_again(recipe, name, calls, folder, monkeypatch, tmp_path_factory, capsys):

@@ -57,7 +57,6 @@ def made(name: str) -> Conversations:
     return Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "every"),
     [("qwen3", 3), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("qwen3", "qwen2.5", "minimind"))],

@@ -403,9 +403,8 @@ def test_a_run_on_a_terminal(tmp_path):
 def test_a_run_that_is_stopped_continued_and_ended(tmp_path, end):
     terminal = Terminal()
     before = termios_of(terminal)
-    run = subprocess.Popen(
-        **command("total_train_steps=5000", cwd=tmp_path, stderr=terminal.end, start_new_session=True)
-    )
+    given = command("total_train_steps=5000", cwd=tmp_path, stderr=terminal.end, start_new_session=True)
+    run = subprocess.Popen(**given)
     try:
         wait_for(terminal, r"step \d/5000")
         run.send_signal(signal.SIGSTOP)

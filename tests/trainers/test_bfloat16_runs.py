@@ -40,7 +40,6 @@ def assert_no_ratio_from_rounding(run: Played, rounds: bool = True) -> None:
     assert min(mismatch) > 0 or not rounds
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gspo", pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
 def test_the_only_update_of_a_batch(runs: dict[str, Variant], recipe: str) -> None:
     run = runs[recipe](BF16)
@@ -48,7 +47,6 @@ def test_the_only_update_of_a_batch(runs: dict[str, Variant], recipe: str) -> No
     assert all(norm > 0 for norm in run.series("train/grad_norm"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gspo", pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
 def test_several_updates_with_unchanged_weights(runs: dict[str, Variant], recipe: str) -> None:
     assert_no_ratio_from_rounding(runs[recipe](BF16, *FROZEN))

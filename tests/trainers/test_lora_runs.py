@@ -45,7 +45,6 @@ def of_gspo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "quickstart"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sft", *(pytest.param(r, marks=pytest.mark.slow) for r in ("dpo", "gspo", "ppo"))])
 def test_a_run_goes_on_exactly(
     recipe: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

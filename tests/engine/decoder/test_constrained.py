@@ -120,7 +120,6 @@ def check(of: Decoder, device: str = "cpu") -> None:
         of.reset_cache()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

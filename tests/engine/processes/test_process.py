@@ -139,7 +139,6 @@ def test_ctrl_c_reaches_the_driver_alone(folder: Path, work: str, tmp_path: Path
         assert not is_running(pid)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("work", ["train", pytest.param("rollout", marks=pytest.mark.slow)])
 def test_a_killed_driver_leaves_nobody(folder: Path, work: str, tmp_path: Path) -> None:
     with busy_driver(folder, work, tmp_path) as (process, pid):

@@ -73,7 +73,6 @@ def be_strict_when(begun: Path, engine: Engine) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-@pytest.mark.slow
 @reads_proc
 @pytest.mark.parametrize("form", ["dp", pytest.param("tp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("busy", ["decoding", pytest.param("train", marks=pytest.mark.slow)])
@@ -104,7 +103,6 @@ def wait(engine: Engine) -> None:
         engine.poll(10.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["dp", pytest.param("tp", marks=pytest.mark.slow)])
 def test_the_rank_that_others_wait_for_in_a_collective_is_blamed(
     folder: Path, form: str, tmp_path: Path, caplog: Any

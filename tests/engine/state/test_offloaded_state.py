@@ -161,7 +161,6 @@ def test_waiting_for_a_disk_that_hangs_is_no_progress(
         assert engine.state_written(wait=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("adam", marks=pytest.mark.slow), "adam_8bit"])
 def test_moments_may_be_left_out(folder: Path, tmp_path: Path, kind: Any) -> None:
     optimizer = dataclasses.replace(OPTIMIZER, type=kind)
