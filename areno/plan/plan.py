@@ -228,7 +228,6 @@ def _open_config(path: str, head: HeadName) -> tuple[str, TransformerConfig]:
     Raises ConfigError if the folder holds only adapters.
     """
     from areno.models.adapters import is_adapter
-    from areno.models.registry import load_config
 
     folder = model_folder(path, "actor.path")
     if is_adapter(folder):

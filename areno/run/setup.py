@@ -504,8 +504,6 @@ def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: 
     """
     if not isinstance(config, PolicyExperimentConfig) or "reward" not in roles:
         return None
-    from areno.models.registry import load_config
-
     section, path, key = config.reward, roles["reward"].path, "reward.step_separator"
     if roles["reward"].head != "step":
         text = "is set, but the model of {} is no process reward model; leave it out"
