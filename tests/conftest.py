@@ -75,6 +75,12 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()  # also in the process that only deals out the tests, and when a file cannot be imported
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of a GPU, which may be slow tests as well, unless they are asked for."""
+    if not _on_gpu(config):
+        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # a search for garbage would look through torch and all tests each time
     gc.set_threshold(10_000, 20, 20)  # a composition makes a hundred times the 700 objects of the default

@@ -148,9 +148,7 @@ class ValidSetConfig(DatasetConfig):
     )
     shuffle: bool = setting(False, help="Shuffle the rows anew in every evaluation. The order depends on seed")
     drop_last: bool = setting(
-        False,
-        help="Skip the last batch if it has fewer rows than batch_size",
-        only_with=Needs("batch_size", so="no batch has too few rows"),
+        False, help="Skip the last batch if it has fewer rows than batch_size, or 32 if that is null"
     )
     max_rows: int | None = setting(
         None, help="Use only this many rows, from the start of the data. null: all rows", gt=0

@@ -335,10 +335,11 @@ class RewardModelExperimentConfig(RowExperimentConfig):
 class ProcessRewardActorConfig(models.ModelConfig):
     """The process reward model that is trained."""
 
-    step_separator: str = setting(
-        "\n",
+    step_separator: str | None = setting(
+        None,
         help="Text after each step. The score of a step is read at the last token of this text. No step may contain "
-        "it, because the answers of a policy are cut into steps there. Checkpoints record it in config.json",
+        "it, because the answers of a policy are cut into steps there. Checkpoints record it in config.json. null: "
+        "step_separator in config.json of actor.path, or else a line break",
         may_be_blank=True,
     )
 

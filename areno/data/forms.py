@@ -331,10 +331,10 @@ def _math_shepherd(row: Row) -> dict[str, Any]:
         labels.append(marked[at - 1 : at])
     if not pieces or len(marked) != len(solution) - len(pieces) or not set(labels) <= {"+", "-"}:
         raise DataError("field label is not the text of field input with + or - in place of each ки")
-    question, mark, first = pieces[0].partition("Step 1:")
-    if not mark:
+    start = pieces[0].lower().find("step 1:")
+    if start < 0:
         raise DataError("field input has no 'Step 1:', at which the question ends")
-    steps = [mark + first, *pieces[1:]]
+    question, steps = pieces[0][:start], [pieces[0][start:], *pieces[1:]]
     return {
         "prompt": question.strip(),
         "completions": [step.strip() for step in steps],

@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from areno.config.experiments import ProcessRewardActorConfig
+from areno.config.models import ModelConfig
 from areno.config.reward import StepScore
 from areno.data.chat_template import render_generation_prompt
 from areno.data.encode import Draft, Text, encode_texts, tools_of
 from areno.data.row_schema import Rows, labelled_steps, with_text
 from areno.errors import DataError, Key, Problem
+from areno.models.config import TransformerConfig
 from areno.types import AnswersItem, TrainSequence
 
 _REDUCE: dict[StepScore, Callable[[Sequence[float]], float]] = {
@@ -26,6 +29,19 @@ _REDUCE: dict[StepScore, Callable[[Sequence[float]], float]] = {
     "last": lambda scores: scores[-1],
     "prod": math.prod,
 }
+
+
+def separator_of(actor: ModelConfig, model: TransformerConfig) -> str | None:
+    """Return the text after each step in the training of a process reward model. None for other models.
+
+    Args:
+        actor: Settings of the model. If step_separator is None, config.json of the model may record the text. Otherwise
+            the text is a line break.
+        model: Shape of the model, with the fields of its config.json.
+    """
+    if not isinstance(actor, ProcessRewardActorConfig):
+        return None
+    return actor.step_separator or model.hf.get("step_separator") or "\n"
 
 
 def separator_problem(tokenizer: Any, separator: str) -> str | None:
@@ -158,8 +174,9 @@ class StepReader:
     ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Encode prompts with the steps of their answers.
 
-        The last step of an answer also gets a separator. Rows that are too long are cut off: steps that end beyond the
-        limit are left out. If no step is left, the last token stands for the answer.
+        The last step of an answer also gets a separator. A row that is too long is cut off: the step at the limit is
+        shortened, so that its separator fits, and later steps are left out. If the prompt alone reaches the limit, its
+        last token stands for the answer.
 
         Args:
             prompts: Token ids of each prompt.
@@ -174,8 +191,13 @@ class StepReader:
         rest, found = iter(encoded), []
         for prompt, steps in zip(prompts, of_answers, strict=True):
             tokens, ends = _joined(prompt, [next(rest) for _ in steps], mark)
-            tokens = tokens[: self.limit]
-            ends = [end for end in ends if end < len(tokens)] or [len(tokens) - 1]
+            if len(tokens) > self.limit:
+                tokens = tokens[: self.limit - len(mark)]
+                ends = [end for end in ends if end < len(tokens)]
+                if len(tokens) >= (ends[-1] + 2 if ends else len(prompt)):  # a part of a step, or none so far
+                    tokens += mark
+                    ends.append(len(tokens) - 1)
+                ends = ends or [len(tokens) - 1]
             found.append((tuple(tokens), tuple(ends)))
         return found
 

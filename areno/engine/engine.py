@@ -127,7 +127,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         if head == "lm" and spec.head != "lm":
             raise EngineError(
                 f"role {name!r} ({spec.path}) has a value head, which gives one number for each token and no "
-                "log-probabilities; score its values or rewards instead"
+                "log-probabilities; score its values, rewards or steps instead"
             )
         if head == "step" and spec.head != "step":
             raise EngineError(

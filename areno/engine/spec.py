@@ -159,8 +159,8 @@ class RoleSpec:
         random_init: Whether to draw the weights from the engine's seed instead of reading them from the folder.
         router_aux_loss_coef: Coefficient of the loss that balances the load of experts.
         lora: The adapters that are trained in place of the weights. None trains all weights.
-        pad_token_id: For a value head, the padding token if config.json of the folder names none. transformers needs it
-            to find the last token of a row. None leaves config.json as it is.
+        pad_token_id: For a head that gives scores, the padding token if config.json of the folder names none.
+            transformers needs it to find the last token of a row. None leaves config.json as it is.
         step_separator: Text after each step, which is written to config.json of a process reward model. None leaves
             config.json as it is.
         in_training: Whether training passes of the actor use the model, as those with a divergence from a teacher do.

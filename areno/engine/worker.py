@@ -600,7 +600,7 @@ class Worker:
 
 
 def _of_decoder(spec: RolloutSpec) -> RolloutSpec:
-    """Return the settings of a rollout phase, equal for phases that can have the same decoder."""
+    """Return the settings with one max_running and speculation, so that phases that can share a decoder are equal."""
     return replace(spec, max_running=spec.n_slots, decoder=replace(spec.decoder, speculation="off"))
 
 

@@ -419,7 +419,8 @@ class _Step:
             seconds += _DROPPED_S
         n_prefill = min(config.rollout.max_prefill_tokens, -(-work.n_prompts // copies) * lengths.prompt)
         forward = self.footprint.scoring_pass(model)
-        n_logits = max_running = -(-at_once // copies)
+        shared = shared_decoder(config, model.config, self.layout)  # an evaluation may decode more than training
+        n_logits = max_running = self.layout.of_copy(at_once if shared is None else shared.most)
         if may_draft(config.rollout, on_cuda=self.hardware.is_cuda) and model.config.delta is None:
             n_logits = max(max_running, verification_rows(max_running))
         logits = n_logits * self.layout.share_up(model.config.vocab_size) * 4

@@ -15,13 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areno.config.experiments import ExperimentConfig, HeadName, ProcessRewardActorConfig, ReferencedExperimentConfig
+from areno.config.experiments import ExperimentConfig, HeadName, ReferencedExperimentConfig
 from areno.config.models import ModelConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.config.run import EngineConfig
 from areno.config.teacher import ROLE, is_teacher
 from areno.data.control_tokens import allow_control_tokens
+from areno.data.steps import separator_of
 from areno.engine.spec import EngineSpec, RoleSpec, SharedDecoder
 from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
 from areno.files.paths import existing_path, model_setting
@@ -184,7 +185,7 @@ def open_actor(
         path=path,
         head=head,
         pad_token_id=tokenizer.pad_token_id if head != "lm" else None,
-        step_separator=actor.step_separator if isinstance(actor, ProcessRewardActorConfig) else None,
+        step_separator=separator_of(actor, model),
         **{name: vars(actor)[name] for name in copied},
         random_init=actor.init_from_scratch,
         lora=lora,

@@ -15,7 +15,8 @@ def shared_decoder(
 ) -> SharedDecoder | None:
     """Return how many samples training and evaluation decode at the same time.
 
-    An evaluation decodes more samples than a training step has, because its tokens do not depend on their number.
+    An evaluation decodes more samples than a training step has, because its tokens depend on their number
+    only by rounding, and not at all with engine.exact.
 
     Args:
         config: Settings of the run.
@@ -26,10 +27,11 @@ def shared_decoder(
 
     Returns:
         The numbers. None if an evaluation decodes no more samples than training, because
-        rollout.max_concurrent_rollouts is set, a step has as many, or the samples have recurrent states, which take
-        memory for each sample that may run.
+        rollout.max_concurrent_rollouts is set, a step has as many, agents continue during evaluations, or the samples
+        have recurrent states, which take memory for each sample that may run.
     """
-    if config.rollout.max_concurrent_rollouts is not None or model.delta is not None:
+    are_live = config.agent.fn is not None and config.rollout.max_head_offpolicyness > 0
+    if config.rollout.max_concurrent_rollouts is not None or model.delta is not None or are_live:
         return None
     usual, most = config.rows_per_step, _MOST_EVALUATED * layout.dp_size
     if n_prompts is None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from areno.agents.pool import AgentPool
 from areno.api.trainer import Trainer
 from areno.config.datasets import DatasetConfig
-from areno.config.experiments import ExperimentConfig, LossFn, ProcessRewardExperimentConfig
+from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.policy_experiments import CriticExperimentConfig, DistillExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.data.loader import BatchLoader, row_loader
@@ -293,9 +293,8 @@ class Setup(Generic[Config]):
             rows, section = open_rows(section, given, self._loop.kind, key)
         if key == "train_dataset":
             check_teachers(config, rows)
-        separator = ""
-        if isinstance(config, ProcessRewardExperimentConfig):
-            separator = config.actor.step_separator
+        separator = plan.spec.actor.step_separator or ""
+        if separator:
             check_separator(plan.tokenizer, separator, rows, key)
         if isinstance(config, PolicyExperimentConfig):
             thinking, name, gconfig = config.rollout.enable_thinking, "gconfig", config.gconfig
@@ -511,14 +510,16 @@ def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: 
         if names:
             raise ConfigError([Problem(f"reward.{name}", text, Key("reward.path")) for name in names])
         return None
-    separator = section.step_separator or load_config(path, "step", needs_head=True).hf.get("step_separator")
+    model = load_config(path, "step", needs_head=True)
+    separator = section.step_separator or model.hf.get("step_separator")
     if not isinstance(separator, str) or not separator:
         text = "is null, and config.json in {} has no step_separator; set it to the text after each step in the "
         text += "training of the model"
         raise ConfigError(Problem(key, text, Key("reward.path")))
     if problem := separator_problem(plan.tokenizer, separator):
         raise ConfigError(Problem(key, problem))
-    return StepReader(plan.tokenizer, separator, section.step_score, plan.spec.context_len - 1)
+    limit = min(plan.spec.context_len, model.max_position_embeddings) - 1
+    return StepReader(plan.tokenizer, separator, section.step_score, limit)
 
 
 def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None:

@@ -53,7 +53,7 @@ class ProcessRewardTrainer(AnswerLoop[ProcessRewardExperimentConfig]):
         values = self.setup.trainer.score_values("actor", token_rows(rows))
         measured = measure_loss(self.setup.loss_fn, rows, values)
         scored = [
-            (labels, np.asarray(of_row)[~np.asarray(row.prompt_mask)])
+            (labels, np.asarray(of_row, np.float64)[~np.asarray(row.prompt_mask)])
             for row, labels, of_row in zip(rows, trained(rows, "returns"), values, strict=True)
         ]
         logits = np.concatenate([values for _, values in scored])

@@ -211,7 +211,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         answers = decode_all(self._setup.tokenizer, [answer for _, answer in parts], skip_special_tokens=True)
         rows = steps.encode([prompt for prompt, _ in parts], answers)
         distinct_rows = list(dict.fromkeys(rows))
-        of_steps = trainer.score_steps("reward", *map(list, zip(*distinct_rows, strict=True)))
+        tokens, ends = [list(tokens) for tokens, _ in distinct_rows], [list(ends) for _, ends in distinct_rows]
+        of_steps = trainer.score_steps("reward", tokens, ends)
         rewards = {row: steps.reduce(each) for row, each in zip(distinct_rows, of_steps, strict=True)}
         return [rewards[row] for row in rows]
 

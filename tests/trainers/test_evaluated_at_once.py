@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from areno.api import get_algorithm
+from areno.config.models import OptimizerConfig
 from areno.config.run import Layout
 from areno.engine.decoder.cache_size import WantedCache
 from areno.engine.decoder.decoder import Decoder
@@ -87,7 +88,8 @@ def test_the_number_comes_from_the_settings(words, expected):
 
 def test_the_cache_grows_by_a_tenth_of_the_free_memory():
     config = load_config(str(MODEL))
-    engine = EngineSpec(actor=RoleSpec(path=str(MODEL), head="lm"), devices=["cpu"])
+    actor = RoleSpec(path=str(MODEL), head="lm", optimizer=OptimizerConfig(lr=1e-3))
+    engine = EngineSpec(actor=actor, devices=["cpu"])
     spec = RolloutSpec(max_running=8, max_len=64, shared=SharedDecoder(usual=8, most=80))
 
     def wanted(spec: RolloutSpec, engine: EngineSpec = engine) -> WantedCache:
@@ -101,5 +103,8 @@ def test_the_cache_grows_by_a_tenth_of_the_free_memory():
         assert found.fitting(free, 10**6) == n_blocks
     assert found.fitting(2**40, 3) == 3
     assert wanted(replace(spec, keeps_cache=False)).more_fraction == spec.decoder.mem_fraction
+    assert wanted(spec, engine.frozen()).more_fraction == spec.decoder.mem_fraction
+    set_by_hand = replace(spec, decoder=replace(spec.decoder, max_kv_tokens=10**6))
+    assert wanted(set_by_hand).blocks == found.needed  # evaluations enlarge no cache whose size is given
     deterministic = replace(engine, engine=replace(engine.engine, deterministic=True))
     assert wanted(spec, deterministic).fitting(2**40, 10**6) == found.needed

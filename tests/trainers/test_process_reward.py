@@ -123,10 +123,18 @@ def test_answers_are_cut_and_scored_as_rows_are(trained):
     [(alone, end)] = reader.encode([prompt], ["62"])  # one step, ended by the separator
     assert (alone[-1], end) == (tokens[marks[0]], (len(prompt) + 2,))
     assert reader.encode([prompt], [""]) == [((*prompt, tokens[-1]), (len(prompt),))]
-    short = StepReader(tokenizer, "?", "min", marks[0] + 2).encode([prompt], ["?".join(row["completions"])])
-    assert short == [(tuple(tokens[: marks[0] + 2]), (marks[0],))]
+    whole = "?".join(row["completions"])
+    for limit in range(marks[0] + 1, len(tokens) + 2):  # the last step is shortened, so that its separator fits
+        [(cut_tokens, cut_marks)] = StepReader(tokenizer, "?", "min", limit).encode([prompt], [whole])
+        assert len(cut_tokens) <= limit
+        assert {cut_tokens[mark] for mark in cut_marks} == {tokens[marks[0]]}
+        assert cut_marks[:-1] == tuple(marks[: len(cut_marks) - 1])
+        assert cut_tokens[: len(cut_tokens) - 1] == tuple(tokens[: len(cut_tokens) - 1])
+        assert cut_marks[-1] == len(cut_tokens) - 1
     cut = StepReader(tokenizer, "?", "min", len(prompt) + 1).encode([prompt], ["62"])
-    assert cut == [((*prompt, alone[len(prompt)]), (len(prompt),))]
+    assert cut == [((*prompt, tokens[-1]), (len(prompt),))]
+    [(prompt_alone, end)] = StepReader(tokenizer, "?", "min", len(prompt)).encode([prompt], ["62"])
+    assert (prompt_alone, end) == (tuple(prompt[:-1]), (len(prompt) - 2,))
     assert split_steps("a\n \nb", "\n") == ["a", "b"]
     scores = [0.5, 0.2, 0.4]
     reduced = {how: StepReader(tokenizer, "?", how, 9).reduce(scores) for how in ("min", "mean", "last", "prod")}

@@ -11,7 +11,7 @@ from areno.models.config import TransformerConfig
 from areno.models.cost import kv_bytes, state_bytes
 
 KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
-_MORE_FRACTION = 0.1  # of the free memory, for a cache with more samples than training decodes
+_MORE_FRACTION = 0.1  # of the free memory, up to which an evaluation enlarges the cache that training needs
 FIXED_ORDER_KV_BLOCK = 64  # tokens in a KV block: the tile of fixed-order attention
 
 
@@ -72,11 +72,12 @@ class WantedCache:
         usual, n_slots = (engine.layout.of_copy(n) for n in (rollout.usual, rollout.n_slots))
         most = rollout.decoder.max_kv_tokens
         needed, blocks = (layout.memory_of(n * blocks_of_sample + blocks_of_chunk) + 1 for n in (usual, n_slots))
-        more = _MORE_FRACTION if rollout.keeps_cache else rollout.decoder.mem_fraction
+        is_kept = rollout.keeps_cache and engine.actor.optimizer is not None  # beside the training of the actor
+        more = _MORE_FRACTION if is_kept else rollout.decoder.mem_fraction
         if engine.engine.deterministic and not engine.engine.exact:
             more = 0.0  # the free memory would decide which samples decode at the same time
         return WantedCache(
-            blocks=blocks if most is None else min(blocks, -(-most // block_size) + 1),
+            blocks=blocks if most is None else min(needed, -(-most // block_size) + 1),
             needed=needed,
             more_fraction=more,
             block_bytes=block_size * (kv_bytes(config, itemsize, engine.layout) + route_bytes),
@@ -101,7 +102,7 @@ class WantedCache:
 
         Args:
             free_bytes: The memory that is free before the cache is made.
-            affordable: Largest number of blocks.
+            affordable: Number of blocks that `rollout.mem_fraction` allows.
         """
         more = int(free_bytes * self.more_fraction) // self.block_bytes
         return min(max(self.needed, min(self.blocks, more)), affordable)

@@ -64,7 +64,7 @@ class Decoder:
         n_blocks: Size of the KV cache, as a number of blocks that hold `block_size` tokens of all layers.
         block_size: Number of tokens in a block.
         max_running: Largest number of sequences in the batch.
-        usual_running: Another number of sequences for which CUDA graphs need no padding. None for `max_running` alone.
+        usual_running: Number of sequences in training, which has a CUDA graph of its own size. None: `max_running`.
         max_prefill_tokens: Largest number of prompt tokens in a step.
         max_len: Expected length of sequences in tokens, for which the layout of the KV cache is chosen. None uses the
             context length of the model.

@@ -53,7 +53,7 @@ class Runner:
         blocks: The allocator of KV blocks.
         layout: Assignment of layers to blocks and block tables.
         max_running: Largest number of sequences in the batch.
-        usual_running: Another number of sequences for which CUDA graphs need no padding. None for `max_running` alone.
+        usual_running: Number of sequences in training, which has a CUDA graph of its own size. None: `max_running`.
         use_graphs: Whether to run decode steps as CUDA graphs. They need triton.
         attn_backend: Attention kernel of the prefill, as `choose_backend` returns it.
         exact: Whether log-probabilities must have the same bits as in training (setting `engine.exact`).
