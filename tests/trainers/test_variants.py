@@ -235,12 +235,17 @@ def test_commands_of_the_page_run(section: str, command: str, tmp_path: Path) ->
     words = shlex.split(command)
     settings = [word for word in words[3:] if "--" not in word]
     recipe = words[2].removeprefix("areno.recipes.")
-    if recipe in ("kto", "rw"):
+    if recipe in ("kto", "rw", "prm"):
         of_rows = get_algorithm(recipe)
         config = load(of_rows.config, f"quickstart_{recipe}", ["total_train_steps=2", *settings])
         run = watched(tmp_path / "run", lambda: of_rows.trainer(config, tmp_path / "run"))
         assert all(math.isfinite(value) for value in run.series("train/loss"))
         return
+    if any("outputs/quickstart_prm/prm/" in word for word in settings):  # of the command before
+        short = ["total_train_steps=1", "trial_name=prm", f"cluster.fileroot={tmp_path}/outputs"]
+        before = get_algorithm("prm")
+        watched(tmp_path, lambda: before.trainer(load(before.config, "quickstart_prm", short)))
+        settings = [word.replace("outputs/", f"{tmp_path}/outputs/") for word in settings]
     n_tokens = ["gconfig.max_new_tokens=120"] if any("overlong_tokens" in word for word in words) else []
     n_tokens += ["actor.overlong_tokens=100"] if n_tokens else []
     task = "quickstart_ppo" if recipe == "ppo" else "quickstart"
