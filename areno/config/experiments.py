@@ -305,7 +305,21 @@ class UnpairedExperimentConfig(ReferencedExperimentConfig):
 
 
 @dataclass(kw_only=True)
-class RewardModelExperimentConfig(RowExperimentConfig):
+class ScoreExperimentConfig(RowExperimentConfig):
+    """Settings of training a model that scores answers or their steps."""
+
+    def objective(self) -> tuple[str, Literal["max", "min"]]:
+        """Return the metric by which a sweep compares runs.
+
+        Returns:
+            (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
+            if larger values are better, otherwise "min".
+        """
+        return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
+
+
+@dataclass(kw_only=True)
+class RewardModelExperimentConfig(ScoreExperimentConfig):
     """Settings of training a reward model on ranked answers."""
 
     head: ClassVar[HeadName] = "value"
@@ -320,15 +334,6 @@ class RewardModelExperimentConfig(RowExperimentConfig):
         The first name is the default of evaluator.metric.
         """
         return ("loss", "accuracy", "margin", "confidence", "calibration_error", "rewards_mean")
-
-    def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the metric by which a sweep compares runs.
-
-        Returns:
-            (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
-            if larger values are better, otherwise "min".
-        """
-        return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
 
 
 @dataclass(kw_only=True)
@@ -353,7 +358,7 @@ class ProcessRewardActorConfig(models.ModelConfig):
 
 
 @dataclass(kw_only=True)
-class ProcessRewardExperimentConfig(RowExperimentConfig):
+class ProcessRewardExperimentConfig(ScoreExperimentConfig):
     """Settings of training a process reward model on solutions with labelled steps."""
 
     actor: ProcessRewardActorConfig = setting(help="The process reward model that is trained")
@@ -367,15 +372,6 @@ class ProcessRewardExperimentConfig(RowExperimentConfig):
         """
         measured = ("loss", "accuracy", "margin", "confidence")
         return (*measured, "first_error_accuracy", "calibration_error", "rewards_mean")
-
-    def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the metric by which a sweep compares runs.
-
-        Returns:
-            (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
-            if larger values are better, otherwise "min".
-        """
-        return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
 
 
 @dataclass(kw_only=True)

@@ -17,9 +17,9 @@ _SECTIONS = {
     if settings(reward)
 }
 
-
 StepScore = Literal["min", "mean", "last", "prod"]
 _FUNCTION = Needs("fn", so="no function is called", in_build=True)
+_MODEL = Needs("path", so="there is no reward model")
 
 
 @dataclass(kw_only=True)
@@ -54,19 +54,19 @@ class RewardConfig(Section):
         help="For a process reward model: the text at which a completion is cut into steps. null: step_separator in "
         "config.json of reward.path, which the recipe prm writes",
         may_be_blank=True,
-        only_with=Needs("path", so="there is no reward model"),
+        only_with=_MODEL,
     )
     step_score: StepScore = setting(
         "min",
         help="For a process reward model: how the scores of the steps of a completion become its score. Each is the "
         "probability that the step is right. min: the smallest. mean: their mean. last: that of the last step. prod: "
         "their product, the probability that all steps are right",
-        only_with=Needs("path", so="there is no reward model"),
+        only_with=_MODEL,
     )
     offload: bool = setting(
         False,
         help="Keep the reward model in host memory while it is not in use (CUDA)",
-        only_with=Needs("path", so="there is no reward model"),
+        only_with=_MODEL,
     )
     judge: JudgeConfig = setting(
         factory=JudgeConfig, help="Language model that reads completions, whose score is added to the reward"

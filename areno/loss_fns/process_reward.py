@@ -1,8 +1,8 @@
 """The loss of a process reward model on marked steps: cross entropy between two labels, wrong and right.
 
 A row is a prompt with the steps of a solution. The trained tokens of a row stand for its steps: the model's value at
-such a token is the log-odds that the step is right, given the row up to the end of the step. Shape letters are those
-of pack.py, and a trained token T is a step here.
+such a token is the log-odds that the step is right, given the row up to the end of the step. In the shape
+letters of pack.py, T counts steps.
 """
 
 from __future__ import annotations
