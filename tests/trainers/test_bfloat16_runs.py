@@ -101,7 +101,7 @@ def test_exact_mode_needs_no_scoring_pass(runs: dict[str, Variant]) -> None:
 def test_quickstarts_learn(tmp_path: Path, recipe: str) -> None:
     algorithm = get_algorithm(recipe)
     config = load(
-        algorithm.config, "quickstart", [BF16, "engine.device=cpu", "reward.workers=1", "total_train_steps=40"]
+        algorithm.config, "quickstart", [BF16, "engine.device=cpu", "reward.workers=1", "total_train_steps=60"]
     )
     with algorithm.trainer(config, tmp_path) as trainer:
         trainer.fit()
@@ -109,7 +109,7 @@ def test_quickstarts_learn(tmp_path: Path, recipe: str) -> None:
     assert_no_ratio_from_rounding(run)
     rewards = run.series("rollout/rewards_mean")
     assert sum(rewards[-5:]) / 5 > 0.85
-    assert run.series("eval/accuracy")[-1] > 0.9
+    assert run.series("eval/accuracy")[-1] > 0.95
 
 
 @pytest.mark.slow

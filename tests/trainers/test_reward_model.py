@@ -227,21 +227,18 @@ def test_training_is_that_of_trl(tmp_path, more):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_reward_model_of_the_quickstart_trains_a_policy(tmp_path):
-    """By PPO, from an accuracy below 0.1 to more than 0.8.
-
-    The critic learns while the policy does, in a third of the steps of the file: test_ppo.py has the critic's own.
-    """
+    """By PPO, to at least 0.9 of the accuracy that the rule itself reaches (0.99)."""
     with areno.RewardModelTrainer(
         load(RewardModelConfig, "quickstart_rw", [f"cluster.fileroot={tmp_path}"])
     ) as trainer:
         trainer.fit()
         latest = trainer.run.folder / "checkpoints" / "latest"
-    words = [f"reward.path={latest}", f"cluster.fileroot={tmp_path}", "total_train_steps=22", "critic.warmup_steps=0"]
+    words = [f"reward.path={latest}", f"cluster.fileroot={tmp_path}"]
     with areno.PPOTrainer(load(PPOConfig, "quickstart_rlhf", words)) as trainer:
         trainer.fit()
         told = scalars(trainer.run.folder)
     assert told["eval/reward/reward"][0] < 0.1
-    assert told["eval/reward/reward"][-1] > 0.8
+    assert told["eval/reward/reward"][-1] >= 0.9
 
 
 @pytest.mark.slow
