@@ -396,12 +396,9 @@ def test_long_answers_are_quick():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("gold", "first", "every"),
-    [("42", 0, 1), (r"2\sqrt{3}+x", 0, 2), ("12:00", 1, 4), ("25%", 3, 4), ("forty two", 1, 2)],
-)
-def test_no_answer_takes_a_second(gold, first, every):
-    taken = {name: seconds(gold, HARD[name]) for name in list(HARD)[first::every]}
+@pytest.mark.parametrize("gold", ["42", r"2\sqrt{3}+x", "12:00", "25%", "forty two"])
+def test_no_answer_takes_a_second(gold):
+    taken = {name: seconds(gold, answer) for name, answer in HARD.items()}
     assert max(taken.values()) < 2.0, taken  # below 1 on a machine that does nothing else
 
 
