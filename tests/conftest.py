@@ -10,7 +10,6 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable, Generator, Iterator
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -76,34 +75,10 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()  # also in the process that only deals out the tests, and when a file cannot be imported
 
 
-@pytest.hookimpl(trylast=True)  # those that are not asked for are gone
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests of a GPU, which may be slow tests as well, unless they are asked for; begin with long tests."""
+    """Leave out tests of a GPU, which may be slow tests as well, unless they are asked for."""
     if not _on_gpu(config):
         items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
-    if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-        items[:] = _long_ones_first(items, int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
-
-
-def _long_ones_first(items: list[pytest.Item], n_workers: int) -> list[pytest.Item]:
-    """Order tests so that each worker, to which pytest-xdist gives a part of the list, begins with long ones.
-
-    Those have a limit of their own. A long test that comes last would leave the other workers with nothing to do.
-    """
-    long: dict[str, list[pytest.Item]] = {}  # by module, whose fixtures they share
-    rest = []
-    for item in items:
-        if item.get_closest_marker("timeout"):
-            long.setdefault(item.nodeid.partition("::")[0], []).append(item)
-        else:
-            rest.append(item)
-    ordered: list[pytest.Item] = []
-    for worker in range(n_workers):
-        ordered += chain.from_iterable(list(long.values())[worker::n_workers])
-        n_missing = max(0, len(items) * (worker + 1) // n_workers - len(ordered))
-        ordered += rest[:n_missing]
-        rest = rest[n_missing:]
-    return ordered
 
 
 def pytest_collection_finish() -> None:

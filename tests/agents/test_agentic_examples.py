@@ -157,16 +157,15 @@ def test_the_share_of_legal_moves() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_small_model_learns_the_rules(tmp_path: Path) -> None:
-    """The command of the README, with fewer and smaller steps, and a clock for busy machines."""
+    """The command of the README, with a clock for busy machines."""
     command = [sys.executable, "-m", "areno.recipes.gspo", "--config-name=tictactoe", "seed=1", "trial_name=one"]
-    command += ["total_train_steps=12", "train_dataset.batch_size=16"]  # a fifth of the file's samples are enough
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     run = RunReader(tmp_path / "outputs/tictactoe/one")
     legal = run.series("rollout/reward/legal_moves").values
     assert legal[0] <= 0.6
-    assert np.mean(legal[-3:]) >= 0.85
+    assert np.mean(legal[-3:]) >= 0.95
     write_report([run.path], tmp_path / "report.html")
     assert "legal_moves" in (tmp_path / "report.html").read_text(encoding="utf-8")
 

@@ -31,7 +31,8 @@ def run_interpreted(code: str, timeout: float = 300) -> None:
 def on_ranks(main: Callable[..., None], args: tuple[Any, ...], n: int) -> None:
     """Call main(rank, *args) in n processes of one that interprets and has computed nothing yet.
 
-    They are forked: a process that starts anew imports for seconds, and interprets half as fast without `prepare_once`.
+    They are forked, unlike those of `warm.on_ranks`: a new process imports for seconds, and interprets half as fast
+    without `prepare_once`.
     """
     import torch.multiprocessing
 

@@ -104,21 +104,19 @@ def compare_rank(rank: int, rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     delta = replace(DELTA, n_value_heads=4)
     like_qwen = {**LIKE_QWEN, "num_kv_heads": 2, "num_layers": 2, "delta": delta}
-    split = {"split": True, "recompute": True}
-    compare_share(rank, ({}, split, {"split": True}), num_kv_heads=1)
-    for like in ({**LIKE_OLMO, "num_kv_heads": 2}, like_qwen):
-        compare_share(rank, ({}, split), **like)
+    for like in ({"num_kv_heads": 1}, {**LIKE_OLMO, "num_kv_heads": 2}, like_qwen):
+        compare_share(rank, **like)
     dist.destroy_process_group()
 
 
-def compare_share(rank: int, ways: tuple[dict[str, Any], ...], **like: Any) -> None:
+def compare_share(rank: int, **like: Any) -> None:
     changes: dict[str, Any] = {**BARE, "num_heads": 4, "num_layers": 1, **like}
     with mock.patch("areno.kernels.backend.interprets", return_value=False):
         alone = build(torch.float32, "cpu", **changes)
         expected = run(alone, "sdpa", is_fused=False)
     whole = dict(alone.named_parameters())
     tp = ParallelGroup(rank, 2, dist.group.WORLD)
-    for how in ways:
+    for how in ({}, {"split": True, "recompute": True}, {"split": True}):
         divided = build(torch.float32, "cpu", tp, **changes)
         for name, parameter in divided.named_parameters():
             for part, of_alone in zip(divided.layout(name), alone.layout(name), strict=True):

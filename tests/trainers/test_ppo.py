@@ -184,8 +184,7 @@ def test_two_ranks_train_as_one(tmp_path: Path, models: dict[str, Path]) -> None
 def test_quickstart_learns_with_a_critic(seed: int, tmp_path: Path) -> None:
     started = time.perf_counter()
     root = str(Path(areno.__file__).parents[1])
-    # The policy needs half of the file's steps after the warm-up; in the others the rewards rise from 0.85 to 0.9.
-    words = ["-m", "areno.recipes.ppo", f"seed={seed}", "trial_name=t", "total_train_steps=44"]
+    words = ["-m", "areno.recipes.ppo", f"seed={seed}", "trial_name=t"]
     done = warm_python.commands().run(words, tmp_path, {**os.environ, "PYTHONPATH": root}, timeout=400)
     seconds = time.perf_counter() - started
     assert done.returncode == 0, done.stderr[-3000:]
@@ -198,8 +197,8 @@ def test_quickstart_learns_with_a_critic(seed: int, tmp_path: Path) -> None:
     print(f"seed {seed}: {seconds:.1f} s, {rewards[0]:.3f} -> {last:.3f}, held out {accuracies[0]:.3f} -> ", end="")
     print(f"{accuracies[-1]:.3f}, explained variance {variance:.2f}")
     assert rewards[0] <= 0.5
-    assert last >= 0.8
-    assert variance > 0.25
+    assert last >= 0.85
+    assert variance > 0.3
     assert accuracies[-1] >= 0.9
     # While the critic learned alone, the policy stayed what it was.
     warmup = load(PPOConfig, "quickstart_ppo", []).critic.warmup_steps

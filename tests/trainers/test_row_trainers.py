@@ -245,7 +245,7 @@ def test_settings_of_dpo_that_do_not_fit(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_quickstart_learns_what_is_preferred(tmp_path, seed):
     config = load(DPOConfig, "quickstart_dpo", [f"seed={seed}", f"cluster.fileroot={tmp_path}"])
     with areno.DPOTrainer(config) as trainer:

@@ -34,7 +34,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_ranks", "tied"), [(3, True), (2, False)])
+@pytest.mark.parametrize(("n_ranks", "tied"), [(2, True), (3, True), (2, False)])
 def test_ranks_train_as_one_in_all_forms(tmp_path: Path, n_ranks: int, tied: bool) -> None:
     on_ranks(n_ranks, compare_stages, folder_of(tmp_path, num_hidden_layers=5, tie_word_embeddings=tied))
 
