@@ -578,6 +578,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         sampling: SamplingConfig | None = None,
         mb_spec: MicroBatchSpec | None = None,
         routes: Sequence[Any] | None = None,
+        prompt_masks: Sequence[Any] | None = None,
     ) -> list[list[float]]:
         """Compute the log-probability of every token given the earlier tokens of its row.
 
@@ -591,12 +592,14 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             mb_spec: Size of micro-batches. None uses the size set in ArenoConfig.
             routes: Experts that the rollout chose (RolloutSequence.routes) for each row, for an actor with routing
                 replay. None lets the router choose the experts.
+            prompt_masks: For each row, True for each token whose log-probability is not needed, as in
+                TrainSequence.prompt_mask. The logits of these tokens are not computed. None computes all.
 
         Returns:
-            For each row, one log-probability per token, 0.0 for the first token.
+            For each row, one log-probability per token, 0.0 for the first token and for masked tokens.
         """
         sampling = self._sampling(temperature, sampling)
-        score = partial(self.engine.logprobs, routes=routes)
+        score = partial(self.engine.logprobs, routes=routes, prompt_masks=prompt_masks)
         scored = self._score("score_logprobs", score, role, token_rows, sampling, mb_spec)
         return [row.tolist() for row in scored]
 

@@ -33,6 +33,7 @@ from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.cost import Cost
 from areno.models.registry import load_config
+from areno.trainers.rows import prompt_masks, token_rows
 from areno.types import GenerationRequest, SamplingParams, TrainSequence
 
 
@@ -189,7 +190,7 @@ class ArenoContender:
         )
         loss_fn = partial(gspo_loss_fn, clip_eps=3e-4)
         if settings.teacher == SAMPLED:
-            scores = self.engine.logprobs("teacher", [item.tokens or [] for item in fresh])
+            scores = self.engine.logprobs("teacher", token_rows(fresh), prompt_masks=prompt_masks(fresh))
             fresh = [replace(item, teacher_logprobs=of_row) for item, of_row in zip(fresh, scores, strict=True)]
         if settings.teacher is not None:
             loss_fn = partial(distillation_loss_fn, policy_loss_fn=loss_fn, sampled=settings.teacher == SAMPLED)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from areno.engine.sampling import SamplingEngine
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, Sharing, UpdateSpec
 from areno.engine.token_budget import SCORE, TRAIN, ChosenBudgets
 from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps, sharing_beside_teachers
-from areno.engine.train.rows import TOP, read_training_rows, routes_of_rows
+from areno.engine.train.rows import TOP, masks_of_rows, read_training_rows, routes_of_rows
 from areno.errors import CheckpointError, EngineError
 from areno.models.registry import load_config
 from areno.types import TrainSequence
@@ -227,6 +228,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         sampling: SamplingConfig | None = None,
         mb_spec: MicroBatchSpec | None = None,
         routes: Sequence[Any] | None = None,
+        prompt_masks: Sequence[Any] | None = None,
     ) -> list[np.ndarray]:
         """Return the log-probability of each token given the tokens before it, under the model of a role.
 
@@ -238,12 +240,18 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
             routes: Routing replay, for the actor only: recorded experts of each row's tokens, as in
                 TrainSequence.routes. None lets the router choose.
+            prompt_masks: For each row, True for each token whose log-probability is not needed, as
+                TrainSequence.prompt_mask. None computes all.
 
         Returns:
-            One float32 array for each row, with one entry per token. Entry 0 is 0, because no token precedes it.
+            One float32 array for each row, with one entry per token. Entry 0 is 0, because no token precedes it, and so
+            are the entries of masked tokens.
         """
-        read = routes_of_rows(routes, token_rows, self.info.routes, role)
-        return self._scored("logprobs", role, token_rows, mb_spec, routes=read, sampling=sampling or SamplingConfig())
+        of_rows = {
+            "routes": routes_of_rows(routes, token_rows, self.info.routes, role),
+            "prompt_masks": masks_of_rows(prompt_masks, token_rows),
+        }
+        return self._scored("logprobs", role, token_rows, mb_spec, of_rows, sampling=sampling or SamplingConfig())
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
         """Return the value of the state before each token of each row, computed by a role's value head.
@@ -289,7 +297,13 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return [1 / (1 + np.exp(-values[1:].astype(np.float64))) for values in scored]
 
     def _scored(
-        self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, routes: Any = None, **more: Any
+        self,
+        what: str,
+        role: str,
+        rows: TokenRows,
+        mb_spec: MicroBatchSpec | None,
+        of_rows: Mapping[str, Sequence[Any] | None] = MappingProxyType({}),
+        **more: Any,
     ) -> list[Any]:
         """Score rows with the model of a role: log-probabilities, values or rewards.
 
@@ -300,7 +314,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             role: Name of the role.
             rows: Token ids of each row.
             mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
-            routes: Recorded experts of each row's tokens, for "logprobs" only. None lets the router choose.
+            of_rows: Arguments of the method with an entry for each row, by name. Arguments that are None are left out.
             **more: Further arguments of the method: for "logprobs" `sampling`, a SamplingConfig, otherwise none.
 
         Returns:
@@ -309,13 +323,23 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         """
         self._role(role, {"logprobs": "lm", "values": "scores", "rewards": "value"}[what])
         info, sharing = self._infos.get(role, self.info), self._train_sharing[role]
-        shares, given = share_rows(rows, routes, self.spec.layout.data_size, info, sharing)
+        shares, tokens = share_rows(rows, self.spec.layout.data_size, info, sharing)
+        given = {name: values for name, values in of_rows.items() if values is not None}
         n_together = self.spec.layout.cp_size
         spec, may_halve = mb_spec or self.spec.mb_spec, False
         if spec.is_automatic:
             spec, may_halve = MicroBatchSpec(max_tokens_per_mb=self._budgets.of(role, SCORE)), self._may_halve
-        named = [more | ({"routes": its[0]} if its else {}) for _, *its in given]
-        args = [(role, what, tokens, spec, may_halve, each) for (tokens, *_), each in zip(given, named, strict=True)]
+        args = [
+            (
+                role,
+                what,
+                [tokens[index] for index in share],
+                spec,
+                may_halve,
+                more | {name: [values[index] for index in share] for name, values in given.items()},
+            )
+            for share in shares
+        ]
         with self._poll_lock:
             results = self.workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
         scored = [values for values, _ in results]

@@ -1,4 +1,4 @@
-"""The input of every loss: a micro-batch whose rows are packed end to end, without padding.
+"""The input of every loss, a micro-batch whose rows are packed end to end without padding, and the check of its result.
 
 Shape letters: N tokens in the micro-batch, T trained tokens (those in `loss_mask`), R rows. Every per-token tensor
 is aligned with `tokens`: entry t belongs to token t, given the earlier tokens of its row. The first token of a row
@@ -7,12 +7,14 @@ has no earlier token, so `loss_mask` is False there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from areno.errors import DataError
+from areno.errors import DataError, EngineError
 
 
 @dataclass(kw_only=True)
@@ -174,3 +176,45 @@ class DataPack:
     def row_lengths(self) -> Tensor:
         """Count the trained tokens of each row: (R,) float32, 0 for rows without any."""
         return self.sum_rows(torch.ones_like(self.trained_T, dtype=torch.float32))
+
+
+def checked_result(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Check the result of a loss function, and return its loss and its statistics.
+
+    Args:
+        returned: The result.
+
+    Raises:
+        EngineError: The result is not a loss without dimensions that has a gradient, and a dict of tensors.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise EngineError(
+            f"loss_fn returned {_described(returned)}; (loss, stats) is expected, stats a dict, such as {{}}"
+        )
+    loss, stats = returned
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        raise EngineError(
+            f"the loss of loss_fn is {_described(loss)}; a float tensor with no dimensions is expected: this "
+            "micro-batch's share of the loss, as pack.token_mean and pack.row_mean give it"
+        )
+    if not loss.requires_grad:
+        raise EngineError(
+            "the loss of loss_fn has no gradient; compute it from its second argument, without .detach(), .item(), "
+            "numpy or torch.no_grad()"
+        )
+    for name, value in stats.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.dim() > 1:
+            raise EngineError(
+                f"stats[{name!r}] of loss_fn is {_described(value)}; a tensor is expected, with no dimensions for a "
+                "share (they are summed over micro-batches) or with one for single observations"
+            )
+    return loss, dict(stats)
+
+
+def _described(value: Any) -> str:
+    """Return a short description of a value for a message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -12,7 +12,7 @@ from areno.config.experiments import PreferenceExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.tracking.console import Progress
 from areno.trainers.loop import ReferencedLoop
-from areno.trainers.rows import token_rows
+from areno.trainers.rows import prompt_masks, token_rows
 from areno.trainers.update import measure_loss, update
 from areno.types import PairItem, TrainSequence
 
@@ -83,9 +83,9 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
                 progress.update(len(out), n_tokens)
 
     def _logprobs(self, role: str, items: Sequence[PairItem]) -> Iterator[tuple[PairItem, list[float], list[float]]]:
-        """Yield each pair with the log-probabilities of all tokens of its chosen and of its rejected row."""
+        """Yield each pair with the log-probabilities of the trained tokens of its chosen and its rejected row."""
         rows = [row for item in items for row in (item.chosen, item.rejected)]
-        scored = self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0)
+        scored = self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0, prompt_masks=prompt_masks(rows))
         return zip(items, scored[0::2], scored[1::2], strict=True)
 
     def measure(self, name: str, loader: BatchLoader[PairItem]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from areno.config.experiments import UnpairedExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.tracking.console import Progress
 from areno.trainers.loop import ReferencedLoop
-from areno.trainers.rows import token_rows
+from areno.trainers.rows import prompt_masks, token_rows
 from areno.trainers.update import measure_loss, update
 from areno.types import AnswersItem, TrainSequence
 
@@ -86,9 +86,13 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
             keys.append((own.index, other.index))
         return rows, keys
 
+    def _trained_logprobs(self, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
+        """Return the log-probability of each row's tokens under a role's model, and 0 for tokens of the prompt."""
+        return self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0, prompt_masks=prompt_masks(rows))
+
     def _answer_logprobs(self, role: str, rows: Sequence[TrainSequence]) -> np.ndarray:
         """Return the log-probability of each row's trained tokens under a role's model, float64 (rows,)."""
-        scored = self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0)
+        scored = self._trained_logprobs(role, rows)
         pairs = zip(rows, scored, strict=True)
         return np.array([np.asarray(values)[~np.asarray(row.prompt_mask)].sum() for row, values in pairs])
 
@@ -130,8 +134,8 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
             n_tokens = 0
             for items in batches:
                 new = [item for item in items if item.index not in out.rows]
-                rows = token_rows([item.rows[0] for item in new])
-                for item, values in zip(new, self.setup.trainer.score_logprobs(role, rows, 1.0), strict=True):
+                scored = self._trained_logprobs(role, [item.rows[0] for item in new])
+                for item, values in zip(new, scored, strict=True):
                     out.rows[item.index] = np.asarray(values, np.float32)
                     n_tokens += len(values)
                 if len(items) > 1:
@@ -157,7 +161,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
             points.append(self.reference_point(items, scores))
             weights.append(len(items))
             rows += [_with_scores(item, scores) for item in items]
-        logprobs = self.setup.trainer.score_logprobs("actor", token_rows(rows), 1.0)
+        logprobs = self._trained_logprobs("actor", rows)
         point = float(np.average(points, weights=weights))
         measured = measure_loss(partial(self.setup.loss_fn, reference_point=point), rows, logprobs)
         means = {}

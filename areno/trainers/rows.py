@@ -152,6 +152,15 @@ def token_rows(rows: Sequence[TrainSequence]) -> list[Any]:
     return [[] if row.tokens is None else row.tokens for row in rows]
 
 
+def prompt_masks(rows: Sequence[TrainSequence]) -> list[Any]:
+    """Return the prompt mask of each row.
+
+    Args:
+        rows: Training rows. A row whose `prompt_mask` is None counts as empty.
+    """
+    return [[] if row.prompt_mask is None else row.prompt_mask for row in rows]
+
+
 def trained(rows: Sequence[TrainSequence], name: str) -> Arrays:
     """Return a per-token field at the trained tokens of each row.
 

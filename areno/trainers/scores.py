@@ -12,7 +12,7 @@ from typing import Any, Literal
 from areno.config.policy_experiments import CriticExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.run.setup import PolicySetup
-from areno.trainers.rows import policy_rows, token_rows
+from areno.trainers.rows import policy_rows, prompt_masks, token_rows
 from areno.types import ScoredSample, TrainSequence
 
 ScoreName = Literal["ref", "values", "proximal"]
@@ -78,7 +78,7 @@ class StepScores:
 
 
 def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
-    """Compute the log-probability of every token of the rows under the actor or the reference model.
+    """Compute the log-probability of every trained token of the rows under the actor or the reference model.
 
     The log-probabilities are at the temperature of the rollout. For the actor, rows with `routes` are scored with
     routing replay.
@@ -89,7 +89,9 @@ def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) ->
         rows: Training rows.
 
     Returns:
-        For each row, a log-probability per token, 0.0 for the first.
+        For each row, a log-probability per token, 0.0 for tokens that are not trained.
     """
     routes = [row.routes for row in rows] if role == "actor" else None
-    return setup.trainer.score_logprobs(role, token_rows(rows), sampling=setup.config.gconfig, routes=routes)
+    return setup.trainer.score_logprobs(
+        role, token_rows(rows), sampling=setup.config.gconfig, routes=routes, prompt_masks=prompt_masks(rows)
+    )

@@ -6,7 +6,7 @@ from areno.config.experiments import SupervisedExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.run.run import fault_tolerant
 from areno.trainers.loop import RowLoop
-from areno.trainers.rows import token_rows
+from areno.trainers.rows import prompt_masks, token_rows
 from areno.trainers.update import measure_loss, update
 from areno.types import TrainSequence
 
@@ -46,5 +46,7 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
         rows, logprobs = [], []
         for batch in loader.batches():
             rows += batch.items
-            logprobs += self.setup.trainer.score_logprobs("actor", token_rows(batch.items), 1.0)
+            logprobs += self.setup.trainer.score_logprobs(
+                "actor", token_rows(batch.items), 1.0, prompt_masks=prompt_masks(batch.items)
+            )
         return {"loss": measure_loss(self.setup.loss_fn, rows, logprobs)["loss"]}

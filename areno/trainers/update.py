@@ -186,7 +186,7 @@ def set_teachers(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence
 def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: TeacherConfig | None) -> None:
     """Set `teacher_logprobs` of rows, if there is a teacher whose loss is the sampled form.
 
-    A row with a `teacher_prompt` is scored after this prompt, and tokens before its response get 0.
+    A row with a `teacher_prompt` is scored after this prompt. Tokens that are not trained get 0.
 
     Args:
         setup: Models, data, settings and outputs of the run.
@@ -199,7 +199,14 @@ def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: Te
         for role in dict.fromkeys(row.teacher or teacher.role for row in rows):
             of_role = [row for row in rows if (row.teacher or teacher.role) == role]
             read = [row.for_teacher() for row in of_role]
-            scored = setup.trainer.score_logprobs(role, [tokens for tokens, _ in read], sampling=setup.config.gconfig)
+            masks = [
+                np.concatenate([np.ones(len(tokens) - len(mask), dtype=bool), mask])
+                for (tokens, first), row in zip(read, of_role, strict=True)
+                for mask in (np.asarray(row.prompt_mask, dtype=bool)[first:],)
+            ]
+            scored = setup.trainer.score_logprobs(
+                role, [tokens for tokens, _ in read], sampling=setup.config.gconfig, prompt_masks=masks
+            )
             for row, (tokens, first), logprobs in zip(of_role, read, scored, strict=True):
                 found = np.zeros(len(row.tokens))  # type: ignore[arg-type]
                 found[first:] = logprobs[len(tokens) - len(found) + first :]

@@ -14,6 +14,7 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec, UpdateSpec
+from areno.engine.train import backend as backend_module
 from areno.engine.train.backend import TrainBackend
 from areno.loss_fns.dpo import dpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
@@ -22,8 +23,8 @@ from tests.helpers.family_cases import random_model
 from tests.helpers.layouts import folder_with
 from tests.helpers.lora_models import lora
 from tests.helpers.moe_models import moe_folder
-from tests.helpers.shared_rows import Rows, group, train_rows
-from tests.helpers.tiny_engine import spec
+from tests.helpers.shared_rows import Rows, group, train_rows, tree
+from tests.helpers.tiny_engine import engine_spec, spec
 
 UPDATE = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=120), n_minibatches=2, seed=3)
 KINDS: dict[str, dict[str, Any]] = {
@@ -149,3 +150,22 @@ def test_a_role_that_cannot_share_gets_rows_apart(tmp_path: Path, monkeypatch: p
         engine.train(train_rows(rows, prompt=30), gspo_loss_fn, UpdateSpec(how), role="ref")
         engine.logprobs("ref", rows, SamplingConfig(), how)
     assert seen == [68] * 6
+
+
+@pytest.mark.parametrize("share", ["on", "off"])
+def test_the_head_computes_no_logits_of_masked_tokens(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+    compute = backend_module.selected_logprobs
+    count = lambda hidden, *args, **more: (computed.append(len(hidden)), compute(hidden, *args, **more))[1]  # noqa: E731
+    monkeypatch.setattr(backend_module, "selected_logprobs", count)
+    rows = [*group(30, [9, 5, 3], 16, 1), *tree(3, 16, turn=12), *group(4, [1], 16, 2)]
+    masks = [np.random.default_rng(index).random(len(row)) < 0.6 for index, row in enumerate(rows)]
+    masks[-1][:] = True
+    with Engine(engine_spec("examples/quickstart/model", exact=True, share_prefixes=share)) as engine:
+        expected = engine.logprobs("actor", rows)
+        computed.clear()
+        found = engine.logprobs("actor", rows, prompt_masks=[mask.tolist() for mask in masks])
+    for one, other, mask in zip(found, expected, masks, strict=True):
+        assert np.array_equal(one, np.where(mask, 0, other))
+    asked = sum(int((~mask[1:]).sum()) for mask in masks)
+    assert sum(computed) == asked if share == "off" else sum(computed) <= asked

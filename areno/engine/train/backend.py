@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,9 +27,10 @@ from areno.engine.train.micro_batches import APART, StepMicroBatches, TrainResul
 from areno.engine.train.old_logprobs import Batches, compare_with_rollout, complete, set_before_first_update
 from areno.engine.train.old_logprobs import of_step as old_of_step
 from areno.engine.train.optimizer import Optimizer
-from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, halved, pack_group, pack_step
+from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, halved, not_masked, pack_group, pack_step
 from areno.engine.train.prefixes import order_to_share
 from areno.engine.train.routes import StepRouting
+from areno.engine.train.rows import without_padding
 from areno.engine.train.teacher import TeacherPasses, Teachers, listed_teacher
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
@@ -38,7 +39,7 @@ from areno.kernels.logprobs.divergence import Teacher, logprobs_and_divergence
 from areno.layers.attention import PrefixKeys
 from areno.layers.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.pack import DataPack, checked_result
 from areno.models.cost import LOGITS_KEPT
 from areno.models.transformer import Transformer
 
@@ -222,7 +223,12 @@ class TrainBackend:
         return logprobs_N
 
     def logprobs(
-        self, token_rows: TokenRows, sampling: SamplingConfig, mb_spec: MicroBatchSpec, routes: TokenRows | None = None
+        self,
+        token_rows: TokenRows,
+        sampling: SamplingConfig,
+        mb_spec: MicroBatchSpec,
+        routes: TokenRows | None = None,
+        prompt_masks: TokenRows | None = None,
     ) -> list[np.ndarray]:
         """Return the log-probability of each token given the tokens before it, for each row.
 
@@ -231,15 +237,14 @@ class TrainBackend:
             sampling: Sampling settings, whose temperature divides the logits.
             mb_spec: Size of micro-batches.
             routes: Experts of each row's tokens, see areno/engine/train/rows.py. None lets the router choose.
+            prompt_masks: Whether the log-probability of each row's tokens is not needed, bool. None computes all.
 
         Returns:
-            One float32 array for each row, aligned with its tokens. The first entry is 0.
+            One float32 array for each row, aligned with its tokens. The first entry and those of masked tokens are 0.
         """
-
-        def score(packed: PackedTokens) -> Tensor:
-            return self._logprobs(packed, sampling)[0]
-
-        return self._score(token_rows, mb_spec, score, routes)
+        return self._score(
+            token_rows, mb_spec, lambda packed: self._logprobs(packed, sampling)[0], routes, prompt_masks
+        )
 
     def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[np.ndarray]:
         """Return the value of the state before each token, for each row. The model needs a head that gives scores.
@@ -264,7 +269,7 @@ class TrainBackend:
             mb_spec: Size of micro-batches.
         """
         pad = self.model.config.hf.get("pad_token_id")
-        token_rows = [_without_trailing(row, pad) for row in token_rows]
+        token_rows = [without_padding(row, pad) for row in token_rows]
 
         def rewards_of(packed: PackedTokens) -> Tensor:
             hidden_nD, share = self._hidden(packed)
@@ -280,11 +285,12 @@ class TrainBackend:
         mb_spec: MicroBatchSpec,
         score: Callable[[PackedTokens], Tensor],
         routes: TokenRows | None = None,
+        prompt_masks: TokenRows | None = None,
     ) -> list[np.ndarray]:
         """Apply `score` to micro-batches of the rows, and return its results as one float32 array for each row.
 
         `score` returns an (N,) tensor with a value for each token of a micro-batch. `routes` are the experts of each
-        row's tokens, or None to let the router choose.
+        row's tokens, or None to let the router choose. `prompt_masks` tell the tokens that `score` need not predict.
         """
         if not rows:
             return []
@@ -295,7 +301,8 @@ class TrainBackend:
             scored = []
             for group in groups:
                 given = None if routes is None else [[routes[i] for i in batch] for batch in group]
-                packs = pack_group([[rows[i] for i in batch] for batch in group], self.device, given, share=share)
+                asked = None if prompt_masks is None else [not_masked(prompt_masks, batch) for batch in group]
+                packs = pack_group([[rows[i] for i in batch] for batch in group], self.device, given, asked, share)
                 for batch, packed in zip(group, packs, strict=True):
                     with phase("score", rows=len(batch)):
                         scored.append(score(packed))
@@ -552,13 +559,13 @@ class TrainBackend:
         Sets `pack.entropy` and the missing `pack.old_logprobs`, and adds the comparison with the rollout to `stats`.
         """
         if self.model.config.head != "lm":
-            return _checked(loss_fn(pack, self._values(packed)))
+            return checked_result(loss_fn(pack, self._values(packed)))
         logprobs_N, pack.entropy, *more = self._logprobs(packed, update.sampling, pack, update)
         pack.divergence = more[0] if more else None
         own_N = logprobs_N.detach()
         if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
             pack.old_logprobs = complete(pack.old_logprobs, own_N)
-        loss, loss_stats = _checked(loss_fn(pack, logprobs_N))
+        loss, loss_stats = checked_result(loss_fn(pack, logprobs_N))
         before_N = pack.old_logprobs
         if update.old_logprobs == "rollout":
             before_N = own_N if is_first else None
@@ -579,50 +586,6 @@ class TrainBackend:
             in_adam=in_adam,
             may_offload=on_cuda and flat is not None and not flat.frozen and not flat.in_host,
         )
-
-
-def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and the statistics that a loss function has returned. EngineError if they are invalid."""
-    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
-        raise EngineError(
-            f"loss_fn returned {_described(returned)}; (loss, stats) is expected, stats a dict, such as {{}}"
-        )
-    loss, stats = returned
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        raise EngineError(
-            f"the loss of loss_fn is {_described(loss)}; a float tensor with no dimensions is expected: this "
-            "micro-batch's share of the loss, as pack.token_mean and pack.row_mean give it"
-        )
-    if not loss.requires_grad:
-        raise EngineError(
-            "the loss of loss_fn has no gradient; compute it from its second argument, without .detach(), .item(), "
-            "numpy or torch.no_grad()"
-        )
-    for name, value in stats.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor) or value.dim() > 1:
-            raise EngineError(
-                f"stats[{name!r}] of loss_fn is {_described(value)}; a tensor is expected, with no dimensions for a "
-                "share (they are summed over micro-batches) or with one for single observations"
-            )
-    return loss, dict(stats)
-
-
-def _described(value: Any) -> str:
-    """Return a short description of a value for a message."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, tuple):
-        return f"({', '.join(type(part).__name__ for part in value)})"
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _without_trailing(tokens: np.ndarray, pad: int | None) -> np.ndarray:
-    """Return a row without the padding tokens at its end, but with at least its first token.
-
-    If `pad` is None, the row is returned unchanged.
-    """
-    kept = np.flatnonzero(np.asarray(tokens) != pad)
-    return tokens[: kept[-1] + 1 if kept.size else 1]
 
 
 def _sharing_of(model: Transformer, when: SharePrefixes, adapters: AdapterSpec | None) -> tuple[Sharing, Sharing]:

@@ -437,25 +437,18 @@ def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
 
 
 def share_rows(
-    rows: Sequence[Any],
-    routes: Sequence[np.ndarray] | None,
-    n_shares: int,
-    info: EngineInfo,
-    sharing: Sharing = APART,
-) -> tuple[list[list[int]], list[list[list[np.ndarray]]]]:
+    rows: Sequence[Any], n_shares: int, info: EngineInfo, sharing: Sharing = APART
+) -> tuple[list[list[int]], list[np.ndarray]]:
     """Check rows that will be scored, and distribute them over the copies of a model.
 
     Args:
         rows: Token ids of each row.
-        routes: Experts of each row's tokens. None lets the router choose.
         n_shares: Number of copies of the model. Each copy gets one share.
         info: Facts about the model, such as the size of its vocabulary.
         sharing: When the model computes the prefixes that rows share once.
 
     Returns:
-        (indices, columns), two lists with one entry for each share. An entry of `indices` has the indices of the
-        share's rows. An entry of `columns` is a list with the token ids of these rows and, only if `routes` is given, a
-        second list with the routes of these rows.
+        (shares, tokens): the indices of the rows of each share, and the token ids of each row, int64.
 
     Raises:
         DataError: A row is not a list of the model's token ids, or is longer than the model's context.
@@ -466,6 +459,4 @@ def share_rows(
     ]
     costs = [forward_flops(info.cost, [len(tokens)]) for tokens in checked]
     share = n_shares > 1 and order_to_share(checked, sharing) is not None
-    shares = _split_units([[tokens] for tokens in checked], costs, n_shares, share)
-    columns = [checked] if routes is None else [checked, list(routes)]
-    return shares, [[[column[index] for index in share] for column in columns] for share in shares]
+    return _split_units([[tokens] for tokens in checked], costs, n_shares, share), checked

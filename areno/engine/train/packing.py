@@ -333,6 +333,19 @@ def _pack_rows(rows: Sequence[Row], packed: PackedTokens, step: StepMicroBatches
     )
 
 
+def not_masked(prompt_masks: Sequence[np.ndarray], batch: Sequence[int]) -> np.ndarray:
+    """Return, for the tokens of all rows of a batch, whether a token is predicted: not masked, not the first of a row.
+
+    Args:
+        prompt_masks: An (n,) bool array for each row, with True for each masked token.
+        batch: Indices of the rows of the batch.
+    """
+    asked = [~prompt_masks[index] for index in batch]
+    for of_row in asked:
+        of_row[0] = False
+    return np.concatenate(asked)
+
+
 def _trained(rows: Sequence[Row]) -> np.ndarray:
     """Concatenate the `trained` masks of rows, bool."""
     return np.concatenate([row.trained for row in rows])

@@ -426,6 +426,42 @@ def routes_of_rows(
     return [read_routes(each, len(row), shape, f"token_rows[{index}]") for index, (each, row) in enumerate(pairs)]
 
 
+def without_padding(tokens: np.ndarray, pad: int | None) -> np.ndarray:
+    """Return a row without the padding tokens at its end, but with at least its first token.
+
+    Args:
+        tokens: Token ids of the row.
+        pad: Id of the padding token. None returns the row unchanged.
+    """
+    kept = np.flatnonzero(np.asarray(tokens) != pad)
+    return tokens[: kept[-1] + 1 if kept.size else 1]
+
+
+def masks_of_rows(prompt_masks: Sequence[Any] | None, token_rows: Sequence[Any]) -> list[np.ndarray] | None:
+    """Check the prompt masks of rows that will be scored.
+
+    Args:
+        prompt_masks: For each row, True for each token whose log-probability is not needed. None needs all.
+        token_rows: Token ids of each row.
+
+    Returns:
+        A bool array for each row. None if all log-probabilities are needed.
+
+    Raises:
+        DataError: A mask has an entry other than True and False, or its length is not that of its row.
+        EngineError: The number of masks differs from the number of rows.
+    """
+    if prompt_masks is None:
+        return None
+    if len(prompt_masks) != len(token_rows):
+        raise EngineError(f"there are prompt_masks of {len(prompt_masks)} rows, and {len(token_rows)} rows of tokens")
+    masks = [_read_mask(mask, f"token_rows[{index}]") for index, mask in enumerate(prompt_masks)]
+    for index, (mask, row) in enumerate(zip(masks, token_rows, strict=True)):
+        if len(mask) != len(row):
+            raise DataError(f"token_rows[{index}]: prompt_mask has {len(mask)} entries, the row has {len(row)} tokens")
+    return masks
+
+
 class ModelFacts(Protocol):
     """The facts about a model that rows are checked against, as EngineInfo has them."""
 

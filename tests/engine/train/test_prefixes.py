@@ -433,7 +433,7 @@ def test_share_rows_keeps_groups_together() -> None:
     spec = engine_spec("examples/quickstart/model")
     with Engine(spec) as engine:
         rows = [row for seed in range(4) for row in group(30, [5, 6], 16, seed)]
-        shares, _ = share_rows(rows, None, 2, engine.info, ON)
+        shares, _ = share_rows(rows, 2, engine.info, ON)
     assert sorted(itertools.chain(*shares)) == list(range(8))
     assert all({i // 2 * 2, i // 2 * 2 + 1} <= set(share) for share in shares for i in share)
 
