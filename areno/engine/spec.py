@@ -296,6 +296,14 @@ class EngineSpec:
         """Return a copy of the spec without the actor's optimizer, for an engine that cannot train the actor."""
         return replace(self, actor=replace(self.actor, optimizer=None))
 
+    def keeps_routes(self, role: str) -> bool:
+        """Return whether the decoder of a role returns the experts of each token, which only training needs.
+
+        Args:
+            role: Name of the role.
+        """
+        return self.routing_replay and role == "actor"
+
     def has_folder_of_actor(self, role: RoleSpec) -> bool:
         """Return whether the model of a role is in the folder of the actor."""
         return role.path == self.actor.path or Path(role.path).resolve() == Path(self.actor.path).resolve()
@@ -423,6 +431,7 @@ class RolloutSpec:
     Attributes:
         max_running: Largest number of samples that are decoded at the same time, over all ranks.
         max_len: Largest number of tokens in a sample, prompt and completion together.
+        role: Name of the role whose model decodes.
         shared: Numbers of samples of all phases that share the decoder. None if no phase has another number.
         decoder: Settings of the decoder.
         keeps_cache: Whether the KV cache stays in memory until the next phase. If so, it leaves room for the memory
@@ -431,6 +440,7 @@ class RolloutSpec:
 
     max_running: int
     max_len: int
+    role: str = "actor"
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     keeps_cache: bool = True
     shared: SharedDecoder | None = None

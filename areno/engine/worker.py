@@ -27,7 +27,6 @@ from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, Want
 from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.drafts import SuffixDrafter, step_costs
-from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.deterministic import nondeterministic_operations_named, without_deterministic_mode
 from areno.engine.memory import (
     free_unused,
@@ -47,11 +46,13 @@ from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepMicroBatches, TrainResult
 from areno.engine.train.rows import TOP, RouteShape
 from areno.engine.train.teacher import TeacherPasses, Teachers
-from areno.errors import EngineError, Key
+from areno.engine.vocabulary import Vocabulary
+from areno.errors import EngineError
 from areno.kernels.attention import choose_backend
 from areno.kernels.backend import check_dtype
 from areno.models.adapters import adapter_table, adapter_writes, refresh_adapters
 from areno.models.cost import Cost
+from areno.models.transformer import Transformer
 from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -86,6 +87,7 @@ class Worker:
         self.actor = self.roles.actor
         self._most_threads = max(1, torch.get_num_threads() // spec.n_ranks_on_machine(context.rank))
         self._set_threads()
+        self._vocabularies: dict[str, Vocabulary] = {}  # of roles that have decoded
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
         self._is_held = False
@@ -168,27 +170,40 @@ class Worker:
         decoder.weights_version = self.weights_version()
         refresh_adapters(self.actor)
 
+    def _model(self, spec: RolloutSpec) -> Transformer:
+        """Return the model that a rollout phase decodes with."""
+        return self.roles[spec.role].backend.model
+
+    def _vocabulary(self, name: str) -> Vocabulary:
+        """Return the vocabulary of a role."""
+        if name not in self._vocabularies:
+            role, config = self.roles[name].spec, self.roles[name].backend.model.config
+            of_actor = self.spec.tokenizer_path or self.spec.actor.path
+            folder, more = (role.path, None) if role.own_tokenizer else (of_actor, self.spec.eos_token_ids)
+            self._vocabularies[name] = Vocabulary(folder, config, more)
+        return self._vocabularies[name]
+
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
         options = [*memory.smaller_cache(spec.decoder), memory.FEWER_AT_ONCE]
-        wanted = self._wanted_cache(spec)
+        wanted, model, vocabulary = self._wanted_cache(spec), self._model(spec), self._vocabulary(spec.role)
         reserved = self.roles.footprint.most_extra_in_use if spec.keeps_cache else 0
         with out_of_memory_hint("making the KV cache", lambda: options):
             return Decoder(
-                self.actor,
-                n_blocks=kv_cache_blocks(self.actor, self.spec, wanted, self.free_bytes, reserved),
+                model,
+                n_blocks=kv_cache_blocks(model, self.spec, wanted, self.free_bytes, reserved),
                 block_size=self._block_size,
                 max_running=self.spec.layout.of_copy(spec.n_slots),
                 usual_running=self.spec.layout.of_copy(spec.usual),
                 max_prefill_tokens=spec.decoder.max_prefill_tokens,
                 max_len=spec.max_len,
-                eos_token_ids=self._eos_token_ids,
+                eos_token_ids=vocabulary.eos_token_ids,
                 use_graphs=self.context.device.type == "cuda" and not spec.decoder.eager_decode,
                 attn_backend=self.attn_backend,
                 exact=self.spec.engine.exact,
-                detokenize=lambda tokens: self._tokenizer.decode(tokens),
-                compile_grammar=lambda text: self._grammars.compile(text),
+                detokenize=lambda tokens: vocabulary.tokenizer.decode(tokens),
+                compile_grammar=lambda text: vocabulary.grammars.compile(text),
                 stream_every_s=_STREAM_EVERY_S,
-                keeps_routes=self.spec.routing_replay,
+                keeps_routes=self.spec.keeps_routes(spec.role),
                 runs_ahead=self.context.device.type != "cpu",
             )
 
@@ -224,9 +239,9 @@ class Worker:
 
     def _wanted_cache(self, spec: RolloutSpec) -> WantedCache:
         """Return the KV cache that a rollout wants."""
-        routes = self._route_shape if self.spec.routing_replay else None
+        routes = self._route_shape if self.spec.keeps_routes(spec.role) else None
         return WantedCache.of(
-            self.actor.config,
+            self._model(spec).config,
             self.dtype.itemsize,
             self.spec,
             spec,
@@ -246,28 +261,6 @@ class Worker:
             return torch.cuda.mem_get_info(self.context.device)[0]
         return host_bytes_free() // self.spec.n_ranks_on_machine(self.context.rank)
 
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        folder = self.spec.tokenizer_path or self.spec.actor.path
-        try:
-            return AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise EngineError(
-                "stop strings and grammars need a tokenizer, and {} has none that loads; set {}, or use stop_token_ids",
-                folder,
-                Key("tokenizer_path"),
-            ) from error
-
-    @cached_property
-    def _eos_token_ids(self) -> set[int]:
-        return {*self.actor.config.eos_token_ids, *self.spec.eos_token_ids}
-
-    @cached_property
-    def _grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self._tokenizer, self.actor.config.vocab_size, self._eos_token_ids)
-
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests, which join the running batch in one of the next steps.
 
@@ -279,7 +272,7 @@ class Worker:
         if self.decoder is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         if any(request.params.stop or request.grammar for request in requests):
-            _ = self._tokenizer  # load it now, so that an error is raised for the request
+            _ = self._vocabulary("actor").tokenizer  # load it now, so that an error is raised for the request
         for request in requests:
             self.decoder.submit(request)
 
@@ -418,6 +411,7 @@ class Worker:
         """Free the memory of a role."""
         self.states.forget()
         self.roles.release(name)
+        self._vocabularies.pop(name, None)
         self._set_threads()
 
     def train(self, role: str, steps: list[StepMicroBatches], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:

@@ -36,7 +36,7 @@ def kv_cache_blocks(
     `rollout.mem_fraction` of the free memory, and a smaller share for samples that only an evaluation decodes.
 
     Args:
-        model: The actor.
+        model: The model that decodes.
         engine: Settings of the engine.
         wanted: The cache that the rollout wants.
         free_bytes: Function that returns the free memory of the device in bytes.
