@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ CHOICES = ("A", "B")
 ANSWERS = ("completion", "first", "second")
 """Fields of a template that stand for answers: of a question about one answer, and of one about two."""
 
+REASON, VERDICT = "reason", "verdict"
+"""Fields of a reply in JSON, in order."""
+
 _OF_ANY = ("compare", "rubric", "template", "labels", "verdict", "refuse_blank", "weight")
 _OF_ROLE = Needs("path", so="no model is loaded")
 _OF_ENDPOINT = Needs("base_url", so="there is no endpoint")
@@ -29,6 +33,16 @@ _ASKED = {
     ("correct", True): "Which answer agrees better with the reference answer? ",
     ("quality", True): "Which answer is better: more correct, more complete and more helpful? ",
 }
+
+
+def json_reply(reason: str, label: str) -> str:
+    """Return the reply in JSON that a judge writes with verdict=json.
+
+    Args:
+        reason: The reasoning of the judge.
+        label: The verdict.
+    """
+    return json.dumps({REASON: reason, VERDICT: label}, ensure_ascii=False)
 
 
 def fields_of(template: str) -> set[str]:

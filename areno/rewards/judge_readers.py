@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from areno.config.judge import JudgeConfig
+from areno.config.judge import REASON, VERDICT, JudgeConfig, json_reply
 from areno.data.chat_template import render_generation_prompt
 from areno.data.encode import encode_generation_prompt
 from areno.errors import ConfigError, Key, Problem, printable
@@ -333,12 +333,9 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
     def _schema(self) -> dict[str, Any]:
         """Return the schema of a reply in JSON."""
         verdict = {"type": "string", "enum": list(self._config.names)}
-        shape = {"type": "object", "properties": {"reason": {"type": "string"}, "verdict": verdict}}
-        return {
-            "name": "verdict",
-            "strict": True,
-            "schema": {**shape, "required": ["reason", "verdict"], "additionalProperties": False},
-        }
+        properties = {REASON: {"type": "string"}, VERDICT: verdict}
+        shape = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        return {"name": "verdict", "strict": True, "schema": shape}
 
     def _read(self, said: str, top: Sequence[tuple[str, float]]) -> Verdict:
         """Return the verdict of a reply, without probabilities if there is none.
@@ -346,23 +343,18 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         The log-probabilities `top` count if the labels have enough of the probability. Otherwise the model would begin
         with something else, such as reasoning, and the label at the beginning of the reply counts.
         """
-        text, parts = said, {"unreadable": 0.0}
         if self._config.verdict == "json":
-            try:
-                text = str(json.loads(text[text.find("{") : text.rfind("}") + 1])["verdict"])
-            except (ValueError, KeyError, TypeError):
-                text = ""
-        elif top:
+            return _read_json(said, self._labels)
+        parts = {}
+        if top:
             logprobs = np.full(len(self._labels), -np.inf)
             for token, logprob in top:
                 if (index := self._label_of(token)) is not None:
                     logprobs[index] = np.logaddexp(logprobs[index], logprob)
             parts["label_mass"] = float(np.exp(logprobs).sum())
             if parts["label_mass"] >= _LEAST_MASS:
-                return Verdict(_shares(logprobs), parts=parts)
-        if (index := _first_label(text, self._labels)) is None:
-            return Verdict(parts=parts | {"unreadable": 1.0})
-        return Verdict(tuple(float(other == index) for other in range(len(self._labels))), parts=parts)
+                return Verdict(_shares(logprobs), parts={"unreadable": 0.0, **parts})
+        return _named(said, self._labels, parts)
 
     def _label_of(self, token: str) -> int | None:
         """Return the index of the label that a reply beginning with `token` names. None if there is no such label.
@@ -396,7 +388,24 @@ def _content(body: str) -> tuple[str, list[tuple[str, float]]]:
         raise ValueError(f"the reply is no chat completion: {body}") from error
 
 
-_EXAMPLE = '{"reason": "...", "verdict": "..."}'
+_EXAMPLE = json_reply("...", "...")
+
+
+def _read_json(said: str, labels: Sequence[str]) -> Verdict:
+    """Return the verdict of a reply in JSON, which may have text around it. Without probabilities if there is none."""
+    try:
+        text = str(json.loads(said[said.find("{") : said.rfind("}") + 1])[VERDICT])
+    except (ValueError, KeyError, TypeError):
+        text = ""
+    return _named(text, labels, {})
+
+
+def _named(text: str, labels: Sequence[str], parts: Mapping[str, float]) -> Verdict:
+    """Return the verdict for the label with which a text begins. Without probabilities if there is none."""
+    index = _first_label(text, labels)
+    if index is None:
+        return Verdict(parts={"unreadable": 1.0, **parts})
+    return Verdict(tuple(float(other == index) for other in range(len(labels))), parts={"unreadable": 0.0, **parts})
 
 
 def _first_label(text: str, labels: Sequence[str]) -> int | None:
