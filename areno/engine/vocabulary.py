@@ -19,14 +19,28 @@ class Vocabulary:
         config: Shape of the model.
         more_eos_token_ids: Tokens that end a completion, in addition to those in the files of the model. None adds the
             end-of-sequence token of the tokenizer.
+        tokenizer: The tokenizer, if it is loaded already.
     """
 
-    def __init__(self, folder: str, config: TransformerConfig, more_eos_token_ids: Iterable[int] | None = None):
-        self._folder, self._config, self._more = folder, config, more_eos_token_ids
+    def __init__(
+        self,
+        folder: str,
+        config: TransformerConfig,
+        more_eos_token_ids: Iterable[int] | None = None,
+        tokenizer: Any = None,
+    ):
+        self._folder, self._config, self._more, self._given = folder, config, more_eos_token_ids, tokenizer
+
+    @property
+    def context_len(self) -> int:
+        """Context length of the model in tokens."""
+        return self._config.max_position_embeddings
 
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of transformers. Raises EngineError if the folder has none that loads."""
+        if self._given is not None:
+            return self._given
         from transformers import AutoTokenizer
 
         try:

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -46,7 +46,6 @@ from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepMicroBatches, TrainResult
 from areno.engine.train.rows import TOP, RouteShape
 from areno.engine.train.teacher import TeacherPasses, Teachers
-from areno.engine.vocabulary import Vocabulary
 from areno.errors import EngineError
 from areno.kernels.attention import choose_backend
 from areno.kernels.backend import check_dtype
@@ -87,7 +86,6 @@ class Worker:
         self.actor = self.roles.actor
         self._most_threads = max(1, torch.get_num_threads() // spec.n_ranks_on_machine(context.rank))
         self._set_threads()
-        self._vocabularies: dict[str, Vocabulary] = {}  # of roles that have decoded
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
         self._is_held = False
@@ -174,23 +172,16 @@ class Worker:
         """Return the model that a rollout phase decodes with."""
         return self.roles[spec.role].backend.model
 
-    def _vocabulary(self, name: str) -> Vocabulary:
-        """Return the vocabulary of a role."""
-        if name not in self._vocabularies:
-            role, config = self.roles[name].spec, self.roles[name].backend.model.config
-            of_actor = self.spec.tokenizer_path or self.spec.actor.path
-            folder, more = (role.path, None) if role.own_tokenizer else (of_actor, self.spec.eos_token_ids)
-            self._vocabularies[name] = Vocabulary(folder, config, more)
-        return self._vocabularies[name]
-
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
         options = [*memory.smaller_cache(spec.decoder), memory.FEWER_AT_ONCE]
-        wanted, model, vocabulary = self._wanted_cache(spec), self._model(spec), self._vocabulary(spec.role)
+        wanted, model, vocabulary = self._wanted_cache(spec), self._model(spec), self.roles.vocabulary(spec.role)
         reserved = self.roles.footprint.most_extra_in_use if spec.keeps_cache else 0
         with out_of_memory_hint("making the KV cache", lambda: options):
             return Decoder(
                 model,
-                n_blocks=kv_cache_blocks(model, self.spec, wanted, self.free_bytes, reserved),
+                n_blocks=kv_cache_blocks(
+                    model, self.spec, wanted, self.free_bytes, reserved, beside_actor=self.decoder is not None
+                ),
                 block_size=self._block_size,
                 max_running=self.spec.layout.of_copy(spec.n_slots),
                 usual_running=self.spec.layout.of_copy(spec.usual),
@@ -272,7 +263,7 @@ class Worker:
         if self.decoder is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         if any(request.params.stop or request.grammar for request in requests):
-            _ = self._vocabulary("actor").tokenizer  # load it now, so that an error is raised for the request
+            _ = self.roles.vocabulary("actor").tokenizer  # load it now, so that an error is raised for the request
         for request in requests:
             self.decoder.submit(request)
 
@@ -352,13 +343,13 @@ class Worker:
     def step(self) -> list[GenerationOutput]:
         """Run one step of the decoder, and return the finished samples and partial outputs."""
         assert self.decoder is not None
-        with out_of_memory_hint("in rollout", self._rollout_advice), without_deterministic_mode():
-            return self.decoder.step()
-
-    def _rollout_advice(self) -> Iterator[memory.Option]:
-        """Return the setting changes to suggest if memory runs out in a rollout, as Options."""
         assert self._decoder_spec is not None
-        return memory.in_rollout(self._decoder_spec.decoder, on_cuda=self.context.device.type == "cuda")
+        return self._step(self.decoder, self._decoder_spec)
+
+    def _step(self, decoder: Decoder, spec: RolloutSpec) -> list[GenerationOutput]:
+        advice = partial(memory.in_rollout, spec.decoder, on_cuda=self.context.device.type == "cuda")
+        with out_of_memory_hint("in rollout", advice), without_deterministic_mode():
+            return decoder.step()
 
     def _kv_cache_advice(self) -> list[memory.Option]:
         """Return setting changes with which the KV cache leaves more memory to training, as Options.
@@ -411,7 +402,6 @@ class Worker:
         """Free the memory of a role."""
         self.states.forget()
         self.roles.release(name)
-        self._vocabularies.pop(name, None)
         self._set_threads()
 
     def train(self, role: str, steps: list[StepMicroBatches], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
@@ -488,6 +478,46 @@ class Worker:
                 mb_spec = MicroBatchSpec(max_tokens_per_mb=(budget or 2) // 2)
                 free_unused()
         raise AssertionError("the loop has no end")
+
+    def complete(self, spec: RolloutSpec, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+        """Sample all completions of some requests with a decoder of their own, which is freed afterwards.
+
+        The decoder of an open rollout phase keeps its cache and its samples.
+
+        Args:
+            spec: Settings of the decoder, with the role whose model decodes.
+            requests: The requests of this copy of the model.
+
+        Returns:
+            The outputs of the finished samples.
+
+        Raises:
+            EngineError: There is too little memory for the KV cache, or a request cannot be served.
+            GrammarError: A grammar cannot be compiled.
+        """
+        outputs: list[GenerationOutput] = []
+        if not requests:
+            return outputs
+        profiling.set_anchor()
+        in_phase = gc.get_freeze_count() > 0  # of an open rollout phase
+        gc.freeze()  # as in begin_rollout; the collection at the end then looks through new objects alone
+        # For the whole time: an offloaded model must not leave, and CUDA graphs are captured with or without adapters.
+        with self.roles[spec.role].on_device() as backend:
+            refresh_adapters(backend.model)
+            decoder: Decoder | None = None
+            try:
+                decoder = self._new_decoder(spec)
+                for request in requests:
+                    decoder.submit(request)
+                while decoder.has_work:
+                    outputs += [output for output in self._step(decoder, spec) if output.finish_reason is not None]
+                    heartbeat.beat()
+            finally:
+                decoder = None
+                free_unused()  # before an offloaded model leaves, since graphs refer to the runner and its weights
+                if not in_phase:
+                    gc.unfreeze()
+        return outputs
 
     def save(self, folder: str, role: str, background: bool = False, merge: bool = False) -> None:
         """Write this rank's part of a role's model as a Hugging Face folder. All ranks must call this.
