@@ -25,6 +25,7 @@ from areno.data.sources import check_source, check_valid_sources, open_rows, val
 from areno.data.steps import StepReader, check_separator, separator_problem
 from areno.engine.engine import Engine
 from areno.engine.spec import EngineSpec, RoleSpec
+from areno.engine.vocabulary import Vocabulary
 from areno.errors import ConfigError, DataError, Key, Problem, WorkerLost, all_of, keys_renamed
 from areno.models.registry import load_config
 from areno.plan.devices import n_workers_here
@@ -493,7 +494,7 @@ def _judge_of_run(config: ExperimentConfig, roles: Mapping[str, RoleSpec]) -> Re
     path = roles["judge"].path
     with keys_renamed({"tokenizer_path": "reward.judge.path"}.get):
         tokenizer = load_tokenizer(path)
-    return RoleReader(config.reward.judge, tokenizer, load_config(path).max_position_embeddings)
+    return RoleReader(config.reward.judge, Vocabulary(path, load_config(path), tokenizer=tokenizer))
 
 
 def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> StepReader | None:
