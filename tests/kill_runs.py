@@ -135,6 +135,7 @@ class Run:
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            warm_python.WARM_WORKERS: "1",
         }
         said = self.folder / "said.txt"
         return warm_python.commands().start(words, self.folder, environment, said, said)
@@ -160,10 +161,13 @@ def end(process: Started) -> None:
 
 
 def workers(pid: int) -> list[int]:
-    """The processes below one that have loaded torch: those that hold the models."""
+    """The processes below one that have loaded torch: those that hold the models, and not the one that forks them."""
     found = []
     for child in children(pid):
         try:
+            if Path(f"/proc/{child}/comm").read_text().strip() == warm_python.WORKERS_NAME:
+                found += children(child)
+                continue
             if "libtorch" in Path(f"/proc/{child}/maps").read_text():
                 found.append(child)
         except OSError:

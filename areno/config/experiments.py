@@ -208,6 +208,8 @@ class ExperimentConfig(Section):
             (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
             if larger values are better, otherwise "min".
         """
+        if "accuracy" in self.eval_metrics():
+            return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
         return self._objective("eval/loss", "train/loss of the last step", "min")
 
     def _objective(
@@ -282,15 +284,6 @@ class ReferencedExperimentConfig(RowExperimentConfig):
         """Return whether the loss compares with a reference model. If not, no row is scored before training."""
         return True
 
-    def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the metric by which a sweep compares runs.
-
-        Returns:
-            (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
-            if larger values are better, otherwise "min".
-        """
-        return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
-
 
 @dataclass(kw_only=True)
 class UnpairedExperimentConfig(ReferencedExperimentConfig):
@@ -305,21 +298,7 @@ class UnpairedExperimentConfig(ReferencedExperimentConfig):
 
 
 @dataclass(kw_only=True)
-class ScoreExperimentConfig(RowExperimentConfig):
-    """Settings of training a model that scores answers or their steps."""
-
-    def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the metric by which a sweep compares runs.
-
-        Returns:
-            (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
-            if larger values are better, otherwise "min".
-        """
-        return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
-
-
-@dataclass(kw_only=True)
-class RewardModelExperimentConfig(ScoreExperimentConfig):
+class RewardModelExperimentConfig(RowExperimentConfig):
     """Settings of training a reward model on ranked answers."""
 
     head: ClassVar[HeadName] = "value"
@@ -358,7 +337,7 @@ class ProcessRewardActorConfig(models.ModelConfig):
 
 
 @dataclass(kw_only=True)
-class ProcessRewardExperimentConfig(ScoreExperimentConfig):
+class ProcessRewardExperimentConfig(RowExperimentConfig):
     """Settings of training a process reward model on solutions with labelled steps."""
 
     actor: ProcessRewardActorConfig = setting(help="The process reward model that is trained")

@@ -14,6 +14,7 @@ import pytest
 
 from areno.server.requests import read_chat, read_completion
 from areno.types import SamplingParams
+from tests.helpers import warm_python
 from tests.helpers.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "serving.md"
@@ -29,9 +30,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
     shown = [text for (before, _), (info, text) in pairs if (before, info) == ("python", "text")]
 
     def run(words: list[str]) -> str:
-        done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
-        )
+        done = warm_python.commands().run(words, tmp_path, environment, timeout=200)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 

@@ -70,13 +70,13 @@ def _runs(pid: int, *words: bytes) -> bool:
 @contextlib.contextmanager
 def two_nodes() -> Iterator[TwoNodes]:
     """The cluster that RAY_ADDRESS names meanwhile."""
-    from ray._private import ray_constants
-
     with pytest.MonkeyPatch.context() as patch:
-        # Ray has read the variable if another test imported it before. Its processes read the variable below.
-        patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
-        for name, value in ENVIRONMENT.items():
+        for name, value in ENVIRONMENT.items():  # before Ray is imported
             patch.setenv(name, value)
+        from ray._private import ray_constants
+
+        # If another test has imported Ray before, it has read the environment of that time.
+        patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
         cluster = TwoNodes()
         try:
             patch.setenv("RAY_ADDRESS", cluster.cluster.address)

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import itertools
 import os
 import runpy
 import select
@@ -110,6 +111,8 @@ _KINDS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
 }
 _SHARED = "ARENO_TESTS_WARM"  # in the environment: the folder of the sockets
+WARM_WORKERS = "ARENO_TESTS_WARM_WORKERS"  # in the environment of a command: its workers start at once, too
+WORKERS_NAME = "warm workers"  # of the process that forks them, and theirs
 
 
 @cache
@@ -236,6 +239,8 @@ def _become(words: list[str], cwd: str, environment: dict[str, str], files: list
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    if os.environ.pop(WARM_WORKERS, None):
+        _fork_workers()
     code = 1
     try:
         _run(words)
@@ -251,6 +256,30 @@ def _become(words: list[str], cwd: str, environment: dict[str, str], files: list
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _fork_workers() -> None:
+    """Let workers of the command be forked from a child that is as this process is now: see warm.py."""
+    from multiprocessing import forkserver
+    from unittest import mock
+
+    from areno.engine.processes import local
+    from tests.helpers import warm
+
+    def fork(path: bytes, args: list[bytes], fds: list[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            Path("/proc/self/comm").write_text(WORKERS_NAME)
+            kept = sorted({0, 1, 2, *fds})
+            for before, after in itertools.pairwise([*kept, 1024]):
+                os.closerange(before + 1, after)  # such as the end of the pipe that says that the command lives
+            forkserver.main(*fds, [])
+            os._exit(0)
+        return pid
+
+    with mock.patch.object(forkserver.util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
+    vars(local)["multiprocessing"] = warm.workers()
 
 
 def _run(words: list[str]) -> None:

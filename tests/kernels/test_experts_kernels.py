@@ -17,7 +17,7 @@ from areno.kernels.experts import reference, triton
 from areno.layers.config import Experts
 from areno.layers.parallel import ParallelGroup
 from tests.helpers.fused_layers import BARE, SOME, build, compare, run
-from tests.helpers.interpreted import run_interpreted
+from tests.helpers.interpreted import on_ranks, run_interpreted
 from tests.helpers.tiny_decoder import make_decoder, request
 from tests.helpers.tiny_decoder import run as run_decoder
 
@@ -170,7 +170,7 @@ def compare_rank(rank: int, rendezvous: str) -> None:
 
 def compare_two_ranks() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(compare_rank, (f"{folder}/meet",), nprocs=2)
+        on_ranks(compare_rank, (f"{folder}/meet",), 2)
 
 
 def decode_with_experts(device: str = "cpu", use_graphs: bool = False) -> None:

@@ -11,14 +11,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from areno.kernels.symmetric_memory import SymmetricMemory
 from areno.kernels.symmetric_memory.triton import EMPTY
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
-from tests.helpers.interpreted import run_interpreted
+from tests.helpers.interpreted import on_ranks, run_interpreted
 
 
 def open_shared(folder: Path, rank: int, n_ranks: int) -> SymmetricMemory:
@@ -116,7 +115,7 @@ def compare_models(memory: SymmetricMemory, rank: int, n_ranks: int) -> None:
 
 def compare(n_ranks: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(compare_rank, (folder, n_ranks), n_ranks, start_method="fork")  # of one that interprets
+        on_ranks(compare_rank, (folder, n_ranks), n_ranks)
 
 
 @pytest.mark.slow

@@ -228,7 +228,7 @@ def test_a_sweep_side_by_side_that_is_interrupted_and_goes_on(tmp_path: Path) ->
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "HF_HUB_OFFLINE": "1"}
     words = [sys.executable, "-m", "areno.recipes.sft", "--config-name=quickstart_base", "-m", "trial_name=s"]
     words += ["train_dataset.batch_size=8", "recover.freq_steps=1", "seed=1,2", "actor.optimizer.lr=1e-3,nan"]
-    words += ["total_train_steps=40", "valid_dataset=null"]
+    words += ["total_train_steps=16", "valid_dataset=null"]
     given = {"env": environment, "stderr": subprocess.STDOUT, "text": True}
 
     def command(fileroot: str, n_jobs: int) -> list[str]:
@@ -245,7 +245,7 @@ def test_a_sweep_side_by_side_that_is_interrupted_and_goes_on(tmp_path: Path) ->
     assert done.returncode == 1, done.stdout
     n_gone_on = done.stdout.count("going on after step")
     assert n_gone_on > 0
-    assert n_gone_on + done.stdout.count("is finished: its 40 steps are done") == 2
+    assert n_gone_on + done.stdout.count("is finished: its 16 steps are done") == 2
     assert done.stdout.count("actor.optimizer.lr: is nan; a finite number is expected") == 4
     one = subprocess.run(command("one", 1), stdout=subprocess.PIPE, timeout=200, **given)
     assert (

@@ -17,7 +17,6 @@ from areno.layers.config import Rope
 from areno.layers.parallel import ParallelGroup
 from areno.models.config import LayerKind
 from areno.models.transformer import Transformer
-from tests.helpers import warm
 from tests.helpers.fused_layers import (
     BARE,
     DELTA,
@@ -28,7 +27,7 @@ from tests.helpers.fused_layers import (
     compare,
     run,
 )
-from tests.helpers.interpreted import run_interpreted
+from tests.helpers.interpreted import on_ranks, run_interpreted
 
 
 def freeze(model: Transformer, names: tuple[str, ...]) -> None:
@@ -138,7 +137,7 @@ def compare_share(rank: int, **like: Any) -> None:
 def compare_two_ranks() -> None:
     """Two processes of an interpreting one."""
     with tempfile.TemporaryDirectory() as folder:
-        warm.on_ranks(compare_rank, (f"{folder}/meet",), 2)
+        on_ranks(compare_rank, (f"{folder}/meet",), 2)
 
 
 @pytest.mark.parametrize(

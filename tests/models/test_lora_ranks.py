@@ -37,7 +37,7 @@ from areno.models.transformer import Transformer
 from areno.types import GenerationRequest
 from tests.helpers.family_cases import random_model
 from tests.helpers.fused_layers import DELTA, LENGTHS, LIKE_QWEN, SMALL
-from tests.helpers.interpreted import run_interpreted
+from tests.helpers.interpreted import on_ranks, run_interpreted
 from tests.helpers.lora_models import ALL, REQUESTS, ROWS, SOME, apart, engine_of, lora
 from tests.helpers.processes import worker_of
 from tests.helpers.tiny_engine import (
@@ -425,7 +425,7 @@ TWO_RANKS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 def compare_two_ranks(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank_main, args=(f"file://{folder}/rendezvous", name), nprocs=2)
+        on_ranks(_rank_main, (f"file://{folder}/rendezvous", name), 2)
 
 
 def _rank_main(rank: int, meeting: str, name: str) -> None:

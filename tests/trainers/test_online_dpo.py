@@ -315,10 +315,11 @@ def test_a_replay_shows_the_sample_and_says_why_it_has_no_loss(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [[], ["actor.loss_type=ipo"], ["pairs_per_prompt=1", "total_train_steps=150"]])
+@pytest.mark.parametrize("settings", [[], ["actor.loss_type=ipo"], ["pairs_per_prompt=1"]])
 def test_the_quickstart_learns(settings: list[str], tmp_path: Path) -> None:
     algorithm = get_algorithm("online_dpo")
-    config = load(algorithm.config, TASK, ["engine.device=cpu", *settings])
+    half = "total_train_steps=50"  # of the file's, after which the rewards hardly rise
+    config = load(algorithm.config, TASK, ["engine.device=cpu", half, *settings])
     with algorithm.trainer(config, tmp_path / "run") as trainer:
         accuracy = trainer.fit()
         rewards = trainer.run.history["reward_mean"]
