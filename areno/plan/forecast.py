@@ -28,6 +28,7 @@ from areno.models.registry import layout_problems, load_config, parse_config
 from areno.models.speed import PassWork, Rates, RolloutWork, pass_seconds, rollout_seconds, update_seconds
 from areno.plan.hardware import Hardware
 from areno.plan.lora import lora_of
+from areno.plan.phases import Lengths, Phase, Rows
 from areno.plan.plan import experiment_roles, longest_sequence
 from areno.plan.shared_decoder import shared_decoder
 
@@ -41,85 +42,6 @@ _SCORED_BY = {
     "critic": "values",
     "judge": "reward",
 }  # model -> name of its scoring phase in time/*, if another
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """The lengths that a forecast assumes, in tokens.
-
-    Attributes:
-        prompt: Tokens of a prompt.
-        answer: Tokens of an answer, on average.
-    """
-
-    prompt: int
-    answer: int
-
-    @staticmethod
-    def of(config: ExperimentConfig, context_len: int, prompt: int | None, answer: int | None) -> Lengths:
-        """Return the given lengths. A length that is None is the limit that the settings give, at most 512 for prompts.
-
-        Args:
-            config: Settings of the run.
-            context_len: Context length of the model.
-            prompt: Tokens of a prompt, or None.
-            answer: Tokens of an answer, or None.
-        """
-        limit = min(config.train_dataset.max_length, context_len)
-        if not isinstance(config, PolicyExperimentConfig):
-            prompt = min(limit, 512) // 2 if prompt is None else prompt
-            return Lengths(prompt=prompt, answer=prompt if answer is None else answer)
-        prompt = min(limit, 512) if prompt is None else prompt
-        most = min(config.gconfig.max_new_tokens, max(1, context_len - prompt))
-        return Lengths(prompt=prompt, answer=most if answer is None else answer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Number and lengths of the token sequences (rows) that a model scores or trains on in a step.
-
-    Attributes:
-        n: Number of rows on all devices together.
-        lengths: Number of tokens of the prompt and of the answer of a row.
-        n_same: Number of rows with the same prompt, which may be computed only once.
-    """
-
-    n: int
-    lengths: Lengths
-    n_same: int
-
-    @property
-    def each(self) -> int:
-        """Number of tokens of a row."""
-        return self.lengths.prompt + self.lengths.answer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """One phase of a training step.
-
-    Attributes:
-        name: Name, such as "rollout" or "train actor".
-        clock: Name of the phase in the scalars time/* and memory/* of a run.
-        seconds: Expected time.
-        terms: Bytes on a device, by what takes them. Their sum is the expected peak of the phase.
-        n_tokens: Tokens that the phase generates, scores or trains, over all devices.
-        budget: Largest number of tokens in a micro-batch. None for a rollout.
-        least: Bytes on a device that the phase needs at least. If they do not fit, the phase runs out of memory.
-    """
-
-    name: str
-    clock: str
-    seconds: float
-    terms: dict[str, int]
-    n_tokens: float
-    budget: int | None = None
-    least: int = 0
-
-    @property
-    def peak(self) -> int:
-        """The expected peak of memory, in bytes."""
-        return sum(self.terms.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,22 +358,22 @@ class _Step:
             least=sum(terms.values()),
         )
 
-    def _rows(self, name: str) -> _Rows:
+    def _rows(self, name: str) -> Rows:
         """Return the rows that the model `name` scores or trains. A judge reads a row for each label of a question."""
         config, lengths, n_rows = self.config, self.lengths, rows_of_step(self.config)
         if not isinstance(config, PolicyExperimentConfig):
-            return _Rows(n=n_rows, lengths=lengths, n_same=1)
+            return Rows(n=n_rows, lengths=lengths, n_same=1)
         n_samples, judge = config.gconfig.n_samples, config.reward.judge
         if name == "reward":
-            return _Rows(n=config.rows_per_step, lengths=lengths, n_same=n_samples)
+            return Rows(n=config.rows_per_step, lengths=lengths, n_same=n_samples)
         if is_teacher(name):  # the fields of rows are not read, so that each teacher is assumed to have as many
             n_rows = -(-n_rows // sum(map(is_teacher, self.roles)))
         if name != "judge":
-            return _Rows(n=n_rows, lengths=lengths, n_same=config.trained_per_prompt)
+            return Rows(n=n_rows, lengths=lengths, n_same=config.trained_per_prompt)
         question = len(judge.question) // _CHARS_PER_TOKEN + lengths.prompt + (1 + judge.compare) * lengths.answer
         n_questions = config.train_dataset.batch_size * judge.n_questions(n_samples)
         n_labels = len(judge.names)
-        return _Rows(n=n_questions * n_labels, lengths=Lengths(prompt=question, answer=1), n_same=n_labels)
+        return Rows(n=n_questions * n_labels, lengths=Lengths(prompt=question, answer=1), n_same=n_labels)
 
     def _pass(self, name: str, phase: str) -> Phase:
         """Return the phase in which the model `name` scores or trains the rows of a step."""
@@ -501,7 +423,7 @@ class _Step:
             least=least,
         )
 
-    def _n_sharing(self, model: Model, rows: _Rows, n_rows: int, phase: str, budget: int) -> int:
+    def _n_sharing(self, model: Model, rows: Rows, n_rows: int, phase: str, budget: int) -> int:
         """Return how many of the `n_rows` rows of a device use the prompt of another row, which computes it for them.
 
         `budget` is the number of tokens in a micro-batch. The result is 0 if each row computes its own prompt.

@@ -29,8 +29,9 @@ from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
 from areno.errors import ConfigError, EngineError, Problem
 from areno.files.durable import atomic_write_text
 from areno.loss_fns import gspo_loss_fn, value_loss_fn
-from areno.plan.forecast import Forecast, Phase, forecast
+from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import Hardware, devices_here, this_cpu
+from areno.plan.phases import Phase
 from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment, sampling_params
 from areno.plan.schedule import with_schedules
 from areno.plan.tune import (
