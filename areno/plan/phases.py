@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 
+_CHARS_PER_TOKEN = 4  # of the text of a judge's question
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
@@ -72,7 +74,7 @@ class Phase:
         seconds: Expected time.
         terms: Bytes on a device, by what takes them. Their sum is the expected peak of the phase.
         n_tokens: Tokens that the phase generates, scores or trains, over all devices.
-        budget: Largest number of tokens in a micro-batch. None for a rollout.
+        budget: Largest number of tokens in a micro-batch. None for a phase that decodes.
         least: Bytes on a device that the phase needs at least. If they do not fit, the phase runs out of memory.
     """
 
@@ -85,6 +87,36 @@ class Phase:
     least: int = 0
 
     @property
+    def decodes(self) -> bool:
+        """Whether a model samples tokens in the phase, rather than scoring or training rows."""
+        return self.budget is None
+
+    @property
     def peak(self) -> int:
         """The expected peak of memory, in bytes."""
         return sum(self.terms.values())
+
+
+def rows_of_step(config: ExperimentConfig) -> int:
+    """Return the number of rows that a step trains on.
+
+    Args:
+        config: Settings of the run.
+    """
+    if isinstance(config, PolicyExperimentConfig):
+        return config.train_dataset.batch_size * config.trained_per_prompt
+    return config.train_dataset.batch_size * config.rows_per_item()
+
+
+def questions_of_step(config: PolicyExperimentConfig, lengths: Lengths) -> Rows:
+    """Return the questions to the judge in a step. The answer of a row is a label, or the longest reply in JSON.
+
+    Args:
+        config: Settings of the run.
+        lengths: The assumed lengths of prompts and completions.
+    """
+    judge = config.reward.judge
+    question = len(judge.question) // _CHARS_PER_TOKEN + lengths.prompt + (1 + judge.compare) * lengths.answer
+    n_questions = config.train_dataset.batch_size * judge.n_questions(config.gconfig.n_samples)
+    answer = judge.max_tokens if judge.verdict == "json" else 1
+    return Rows(n=n_questions, lengths=Lengths(prompt=question, answer=answer), n_same=1)

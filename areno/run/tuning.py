@@ -380,11 +380,15 @@ class _Trial:
             warm_up: Whether each phase on a GPU runs twice, because the first time compiles kernels.
         """
         self.engine.peak_memory_gib()  # begins to record a new peak
-        factors = {"rollout": self._rollout()}
+        decodes = self._rollout()
+        factors = {phase.name: decodes for phase in self.candidate.usual.phases if phase.decodes}
+        # A judge that writes is not tried. Its decoder works like the actor's, with a cache of the planned size.
+        peaks = [phase.peak / GIB for phase in self.candidate.full.phases if phase.decodes and phase.name != "rollout"]
+        self._peak = max([self._peak, *peaks])
         rows, n_prompts = self._rows()
         predicted = {phase.name: phase for phase in self._predict(n_prompts).phases}
         for name, phase in predicted.items():
-            if name == "rollout":
+            if phase.decodes:
                 continue
             if warm_up and self._is_cuda:
                 self._pass(phase, rows)
@@ -478,7 +482,7 @@ class _Trial:
         layout, usual = self.plan.spec.layout, self._limits.usual
 
         def passes(n_prompts: int) -> float:
-            return sum(phase.seconds for phase in self._predict(n_prompts).phases if phase.name != "rollout")
+            return sum(phase.seconds for phase in self._predict(n_prompts).phases if not phase.decodes)
 
         budgets = (phase.budget for phase in self.candidate.usual.phases if phase.budget is not None)
         fill = max(budgets, default=1) * layout.cp_size * layout.data_size

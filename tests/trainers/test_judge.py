@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,9 @@ from areno.errors import ConfigError
 from areno.files.interrupts import Stop
 from areno.launch.compose import load
 from areno.plan.forecast import forecast
-from areno.plan.hardware import this_cpu
+from areno.plan.hardware import hardware_of, this_cpu
 from areno.plan.plan import experiment_roles
+from areno.plan.ways import ways_to_fit
 from areno.rewards.judge import Judging
 from areno.rewards.judge_readers import EndpointReader
 from tests.helpers.agent_runs import DATA
@@ -97,6 +100,56 @@ def test_the_forecast_counts_questions_with_their_answers_and_labels(words, n_qu
     [phase] = [phase for phase in found.phases if phase.name == "score judge"]
     question = len(config.reward.judge.question) // 4 + found.lengths.prompt + n_answers * found.lengths.answer
     assert phase.n_tokens == 8 * n_questions * n_labels * (question + 1)
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_the_forecast_counts_the_replies_of_a_judge_and_the_cache_for_them(compares):
+    words = ["gconfig.n_samples=4", "train_dataset.batch_size=8", "valid_dataset=null", "reward.judge.max_tokens=200"]
+    words += ["reward.judge.compare=true"] if compares else ["reward.judge.rubric=quality"]
+    how = {"labels": ["reward.judge.max_tokens=1024"], "json": ["reward.judge.verdict=json"]}
+    by = {}
+    for verdict, more in how.items():
+        config = load(get_algorithm("grpo").config, "quickstart", [*role(MODEL), *words, *more])
+        by[verdict] = forecast(config, hardware_of("h200"), 1)
+    labels, written = ({phase.name: phase for phase in found.phases} for found in by.values())
+    assert labels.keys() - written.keys() == {"score judge"}
+    assert list(written) == ["rollout", "write judge", "train actor"]
+    lengths = by["json"].lengths
+    question = len(config.reward.judge.question) // 4 + lengths.prompt + (1 + compares) * lengths.answer
+    n_replies = 8 * (12 if compares else 4)
+    found = written["write judge"]
+    assert (found.n_tokens, found.clock) == (n_replies * 200, "reward")
+    shape = json.loads((MODEL / "config.json").read_text())
+    kv_bytes = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    least = n_replies * min(question + 200, shape["max_position_embeddings"]) * kv_bytes
+    own = found.terms["KV cache"] - written["train actor"].terms["KV cache"]
+    assert least < own < 1.5 * least + 16384 * kv_bytes  # with room for a chunk of a prefill, and parts of blocks
+    # A decode step takes at least the launches of its layers; 2 s are for the decoder that is made anew.
+    assert found.seconds > 2 + 200 * shape["num_hidden_layers"] * 30e-6 > labels["score judge"].seconds
+    config.rollout.drop_rollout_state = True
+    [dropped] = [phase for phase in forecast(config, hardware_of("h200"), 1).phases if phase.name == found.name]
+    assert dropped.terms["KV cache"] == own
+
+
+def test_a_plan_says_that_the_replies_of_a_judge_find_no_room_and_what_helps():
+    """The cache of the actor leaves too little memory for that of the judge; or both are set too small for a reply."""
+    words = ["actor.path=Qwen/Qwen3-0.6B", "gconfig.max_new_tokens=256", "valid_dataset=null", *role("Qwen/Qwen3-8B")]
+    words += ["reward.judge.verdict=json", "reward.judge.max_tokens=3000", "train_dataset.batch_size=512"]
+
+    def planned(*more, gib=50):
+        config = load(get_algorithm("grpo").config, "quickstart", [*words, *more])
+        hardware = replace(hardware_of("h100-80gb"), memory=gib * 2**30)
+        found = forecast(config, hardware, 1, 256, 256)
+        return found, ways_to_fit(found, lambda config, n: forecast(config, hardware, n, 256, 256))
+
+    found, ways = planned()
+    assert found.problems[0].startswith("write judge needs ")
+    assert {"rollout.drop_rollout_state": True} in [way.changes for way in ways]
+    assert planned(gib=80)[0].problems == []
+    found, _ = planned("rollout.max_kv_tokens=1024", gib=80)
+    assert re.match(
+        r"the KV cache of the judge has room for 1,0.. tokens, and a sample may need 3,...$", found.problems[0]
+    )
 
 
 def test_a_signal_waits_for_the_pass_of_the_judge_and_interrupts_the_wait_for_an_endpoint(tmp_path, monkeypatch):
