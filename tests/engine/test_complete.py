@@ -17,6 +17,7 @@ from areno.config.rollout import DecoderConfig
 from areno.engine import worker as worker_module
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.engine import Engine
+from areno.engine.roles import _offload
 from areno.engine.spec import RoleSpec
 from areno.errors import ConfigError, DataError, EngineError, GrammarError
 from areno.rewards.judge_readers import json_grammar
@@ -25,6 +26,7 @@ from tests.helpers.critics import critic
 from tests.helpers.judge_model import char_judge, written_by_hand
 from tests.helpers.lora_models import engine_of as engine_with
 from tests.helpers.lora_models import lora, train
+from tests.helpers.processes import worker_of
 from tests.helpers.tiny_engine import (
     ROLLOUT,
     folder_with_weights,
@@ -209,6 +211,23 @@ def test_wrong_requests_are_refused_and_the_engine_goes_on(engine: Engine, folde
         engine.complete("critic", asked(judge, "?"))
     engine.release_role("critic")
     assert texts(judge, engine.complete("judge", asked(judge, QUESTIONS[0])))
+
+
+def test_an_offloaded_model_comes_for_the_call_and_leaves_after_it(folder: Path, judge: Path) -> None:
+    """The CPU in the part of the device: a model that is away has no memory."""
+    with Engine(spec(folder, random_init=False), "inline") as engine:
+        engine.ensure_roles({"judge": role(judge)})
+        requests = asked(judge, *QUESTIONS)
+        expected = texts(judge, engine.complete("judge", requests))
+        moved = worker_of(engine).roles["judge"]
+        weights = list(moved.backend.model.parameters())
+        moved.offload = _offload(moved.backend, keeps_weights=False)
+        for _ in range(2):
+            assert not any(each.untyped_storage().nbytes() for each in weights)
+            assert texts(judge, engine.complete("judge", requests)) == expected
+        with pytest.raises(EngineError, match="does not fit the KV cache"):
+            engine.complete("judge", requests, DecoderConfig(max_kv_tokens=32))
+        assert not any(each.untyped_storage().nbytes() for each in weights)
 
 
 def test_a_model_without_finite_numbers_is_an_error(folder: Path, tmp_path: Path) -> None:

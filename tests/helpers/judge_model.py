@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -62,8 +64,7 @@ def allowed_after(said: str, labels: Sequence[str], n_reason: int) -> set[str]:
 
 def written_by_hand(folder: Path, question: str, labels: Sequence[str], max_tokens: int) -> str:
     """The greedy reply to a question: at each character the most likely one of those that may follow."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = _loaded(folder)
     n_frame = max(len(f'{{"reason": "", "verdict": {json.dumps(label)}}}'.encode()) for label in labels) + 1
     tokens, said, before = tokenizer.encode(question), "", None
     while True:
@@ -76,3 +77,9 @@ def written_by_hand(folder: Path, question: str, labels: Sequence[str], max_toke
             return said
         tokens = [token]
         said += tokenizer.decode([token])
+
+
+@functools.cache
+def _loaded(folder: Path) -> tuple[Any, Any]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
