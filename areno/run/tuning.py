@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 
 from areno.config.experiments import ExperimentConfig
@@ -521,7 +522,9 @@ class _Trial:
         spec = self.plan.spec.mb_spec
         if spec.is_automatic or self.config.actor.mb_spec.max_tokens_per_mb is not None:
             spec = MicroBatchSpec(max_tokens_per_mb=phase.budget)
-        tokens: Any = [row.tokens for row in rows]
+        # A judge may have fewer tokens in its vocabulary than the actor.
+        sizes = {model.name: model.config.vocab_size for model in self.candidate.usual.footprint.models}
+        tokens: Any = [np.asarray(row.tokens) % sizes.get(role, sizes["actor"]) for row in rows]
         score: dict[str, Callable[..., Any]] = {"critic": self.engine.values, "reward": self.engine.rewards}
         score.get(role, self.engine.logprobs)(role, tokens, mb_spec=spec)
 

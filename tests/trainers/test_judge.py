@@ -16,7 +16,7 @@ from areno.api import get_algorithm
 from areno.api.trainer import Trainer
 from areno.cli.__main__ import main
 from areno.config.judge import JudgeConfig
-from areno.errors import ConfigError
+from areno.errors import ArenoError, ConfigError
 from areno.files.interrupts import Stop
 from areno.launch.compose import load
 from areno.plan.forecast import forecast
@@ -208,6 +208,23 @@ def test_a_judge_without_a_tokenizer_is_named(tmp_path):
         file.unlink()
     with pytest.raises(ConfigError, match=r"reward.judge.path: no tokenizer can be loaded from"):
         play("grpo", tmp_path / "run", *role(judge))
+
+
+def test_a_judge_that_cannot_write_is_named_with_other_problems(tmp_path):
+    """The vocabulary of the quickstart's model has no letters."""
+    words = ["reward.judge.verdict=json", "train_dataset.path=no_such_file.jsonl", "train_dataset.loader=null"]
+    words += ["reward.path=no/such-folder"]
+    with pytest.raises(ConfigError) as found:
+        play("grpo", tmp_path / "run", *role(MODEL, *words))
+    assert {"reward.judge.path", "train_dataset.path"} <= {problem.key for problem in found.value.problems}
+    assert "tokenizer cannot write" in str(found.value)
+    assert str(found.value).count("no/such-folder is not a local folder") == 1
+
+
+def test_a_judge_that_is_nowhere_is_named_once(tmp_path):
+    with pytest.raises(ArenoError) as found:
+        play("grpo", tmp_path / "run", *role(Path("no/such-folder")))
+    assert str(found.value).count("no/such-folder is not a local folder") == 1
 
 
 @pytest.mark.parametrize(("words", "part"), [(["gconfig.n_samples=1"], "rollout"), ([], "evaluation")])
