@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import pytest
 
 from areno.api.trainer import Trainer
 from areno.types import RolloutSequence
+from tests.helpers.agent_runs import run as agent_run
 from tests.helpers.judge_model import char_judge, written_by_hand
 from tests.helpers.policy_runs import Played, classifier, play
 
 MOST_TOKENS = 50
 QUESTION = "Is {prompt}{completion} right?"
 PAIR = "{prompt}{first} or {second}?"
+AHEAD = ["rollout.max_head_offpolicyness=2", "rollout.prompts_ahead=3", "actor.use_decoupled_loss=true"]
+AHEAD += ["gconfig.max_new_tokens=60", "gconfig.temperature=3.0", "rollout.max_concurrent_rollouts=8"]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +125,16 @@ def test_a_resumed_run_judges_alike(judge: Path, tmp_path: Path, replies: list[l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["rollout.drop_rollout_state=true"], ["rollout.max_concurrent_rollouts=3"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["rollout.drop_rollout_state=true"],
+        ["rollout.max_concurrent_rollouts=3"],
+        AHEAD,
+    ],
+    ids=["all at once", "dropped cache", "three at once", "ahead"],
+)
 def test_samples_of_the_actor_are_the_same_bits_as_without_a_judge(
     more: list[str], judge: Path, tmp_path: Path, replies: list[list[RolloutSequence]]
 ) -> None:
@@ -132,9 +145,38 @@ def test_samples_of_the_actor_are_the_same_bits_as_without_a_judge(
     plain = play("grpo", tmp_path / "plain", "reward.fn=null", *model)
     assert len(replies) == 3
     assert sampled(judged) == sampled(plain)
+    if more is AHEAD:  # some samples were unfinished while the judge wrote
+        assert sum(judged.series("rollout/parked_samples")) > 0
     assert [sample["reward"] for sample in judged.samples(3)] != [sample["reward"] for sample in plain.samples(3)]
 
 
 def sampled(played: Played) -> list[Any]:
     """The tokens and log-probabilities of the rows of each step."""
     return [[(list(row.tokens), np.asarray(row.logprobs).tolist()) for row in rows] for rows in played.rows]
+
+
+@pytest.mark.slow
+def test_agents_that_live_across_steps_go_on_after_the_judge_has_written(
+    judge: Path, tmp_path: Path, replies: list[list[RolloutSequence]]
+) -> None:
+    """With frozen weights and exact numbers, they draw the samples of a run without a judge that waits for them."""
+    whole = ["total_train_steps=null", "total_train_epochs=1", "train_dataset.drop_last=false", "gconfig.n_samples=2"]
+    whole += ["actor.optimizer.lr=0", "engine.exact=true"]
+    ahead = ["rollout.max_head_offpolicyness=2", "rollout.prompts_ahead=4", "actor.use_decoupled_loss=true"]
+    rows = [{"prompt": f"hello {number}", "solutions": number} for number in range(14)]
+
+    def epoch(name: str, *more: str) -> Played:
+        return agent_run(tmp_path / name, "slow_turns.py", *whole, *more, rows=rows, recipe="grpo")
+
+    plain = epoch("plain")
+    judged = epoch("judged", *ahead, *words(judge)[1:])
+    assert max(judged.series("rollout/parked_samples")) >= 1
+    assert counted(judged) == counted(plain)
+    assert sum(map(len, replies)) == 28
+    parts = [sample["parts"] for step in range(1, 5) for sample in judged.samples(step)]
+    assert {each["judge"] for each in parts} <= {0.0, 1.0}
+    assert {each["judge/unreadable"] for each in parts} == {0.0}
+
+
+def counted(played: Played) -> Counter[Any]:
+    return Counter((tuple(tokens), tuple(logprobs)) for rows in sampled(played) for tokens, logprobs in rows)
