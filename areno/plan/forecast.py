@@ -342,8 +342,10 @@ class _Step:
             tp_size=self.layout.tp_size,
         )
         shared = shared_decoder(config, model.config, self.layout)  # an evaluation may decode more than training
-        most = at_once if shared is None else shared.most
-        found = self._decoded("rollout", work, model, self.cache, self.room_of_cache, most)
+        n_logits = max_running = self.layout.of_copy(at_once if shared is None else shared.most)
+        if may_draft(config.rollout, on_cuda=self.hardware.is_cuda) and model.config.delta is None:
+            n_logits = max(max_running, verification_rows(max_running))
+        found = self._decoded("rollout", work, model, self.cache, self.room_of_cache, n_logits)
         dropped_s = _DROPPED_S if config.rollout.drop_rollout_state and self.hardware.is_cuda else 0.0
         return replace(found, seconds=found.seconds + dropped_s)
 
@@ -353,27 +355,26 @@ class _Step:
         assert isinstance(config, PolicyExperimentConfig)
         assert cache is not None
         asked = questions_of_step(config, self.lengths)
-        most = cache.n_slots * self.layout.dp_size
         work = RolloutWork(
             n_prompts=asked.n,
             n_samples=1,
             prompt_len=asked.lengths.prompt,
             answer_len=asked.lengths.answer,
-            n_running=most,
+            n_running=cache.n_slots * self.layout.dp_size,
             tp_size=self.layout.tp_size,
         )
         base = replace(model, adapters=None)  # if it is the actor's
-        found = self._decoded("write judge", work, base, cache, self.room_of_judge, most, self.stays)
+        found = self._decoded("write judge", work, base, cache, self.room_of_judge, cache.n_slots, self.stays)
         more_s = _DROPPED_S * self.hardware.is_cuda + self.footprint.extra_in_use(model, False) / _COPY_BYTES_S
         return replace(found, clock=_SCORED_BY["judge"], seconds=found.seconds + more_s)
 
     def _decoded(
-        self, name: str, work: RolloutWork, model: Model, cache: WantedCache, room: int, most: int, beside: int = 0
+        self, name: str, work: RolloutWork, model: Model, cache: WantedCache, room: int, n_logits: int, beside: int = 0
     ) -> Phase:
         """Return the phase `name` in which a model decodes. `work.n_running` may be more than the cache has room for.
 
-        `room` is the free memory before the cache is made, `most` the number of samples whose logits take memory at the
-        same time, and `beside` the memory of the actor's cache while another model decodes.
+        `room` is the free memory before the cache is made, `n_logits` the number of tokens whose logits take memory at
+        the same time, and `beside` the memory of the actor's cache while another model decodes.
         """
         config, copies = self.config, self.layout.dp_size
         assert isinstance(config, PolicyExperimentConfig)
@@ -383,9 +384,6 @@ class _Step:
         work = replace(work, n_running=max(1, min(work.n_running, int(cached_tokens / row) * copies)))
         cost = Cost.of(model.config, self.footprint.itemsize, model.adapters)
         n_prefill = min(config.rollout.max_prefill_tokens, -(-work.n_prompts // copies) * work.prompt_len)
-        n_logits = max_running = self.layout.of_copy(most)
-        if may_draft(config.rollout, on_cuda=self.hardware.is_cuda) and model.config.delta is None:
-            n_logits = max(max_running, verification_rows(max_running))
         logits = n_logits * self.layout.share_up(model.config.vocab_size) * 4
         forward = self.footprint.scoring_pass(model).expected(n_prefill, 0, 0)
         terms = self._resident(model.name) | {"KV cache": cache_bytes + beside}
