@@ -12,10 +12,10 @@ from typing import Any
 
 from areno.agents.trajectories import LossMaskPolicy
 from areno.api.metrics import MetricsRecorder, StepLog, Stopwatch
-from areno.api.session import ProxySettings, RolloutSession, RolloutSteering, Sessions
+from areno.api.session import ProxySettings, RolloutSession, RolloutSteering, Sessions, request_seed, sequence_of
 from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.models import MicroBatchSpec
-from areno.config.rollout import SamplingConfig, at_temperature
+from areno.config.rollout import DecoderConfig, SamplingConfig, at_temperature
 from areno.config.teacher import Divergence
 from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
@@ -46,6 +46,7 @@ from areno.types import (
     ModelRole,
     PromptBatch,
     RolloutResult,
+    RolloutSequence,
     SamplingParams,
     TrainSequence,
 )
@@ -663,6 +664,55 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             if wrong := [end for end in ends if not 0 <= end < len(row)]:
                 raise DataError(f"step_ends[{number}] has {wrong[0]}, but row {number} has {len(row)} tokens")
         return [[float(row[end]) for end in ends] for row, ends in zip(scored, step_ends, strict=True)]
+
+    def complete(
+        self,
+        role: str,
+        token_rows: Sequence[Sequence[int]],
+        sampling_params: SamplingParams,
+        *,
+        grammar: str | None = None,
+        seed: int = 0,
+    ) -> list[RolloutSequence]:
+        """Sample one completion of every row with the model of a role, such as a judge.
+
+        The model decodes with a KV cache of its own, which takes free memory and is freed afterwards. The settings of
+        the cache are those of rollouts.
+
+        Args:
+            role: Name of a role with a language-model head, such as "judge".
+            token_rows: Token ids of each row, by the tokenizer of the role.
+            sampling_params: Sampling settings of all rows.
+            grammar: Grammar that each completion follows, in the syntax of llguidance. None samples freely.
+            seed: Seed of the samples.
+
+        Returns:
+            One completion for each row.
+
+        Raises:
+            ConfigError: Sampling parameters are out of bounds.
+            DataError: The rows have the wrong form.
+            EngineError: A session is open, a row is too long, or memory ran out.
+            GrammarError: The grammar cannot be compiled.
+        """
+        check_sampling(1, sampling_params)
+        check_count("seed", seed, least=None)
+        rollout, engine = self._plan.rollout, self.engine
+
+        def completed(role: str, rows: Sequence[Sequence[int]]) -> list[list[GenerationOutput]]:
+            requests = [
+                GenerationRequest(
+                    request_id=index,
+                    prompt=list(map(int, row)),
+                    params=sampling_params,
+                    seed=request_seed(seed, index),
+                    grammar=grammar,
+                )
+                for index, row in enumerate(rows)
+            ]
+            return engine.complete(role, requests, DecoderConfig.of(rollout), rollout.max_concurrent_rollouts)
+
+        return [sequence_of(output) for [output] in self._score("complete", completed, role, token_rows)]
 
     def _score(self, what: str, score: Callable[..., list[Any]], role: str, rows: Any, *settings: Any) -> list[Any]:
         """Check that no rollout session is open and that `rows` are valid, and call `score(role, rows, *settings)`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,12 @@ CHOICES = ("A", "B")
 ANSWERS = ("completion", "first", "second")
 """Fields of a template that stand for answers: of a question about one answer, and of one about two."""
 
+REASON, VERDICT = "reason", "verdict"
+"""Fields of a reply in JSON, in order."""
+
+_EMPTY = '""'  # an empty reason, in JSON
+_LEAST_REASON = 16  # tokens
+
 _OF_ANY = ("compare", "rubric", "template", "labels", "verdict", "refuse_blank", "weight")
 _OF_ROLE = Needs("path", so="no model is loaded")
 _OF_ENDPOINT = Needs("base_url", so="there is no endpoint")
@@ -29,6 +36,16 @@ _ASKED = {
     ("correct", True): "Which answer agrees better with the reference answer? ",
     ("quality", True): "Which answer is better: more correct, more complete and more helpful? ",
 }
+
+
+def json_reply(reason: str, label: str) -> str:
+    """Return the reply in JSON that a judge writes with verdict=json.
+
+    Args:
+        reason: The reasoning of the judge.
+        label: The verdict.
+    """
+    return json.dumps({REASON: reason, VERDICT: label}, ensure_ascii=False)
 
 
 def fields_of(template: str) -> set[str]:
@@ -133,11 +150,13 @@ class JudgeConfig(Section):
     verdict: Literal["labels", "json"] = setting(
         "labels",
         help="labels: the judge answers with a label, and the score is the expectation over the labels. json: the "
-        "judge reasons and then names a label, in JSON of a schema (endpoints only)",
+        "judge writes a reason and then a label, in JSON of a schema. A model of the run (path) writes it with "
+        "constrained decoding, which needs areno[grammar]",
     )
     max_tokens: int = setting(
         1024,
-        help="Largest number of tokens of the judge's reasoning and verdict",
+        help="Largest number of tokens of the judge's reason and verdict. A model of the run ends its reason early "
+        "enough for the verdict",
         gt=0,
         only_with=Needs("verdict", "json", so="the judge answers with a label"),
     )
@@ -172,6 +191,26 @@ class JudgeConfig(Section):
             return n_samples
         n_pairs = n_samples * (n_samples - 1) // 2
         return 2 * (n_pairs if self.opponents is None else min(n_pairs, n_samples * self.opponents))
+
+    @property
+    def reply_ends(self) -> tuple[str, list[str]]:
+        """A reply in JSON without its reason: the text before the reason, and for each label the text after it."""
+        before = json_reply("", "").partition(_EMPTY)[0]
+        return f'{before}"', [f'"{json_reply("", name).partition(_EMPTY)[2]}' for name in self.names]
+
+    @property
+    def n_verdict_tokens(self) -> int:
+        """Largest number of tokens of a reply in JSON without its reason, with an end token.
+
+        A token has at least one byte, so that this number holds for each tokenizer.
+        """
+        before, after = self.reply_ends
+        return len(before.encode()) + max((len(text.encode()) for text in after), default=0) + 1
+
+    @property
+    def fewest_tokens(self) -> int:
+        """Smallest max_tokens with which a model of the run can write a short reason and a verdict in JSON."""
+        return self.n_verdict_tokens + _LEAST_REASON
 
     @property
     def question(self) -> str:
@@ -228,10 +267,14 @@ class JudgeConfig(Section):
         name = self.api_key_env
         return name is not None and not (name.isascii() and name.isidentifier())
 
-    @forbid("verdict", "is json, but a model of the run (path) only gives probabilities of labels; set it to labels")
-    def json_of_a_role(self) -> bool:
-        """Return whether a model of the run would have to write JSON."""
-        return self.verdict == "json" and self.path is not None
+    @forbid(
+        "max_tokens",
+        "is {self.max_tokens}, but the verdict alone may take {self.n_verdict_tokens} tokens; raise it to at least "
+        "{self.fewest_tokens}, so that there is room for a reason",
+    )
+    def max_tokens_without_a_reason(self) -> bool:
+        """Return whether a model of the run could have no room for a reason beside its verdict."""
+        return self.verdict == "json" and self.path is not None and self.max_tokens < self.fewest_tokens
 
     @forbid("labels", "is {self.labels}; at least two different labels that are not blank are expected")
     def labels_that_say_nothing(self) -> bool:

@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
-from areno.config.rollout import SamplingConfig
+from areno.config.rollout import DecoderConfig, SamplingConfig
 from areno.engine.memory import resident_bytes
 from areno.engine.processes.workers import start_workers
-from areno.engine.requests import Dispatcher, RequestLimits
+from areno.engine.requests import Dispatcher, RequestLimits, check_params
 from areno.engine.sampling import SamplingEngine
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, Sharing, UpdateSpec
 from areno.engine.token_budget import SCORE, TRAIN, ChosenBudgets
 from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps, sharing_beside_teachers
-from areno.engine.train.rows import TOP, masks_of_rows, read_training_rows, routes_of_rows
-from areno.errors import CheckpointError, EngineError
+from areno.engine.train.rows import TOP, masks_of_rows, read_tokens, read_training_rows, routes_of_rows
+from areno.errors import CheckpointError, EngineError, Key
 from areno.models.registry import load_config
-from areno.types import TrainSequence
+from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
 logger = logging.getLogger("areno")
 
@@ -295,6 +295,60 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         # A value is aligned with the token after it, so that the last token needs one after it, too.
         scored = self._scored("values", role, [[*row, row[-1]] for row in token_rows], mb_spec)
         return [1 / (1 + np.exp(-values[1:].astype(np.float64))) for values in scored]
+
+    def complete(
+        self,
+        role: str,
+        requests: Sequence[GenerationRequest],
+        decoder: DecoderConfig | None = None,
+        max_running: int | None = None,
+    ) -> list[list[GenerationOutput]]:
+        """Sample completions with the model of a role, in a decoder that exists only for this call.
+
+        The decoder of the actor keeps its cache, its CUDA graphs and its samples. So a rollout phase may be open, which
+        is interrupted for the time of the call. If the role is offloaded, its model is on the device for this time.
+
+        Args:
+            role: Role with a language-model head.
+            requests: The requests, which may not stream. Their tokens are those of the role's vocabulary.
+            decoder: Settings of the decoder. None uses the defaults.
+            max_running: Largest number of samples that are decoded at the same time, over all ranks. None: at most 512
+                for each copy of the model.
+
+        Returns:
+            For each request, its samples in the order of their numbers.
+
+        Raises:
+            ConfigError: Sampling parameters of a request are out of bounds.
+            DataError: A prompt is empty, or is not a list of the role's token ids.
+            EngineError: A request cannot be served, there is too little memory, or the model computes no finite
+                numbers.
+            GrammarError: A grammar cannot be compiled.
+        """
+        self._role(role, "lm")
+        if not requests:
+            return []
+        info, copies = self._infos.get(role, self.info), self.spec.layout.dp_size
+        for request in requests:
+            check_params(request.params)
+            read_tokens(request.prompt, "prompt", info.vocab_size)
+        n_samples = sum(request.n_samples for request in requests)
+        longest = max(len(request.prompt) + request.params.max_new_tokens for request in requests)
+        how = (decoder or DecoderConfig(), max_running, self.spec.layout)
+        spec = RolloutSpec.of_call(role, n_samples, min(longest, info.context_len), *how)
+        # Not by the dispatcher: a call with the same requests then divides them alike, whichever copy is faster.
+        shares = [
+            [replace(each, request_id=at) for at, each in [*enumerate(requests)][c::copies]] for c in range(copies)
+        ]
+        with self._poll_lock:
+            outputs = itertools.chain(*self.workers.call_each("complete", [(spec, share) for share in shares]))
+        found: list[list[GenerationOutput]] = [[] for _ in requests]
+        for output in sorted(outputs, key=lambda each: each.sample):
+            if output.finish_reason == "error":
+                text = "the model of {} produced non-finite logits; its folder may be damaged"
+                raise EngineError(text, Key(self._roles[role].key))
+            found[output.request_id].append(output)
+        return found
 
     def _scored(
         self,

@@ -31,6 +31,7 @@ from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, choose_token_b
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.host_memory import PINNED_BYTES
 from areno.engine.train.teacher import TeacherPasses
+from areno.engine.vocabulary import Vocabulary
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_setting
 from areno.kernels.backend import is_before_ampere, runs_triton
@@ -208,6 +209,7 @@ class Roles:
     ):
         self.spec, self.context, self.attn_backend, self._beside = spec, context, attn_backend, beside
         self._roles: dict[str, Role] = {}
+        self._vocabularies: dict[str, Vocabulary] = {}  # of roles that have decoded
         self._device_bytes = device_bytes(context.device, spec.n_ranks_on_machine(context.rank))
         self.total_bytes = total_bytes(context.device, spec.n_ranks_on_machine(context.rank))
         self._host_bytes = self._free_host_bytes()
@@ -224,6 +226,19 @@ class Roles:
     def actor(self) -> Transformer:
         """The model of the actor."""
         return self._roles["actor"].backend.model
+
+    def vocabulary(self, name: str) -> Vocabulary:
+        """Return the vocabulary of a role.
+
+        Args:
+            name: Name of the role.
+        """
+        if name not in self._vocabularies:
+            role, config = self._roles[name].spec, self._roles[name].backend.model.config
+            of_actor = self.spec.tokenizer_path or self.spec.actor.path
+            folder, more = (role.path, None) if role.own_tokenizer else (of_actor, self.spec.eos_token_ids)
+            self._vocabularies[name] = Vocabulary(folder, config, more)
+        return self._vocabularies[name]
 
     def load(self, name: str, spec: RoleSpec) -> None:
         """Load one more role. All ranks must call this. If loading fails on any rank, no rank keeps the role.
@@ -310,6 +325,7 @@ class Roles:
     def release(self, name: str) -> None:
         """Remove a role and free its memory. If other roles use its model, the model stays and one of them owns it."""
         del self._roles[name]
+        self._vocabularies.pop(name, None)
         heirs = [other for other, role in self._roles.items() if role.owner == name]
         for heir in heirs:
             self._roles[heir].owner = "" if heir == heirs[0] else heirs[0]

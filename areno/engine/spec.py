@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from areno.engine.train.rows import RouteShape  # imports numpy, which takes a tenth of the time of `areno plan`
 
 LOOPBACK = "127.0.0.1"
+_MOST_OF_CALL = 512  # samples for each copy of the model: their logits still take little memory
 
 OldLogprobs = Literal["recompute", "loglinear", "rollout"]
 """Source of the log-probabilities that importance ratios divide by; see UpdateSpec.old_logprobs."""
@@ -296,6 +297,14 @@ class EngineSpec:
         """Return a copy of the spec without the actor's optimizer, for an engine that cannot train the actor."""
         return replace(self, actor=replace(self.actor, optimizer=None))
 
+    def keeps_routes(self, role: str) -> bool:
+        """Return whether the decoder of a role returns the experts of each token, which only training needs.
+
+        Args:
+            role: Name of the role.
+        """
+        return self.routing_replay and role == "actor"
+
     def has_folder_of_actor(self, role: RoleSpec) -> bool:
         """Return whether the model of a role is in the folder of the actor."""
         return role.path == self.actor.path or Path(role.path).resolve() == Path(self.actor.path).resolve()
@@ -423,6 +432,7 @@ class RolloutSpec:
     Attributes:
         max_running: Largest number of samples that are decoded at the same time, over all ranks.
         max_len: Largest number of tokens in a sample, prompt and completion together.
+        role: Name of the role whose model decodes.
         shared: Numbers of samples of all phases that share the decoder. None if no phase has another number.
         decoder: Settings of the decoder.
         keeps_cache: Whether the KV cache stays in memory until the next phase. If so, it leaves room for the memory
@@ -431,9 +441,30 @@ class RolloutSpec:
 
     max_running: int
     max_len: int
+    role: str = "actor"
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     keeps_cache: bool = True
     shared: SharedDecoder | None = None
+
+    @staticmethod
+    def of_call(
+        role: str, n_samples: int, max_len: int, decoder: DecoderConfig, max_running: int | None, layout: Layout
+    ) -> RolloutSpec:
+        """Return the settings of a decoder that exists only for one call.
+
+        Args:
+            role: Name of the role whose model decodes.
+            n_samples: Number of samples of the call.
+            max_len: Largest number of tokens in a sample, prompt and completion together.
+            decoder: Settings of the decoder.
+            max_running: Largest number of samples that are decoded at the same time, over all ranks. None: at most 512
+                for each copy of the model.
+            layout: Division of the ranks into copies of the model.
+        """
+        most = max_running or _MOST_OF_CALL * layout.dp_size
+        return RolloutSpec(
+            role=role, max_running=min(n_samples, most), max_len=max_len, decoder=decoder, keeps_cache=False
+        )
 
     @property
     def n_slots(self) -> int:

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -27,7 +27,6 @@ from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, Want
 from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.drafts import SuffixDrafter, step_costs
-from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.deterministic import nondeterministic_operations_named, without_deterministic_mode
 from areno.engine.memory import (
     free_unused,
@@ -47,11 +46,12 @@ from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepMicroBatches, TrainResult
 from areno.engine.train.rows import TOP, RouteShape
 from areno.engine.train.teacher import TeacherPasses, Teachers
-from areno.errors import EngineError, Key
+from areno.errors import EngineError
 from areno.kernels.attention import choose_backend
 from areno.kernels.backend import check_dtype
 from areno.models.adapters import adapter_table, adapter_writes, refresh_adapters
 from areno.models.cost import Cost
+from areno.models.transformer import Transformer
 from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -168,27 +168,33 @@ class Worker:
         decoder.weights_version = self.weights_version()
         refresh_adapters(self.actor)
 
+    def _model(self, spec: RolloutSpec) -> Transformer:
+        """Return the model that a rollout phase decodes with."""
+        return self.roles[spec.role].backend.model
+
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
         options = [*memory.smaller_cache(spec.decoder), memory.FEWER_AT_ONCE]
-        wanted = self._wanted_cache(spec)
+        wanted, model, vocabulary = self._wanted_cache(spec), self._model(spec), self.roles.vocabulary(spec.role)
         reserved = self.roles.footprint.most_extra_in_use if spec.keeps_cache else 0
         with out_of_memory_hint("making the KV cache", lambda: options):
             return Decoder(
-                self.actor,
-                n_blocks=kv_cache_blocks(self.actor, self.spec, wanted, self.free_bytes, reserved),
+                model,
+                n_blocks=kv_cache_blocks(
+                    model, self.spec, wanted, self.free_bytes, reserved, beside_actor=self.decoder is not None
+                ),
                 block_size=self._block_size,
                 max_running=self.spec.layout.of_copy(spec.n_slots),
                 usual_running=self.spec.layout.of_copy(spec.usual),
                 max_prefill_tokens=spec.decoder.max_prefill_tokens,
                 max_len=spec.max_len,
-                eos_token_ids=self._eos_token_ids,
+                eos_token_ids=vocabulary.eos_token_ids,
                 use_graphs=self.context.device.type == "cuda" and not spec.decoder.eager_decode,
                 attn_backend=self.attn_backend,
                 exact=self.spec.engine.exact,
-                detokenize=lambda tokens: self._tokenizer.decode(tokens),
-                compile_grammar=lambda text: self._grammars.compile(text),
+                detokenize=lambda tokens: vocabulary.tokenizer.decode(tokens),
+                compile_grammar=lambda text: vocabulary.grammars.compile(text),
                 stream_every_s=_STREAM_EVERY_S,
-                keeps_routes=self.spec.routing_replay,
+                keeps_routes=self.spec.keeps_routes(spec.role),
                 runs_ahead=self.context.device.type != "cpu",
             )
 
@@ -224,9 +230,9 @@ class Worker:
 
     def _wanted_cache(self, spec: RolloutSpec) -> WantedCache:
         """Return the KV cache that a rollout wants."""
-        routes = self._route_shape if self.spec.routing_replay else None
+        routes = self._route_shape if self.spec.keeps_routes(spec.role) else None
         return WantedCache.of(
-            self.actor.config,
+            self._model(spec).config,
             self.dtype.itemsize,
             self.spec,
             spec,
@@ -246,28 +252,6 @@ class Worker:
             return torch.cuda.mem_get_info(self.context.device)[0]
         return host_bytes_free() // self.spec.n_ranks_on_machine(self.context.rank)
 
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        folder = self.spec.tokenizer_path or self.spec.actor.path
-        try:
-            return AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise EngineError(
-                "stop strings and grammars need a tokenizer, and {} has none that loads; set {}, or use stop_token_ids",
-                folder,
-                Key("tokenizer_path"),
-            ) from error
-
-    @cached_property
-    def _eos_token_ids(self) -> set[int]:
-        return {*self.actor.config.eos_token_ids, *self.spec.eos_token_ids}
-
-    @cached_property
-    def _grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self._tokenizer, self.actor.config.vocab_size, self._eos_token_ids)
-
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests, which join the running batch in one of the next steps.
 
@@ -279,7 +263,7 @@ class Worker:
         if self.decoder is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         if any(request.params.stop or request.grammar for request in requests):
-            _ = self._tokenizer  # load it now, so that an error is raised for the request
+            _ = self.roles.vocabulary("actor").tokenizer  # load it now, so that an error is raised for the request
         for request in requests:
             self.decoder.submit(request)
 
@@ -359,13 +343,13 @@ class Worker:
     def step(self) -> list[GenerationOutput]:
         """Run one step of the decoder, and return the finished samples and partial outputs."""
         assert self.decoder is not None
-        with out_of_memory_hint("in rollout", self._rollout_advice), without_deterministic_mode():
-            return self.decoder.step()
-
-    def _rollout_advice(self) -> Iterator[memory.Option]:
-        """Return the setting changes to suggest if memory runs out in a rollout, as Options."""
         assert self._decoder_spec is not None
-        return memory.in_rollout(self._decoder_spec.decoder, on_cuda=self.context.device.type == "cuda")
+        return self._step(self.decoder, self._decoder_spec)
+
+    def _step(self, decoder: Decoder, spec: RolloutSpec) -> list[GenerationOutput]:
+        advice = partial(memory.in_rollout, spec.decoder, on_cuda=self.context.device.type == "cuda")
+        with out_of_memory_hint("in rollout", advice), without_deterministic_mode():
+            return decoder.step()
 
     def _kv_cache_advice(self) -> list[memory.Option]:
         """Return setting changes with which the KV cache leaves more memory to training, as Options.
@@ -494,6 +478,46 @@ class Worker:
                 mb_spec = MicroBatchSpec(max_tokens_per_mb=(budget or 2) // 2)
                 free_unused()
         raise AssertionError("the loop has no end")
+
+    def complete(self, spec: RolloutSpec, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+        """Sample all completions of some requests with a decoder of their own, which is freed afterwards.
+
+        The decoder of an open rollout phase keeps its cache and its samples.
+
+        Args:
+            spec: Settings of the decoder, with the role whose model decodes.
+            requests: The requests of this copy of the model.
+
+        Returns:
+            The outputs of the finished samples.
+
+        Raises:
+            EngineError: There is too little memory for the KV cache, or a request cannot be served.
+            GrammarError: A grammar cannot be compiled.
+        """
+        outputs: list[GenerationOutput] = []
+        if not requests:
+            return outputs
+        profiling.set_anchor()
+        in_phase = gc.get_freeze_count() > 0  # of an open rollout phase
+        gc.freeze()  # as in begin_rollout; the collection at the end then looks through new objects alone
+        # For the whole time: an offloaded model must not leave, and CUDA graphs are captured with or without adapters.
+        with self.roles[spec.role].on_device() as backend:
+            refresh_adapters(backend.model)
+            decoder: Decoder | None = None
+            try:
+                decoder = self._new_decoder(spec)
+                for request in requests:
+                    decoder.submit(request)
+                while decoder.has_work:
+                    outputs += [output for output in self._step(decoder, spec) if output.finish_reason is not None]
+                    heartbeat.beat()
+            finally:
+                decoder = None
+                free_unused()  # before an offloaded model leaves, since graphs refer to the runner and its weights
+                if not in_phase:
+                    gc.unfreeze()
+        return outputs
 
     def save(self, folder: str, role: str, background: bool = False, merge: bool = False) -> None:
         """Write this rank's part of a role's model as a Hugging Face folder. All ranks must call this.

@@ -7,6 +7,7 @@ time comes from `areno/models/speed.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from areno.config.experiments import ExperimentConfig, HeadName, ReferencedExperimentConfig
@@ -28,98 +29,19 @@ from areno.models.registry import layout_problems, load_config, parse_config
 from areno.models.speed import PassWork, Rates, RolloutWork, pass_seconds, rollout_seconds, update_seconds
 from areno.plan.hardware import Hardware
 from areno.plan.lora import lora_of
+from areno.plan.phases import Lengths, Phase, Rows, questions_of_step, rows_of_step
 from areno.plan.plan import experiment_roles, longest_sequence
 from areno.plan.shared_decoder import shared_decoder
 
 _PROCESS_BYTES = int(0.35 * 2**30)  # of a Python process with torch, which counts as the memory of a CPU run
 _GRAPH_BYTES = int(0.15 * 2**30)  # of CUDA graphs and the buffers of sampling
 _COPY_BYTES_S = 45e9  # bytes per second between device and pinned host memory, in each direction
-_CHARS_PER_TOKEN = 4  # of the text of a judge's question
 _DROPPED_S = 2.0  # seconds to make a decoder with its CUDA graphs again
 _SCORED_BY = {
     "actor": "recompute",
     "critic": "values",
     "judge": "reward",
 }  # model -> name of its scoring phase in time/*, if another
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """The lengths that a forecast assumes, in tokens.
-
-    Attributes:
-        prompt: Tokens of a prompt.
-        answer: Tokens of an answer, on average.
-    """
-
-    prompt: int
-    answer: int
-
-    @staticmethod
-    def of(config: ExperimentConfig, context_len: int, prompt: int | None, answer: int | None) -> Lengths:
-        """Return the given lengths. A length that is None is the limit that the settings give, at most 512 for prompts.
-
-        Args:
-            config: Settings of the run.
-            context_len: Context length of the model.
-            prompt: Tokens of a prompt, or None.
-            answer: Tokens of an answer, or None.
-        """
-        limit = min(config.train_dataset.max_length, context_len)
-        if not isinstance(config, PolicyExperimentConfig):
-            prompt = min(limit, 512) // 2 if prompt is None else prompt
-            return Lengths(prompt=prompt, answer=prompt if answer is None else answer)
-        prompt = min(limit, 512) if prompt is None else prompt
-        most = min(config.gconfig.max_new_tokens, max(1, context_len - prompt))
-        return Lengths(prompt=prompt, answer=most if answer is None else answer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Number and lengths of the token sequences (rows) that a model scores or trains on in a step.
-
-    Attributes:
-        n: Number of rows on all devices together.
-        lengths: Number of tokens of the prompt and of the answer of a row.
-        n_same: Number of rows with the same prompt, which may be computed only once.
-    """
-
-    n: int
-    lengths: Lengths
-    n_same: int
-
-    @property
-    def each(self) -> int:
-        """Number of tokens of a row."""
-        return self.lengths.prompt + self.lengths.answer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """One phase of a training step.
-
-    Attributes:
-        name: Name, such as "rollout" or "train actor".
-        clock: Name of the phase in the scalars time/* and memory/* of a run.
-        seconds: Expected time.
-        terms: Bytes on a device, by what takes them. Their sum is the expected peak of the phase.
-        n_tokens: Tokens that the phase generates, scores or trains, over all devices.
-        budget: Largest number of tokens in a micro-batch. None for a rollout.
-        least: Bytes on a device that the phase needs at least. If they do not fit, the phase runs out of memory.
-    """
-
-    name: str
-    clock: str
-    seconds: float
-    terms: dict[str, int]
-    n_tokens: float
-    budget: int | None = None
-    least: int = 0
-
-    @property
-    def peak(self) -> int:
-        """The expected peak of memory, in bytes."""
-        return sum(self.terms.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,17 +172,6 @@ def forecast(
     )
 
 
-def rows_of_step(config: ExperimentConfig) -> int:
-    """Return the number of rows that a step trains on.
-
-    Args:
-        config: Settings of the run.
-    """
-    if isinstance(config, PolicyExperimentConfig):
-        return config.train_dataset.batch_size * config.trained_per_prompt
-    return config.train_dataset.batch_size * config.rows_per_item()
-
-
 class _Step:
     """The phases of one training step.
 
@@ -291,6 +202,9 @@ class _Step:
         drops = isinstance(config, PolicyExperimentConfig) and config.rollout.drop_rollout_state
         self.room_of_cache = self.free - (0 if drops else footprint.most_extra_in_use)
         self.stays = 0 if drops or self.cache is None else self.cache.bytes_within(self.room_of_cache)
+        judge = self._model("judge")
+        self.room_of_judge = self.free - self.stays - footprint.extra_in_use(judge, training=False)
+        self.cache_of_judge = self._cache_of_judge(judge)
         self._phases: list[Phase] = []
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -308,12 +222,24 @@ class _Step:
             keeps_cache=not config.rollout.drop_rollout_state,
             shared=shared_decoder(config, model, self.layout),
         )
+        return self._wanted(model, rollout)
+
+    def _cache_of_judge(self, judge: Model) -> WantedCache | None:
+        """Return the KV cache that a judge wants for its replies. None if no judge of the run writes replies."""
+        config, context = self.config, judge.config.max_position_embeddings
+        if not isinstance(config, PolicyExperimentConfig) or not self._judge_writes:
+            return None
+        asked, at_once = questions_of_step(config, self.lengths), config.rollout.max_concurrent_rollouts
+        call = ("judge", asked.n, min(asked.each, context), config.rollout, at_once, self.layout)
+        return self._wanted(judge.config, RolloutSpec.of_call(*call))
+
+    def _wanted(self, model: TransformerConfig, rollout: RolloutSpec) -> WantedCache:
         return WantedCache.of(
             model,
             self.footprint.itemsize,
             self.spec,
             rollout,
-            block_size=FIXED_ORDER_KV_BLOCK if config.engine.exact else KV_BLOCK,
+            block_size=FIXED_ORDER_KV_BLOCK if self.config.engine.exact else KV_BLOCK,
             route_bytes=0,
         )
 
@@ -384,7 +310,7 @@ class _Step:
         for name, role in self.roles.items():
             if name == "actor" or isinstance(config, ReferencedExperimentConfig):
                 continue
-            found.append(self._pass(name, SCORE))
+            found.append(self._written() if name == "judge" and self._judge_writes else self._pass(name, SCORE))
             if role.optimizer is not None:
                 found.append(self._pass(name, TRAIN))
         if isinstance(config.actor, RatioConfig) and config.actor.needs_proximal:
@@ -397,61 +323,93 @@ class _Step:
     def _rates(self) -> Rates:
         return self.hardware.rates.of(self.layout.tp_size)
 
+    @property
+    def _judge_writes(self) -> bool:
+        """Whether a judge that is a model of the run writes replies, in place of scoring labels."""
+        config = self.config
+        writes = isinstance(config, PolicyExperimentConfig) and config.reward.judge.verdict == "json"
+        return writes and "judge" in self.roles
+
     def _rollout(self, config: PolicyExperimentConfig) -> Phase:
-        model, lengths = self.footprint.models[0], self.lengths
         assert self.cache is not None
-        at_once = config.rollout.max_concurrent_rollouts or config.rows_per_step
-        copies = self.layout.dp_size
-        cache_bytes = self.cache.bytes_within(self.room_of_cache)
-        row = lengths.prompt / max(1, config.gconfig.n_samples) + lengths.answer
-        cached_tokens = cache_bytes // max(1, self.cache.block_bytes) * self.cache.layout.block_size
+        model, at_once = self.footprint.models[0], config.rollout.max_concurrent_rollouts or config.rows_per_step
         work = RolloutWork(
             n_prompts=config.train_dataset.batch_size,
             n_samples=config.gconfig.n_samples,
-            prompt_len=lengths.prompt,
-            answer_len=lengths.answer,
-            n_running=max(1, min(at_once, int(cached_tokens / row) * copies)),
+            prompt_len=self.lengths.prompt,
+            answer_len=self.lengths.answer,
+            n_running=at_once,
             tp_size=self.layout.tp_size,
         )
-        cost = Cost.of(model.config, self.footprint.itemsize, model.adapters)
-        seconds = sum(rollout_seconds(model.config, cost, work, self._rates, copies))
-        if config.rollout.drop_rollout_state and self.hardware.is_cuda:
-            seconds += _DROPPED_S
-        n_prefill = min(config.rollout.max_prefill_tokens, -(-work.n_prompts // copies) * lengths.prompt)
-        forward = self.footprint.scoring_pass(model)
         shared = shared_decoder(config, model.config, self.layout)  # an evaluation may decode more than training
         n_logits = max_running = self.layout.of_copy(at_once if shared is None else shared.most)
         if may_draft(config.rollout, on_cuda=self.hardware.is_cuda) and model.config.delta is None:
             n_logits = max(max_running, verification_rows(max_running))
+        found = self._decoded("rollout", work, model, self.cache, self.room_of_cache, n_logits)
+        dropped_s = _DROPPED_S if config.rollout.drop_rollout_state and self.hardware.is_cuda else 0.0
+        return replace(found, seconds=found.seconds + dropped_s)
+
+    def _written(self) -> Phase:
+        """Return the phase in which the judge writes replies, each as long as reward.judge.max_tokens allows."""
+        config, model, cache = self.config, self._model("judge"), self.cache_of_judge
+        assert isinstance(config, PolicyExperimentConfig)
+        assert cache is not None
+        asked = questions_of_step(config, self.lengths)
+        work = RolloutWork(
+            n_prompts=asked.n,
+            n_samples=1,
+            prompt_len=asked.lengths.prompt,
+            answer_len=asked.lengths.answer,
+            n_running=cache.n_slots * self.layout.dp_size,
+            tp_size=self.layout.tp_size,
+        )
+        base = replace(model, adapters=None)  # if it is the actor's
+        found = self._decoded("write judge", work, base, cache, self.room_of_judge, cache.n_slots, self.stays)
+        more_s = _DROPPED_S * self.hardware.is_cuda + self.footprint.extra_in_use(model, False) / _COPY_BYTES_S
+        return replace(found, clock=_SCORED_BY["judge"], seconds=found.seconds + more_s)
+
+    def _decoded(
+        self, name: str, work: RolloutWork, model: Model, cache: WantedCache, room: int, n_logits: int, beside: int = 0
+    ) -> Phase:
+        """Return the phase `name` in which a model decodes. `work.n_running` may be more than the cache has room for.
+
+        `room` is the free memory before the cache is made, `n_logits` the number of tokens whose logits take memory at
+        the same time, and `beside` the memory of the actor's cache while another model decodes.
+        """
+        config, copies = self.config, self.layout.dp_size
+        assert isinstance(config, PolicyExperimentConfig)
+        cache_bytes = cache.bytes_within(room)
+        row = work.prompt_len / max(1, work.n_samples) + work.answer_len
+        cached_tokens = cache_bytes // max(1, cache.block_bytes) * cache.layout.block_size
+        work = replace(work, n_running=max(1, min(work.n_running, int(cached_tokens / row) * copies)))
+        cost = Cost.of(model.config, self.footprint.itemsize, model.adapters)
+        n_prefill = min(config.rollout.max_prefill_tokens, -(-work.n_prompts // copies) * work.prompt_len)
         logits = n_logits * self.layout.share_up(model.config.vocab_size) * 4
-        terms = self._resident() | {"KV cache": cache_bytes}
-        terms["activations"] = forward.expected(n_prefill, 0, 0) + logits + _GRAPH_BYTES * self.hardware.is_cuda
-        n_tokens = config.rows_per_step * lengths.answer
+        forward = self.footprint.scoring_pass(model).expected(n_prefill, 0, 0)
+        terms = self._resident(model.name) | {"KV cache": cache_bytes + beside}
+        terms["activations"] = forward + logits + _GRAPH_BYTES * self.hardware.is_cuda
         return Phase(
-            name="rollout",
-            clock="rollout",
-            seconds=seconds,
+            name=name,
+            clock=name,
+            seconds=sum(rollout_seconds(model.config, cost, work, self._rates, copies)),
             terms=terms,
-            n_tokens=n_tokens,
+            n_tokens=work.n_prompts * work.n_samples * work.answer_len,
             least=sum(terms.values()),
         )
 
-    def _rows(self, name: str) -> _Rows:
+    def _rows(self, name: str) -> Rows:
         """Return the rows that the model `name` scores or trains. A judge reads a row for each label of a question."""
         config, lengths, n_rows = self.config, self.lengths, rows_of_step(self.config)
         if not isinstance(config, PolicyExperimentConfig):
-            return _Rows(n=n_rows, lengths=lengths, n_same=1)
-        n_samples, judge = config.gconfig.n_samples, config.reward.judge
+            return Rows(n=n_rows, lengths=lengths, n_same=1)
         if name == "reward":
-            return _Rows(n=config.rows_per_step, lengths=lengths, n_same=n_samples)
+            return Rows(n=config.rows_per_step, lengths=lengths, n_same=config.gconfig.n_samples)
         if is_teacher(name):  # the fields of rows are not read, so that each teacher is assumed to have as many
             n_rows = -(-n_rows // sum(map(is_teacher, self.roles)))
         if name != "judge":
-            return _Rows(n=n_rows, lengths=lengths, n_same=config.trained_per_prompt)
-        question = len(judge.question) // _CHARS_PER_TOKEN + lengths.prompt + (1 + judge.compare) * lengths.answer
-        n_questions = config.train_dataset.batch_size * judge.n_questions(n_samples)
-        n_labels = len(judge.names)
-        return _Rows(n=n_questions * n_labels, lengths=Lengths(prompt=question, answer=1), n_same=n_labels)
+            return Rows(n=n_rows, lengths=lengths, n_same=config.trained_per_prompt)
+        asked, n_labels = questions_of_step(config, self.lengths), len(config.reward.judge.names)
+        return replace(asked, n=asked.n * n_labels, n_same=n_labels)
 
     def _pass(self, name: str, phase: str) -> Phase:
         """Return the phase in which the model `name` scores or trains the rows of a step."""
@@ -501,7 +459,7 @@ class _Step:
             least=least,
         )
 
-    def _n_sharing(self, model: Model, rows: _Rows, n_rows: int, phase: str, budget: int) -> int:
+    def _n_sharing(self, model: Model, rows: Rows, n_rows: int, phase: str, budget: int) -> int:
         """Return how many of the `n_rows` rows of a device use the prompt of another row, which computes it for them.
 
         `budget` is the number of tokens in a micro-batch. The result is 0 if each row computes its own prompt.
@@ -544,14 +502,18 @@ class _Step:
         if self.footprint.least > limit:
             need = _gib(self.footprint.least)
             return [f"the models need {need} GiB, and {_gib(limit)} GiB of a device can be used"]
-        if self.cache is None:
-            return []
-        room = self.cache.affordable(self.room_of_cache) if self.cache.mem_fraction is not None else self.cache.blocks
-        room = min(room, self.cache.blocks)
-        tokens = self.cache.layout.max_sequence_tokens(self.cache.layout.pool_size(max(room, 0)), self.cache.max_len)
-        if tokens >= self.cache.max_len:
-            return []
-        return [f"the KV cache has room for {tokens:,} tokens, and a sample may need {self.cache.max_len:,}"]
+        caches = {"": (self.cache, self.room_of_cache), " of the judge": (self.cache_of_judge, self.room_of_judge)}
+        return [each for of, (cache, room) in caches.items() for each in _lacking_room(cache, room, of)][:1]
+
+
+def _lacking_room(cache: WantedCache | None, free_bytes: int, of: str) -> Iterator[str]:
+    """Yield the reason why a KV cache has no room for the longest sample."""
+    if cache is None:
+        return
+    room = cache.affordable(free_bytes) if cache.mem_fraction is not None else cache.blocks
+    tokens = cache.layout.max_sequence_tokens(cache.layout.pool_size(max(min(room, cache.blocks), 0)), cache.max_len)
+    if tokens < cache.max_len:
+        yield f"the KV cache{of} has room for {tokens:,} tokens, and a sample may need {cache.max_len:,}"
 
 
 def _gib(n_bytes: float) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
-from areno.plan.forecast import Forecast, Phase, rows_of_step
+from areno.plan.forecast import Forecast
+from areno.plan.phases import Phase, rows_of_step
 
 STEP = "step"
 

@@ -17,8 +17,9 @@ from typing import Any
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.engine.footprint import gib
 from areno.errors import ConfigError, Problem
-from areno.plan.forecast import Forecast, Lengths, forecast, shape_of
+from areno.plan.forecast import Forecast, forecast, shape_of
 from areno.plan.hardware import Hardware
+from areno.plan.phases import Lengths
 from areno.plan.plan import longest_sequence
 from areno.plan.ways import set_values, shown, ways_to_fit
 

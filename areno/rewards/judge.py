@@ -20,7 +20,7 @@ from areno import heartbeat
 from areno.config.judge import ANSWERS, JudgeConfig, fields_of
 from areno.data.chat_template import Prompt
 from areno.errors import DataError, Key
-from areno.rewards.judge_readers import KEY, Reader, Score, Verdict, without_thoughts
+from areno.rewards.judge_readers import KEY, Reader, Score, Verdict, Write, without_thoughts
 from areno.rewards.pool import report_failures
 from areno.rewards.records import CompletionRecord, Record, reward_problem
 from areno.types import RewardOutcome
@@ -167,13 +167,14 @@ class Judging(AbstractContextManager["Judging"]):
         """Number of questions without a verdict that have begun to be answered."""
         return sum(not future.done() for future in self._asked.values()) if self._reader.is_early else 0
 
-    def complete(self, score: Score) -> None:
-        """Answer the questions that wait for the judge of the run.
+    def complete(self, score: Score, write: Write) -> None:
+        """Answer the questions that wait for the judge of the run. The arguments are unused for an endpoint.
 
         Args:
-            score: Scores rows with the judge of the run. Unused for an endpoint.
+            score: Scores rows with the judge of the run.
+            write: Completes rows with the judge of the run.
         """
-        self._reader.complete(score)
+        self._reader.complete(score, write)
 
     def outcomes(self) -> dict[int, RewardOutcome]:
         """Wait for all verdicts, and return the rewards. Call this after `complete`.

@@ -1,4 +1,4 @@
-"""The two ways to ask a judge: `RoleReader` scores labels with a model of the run, `EndpointReader` asks a server.
+"""The two ways to ask a judge: `RoleReader` asks a model of the run, `EndpointReader` asks a server.
 
 The answer to a question is a Verdict, which has a probability for each label.
 """
@@ -20,10 +20,12 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from areno.config.judge import JudgeConfig
+from areno.config.judge import REASON, VERDICT, JudgeConfig, json_reply
 from areno.data.chat_template import render_generation_prompt
-from areno.data.encode import encode_generation_prompt
-from areno.errors import ConfigError, Key, Problem, printable
+from areno.data.encode import decode_all, encode_generation_prompt
+from areno.engine.vocabulary import Vocabulary
+from areno.errors import ConfigError, GrammarError, Key, Problem, printable
+from areno.types import RolloutSequence, SamplingParams
 
 logger = logging.getLogger("areno.rewards")
 
@@ -35,8 +37,27 @@ _CONNECT_S = 10.0
 _CLOSE_S = 5.0
 _SHOWN_CHARS = 200
 
+_NO_THOUGHTS = "\n</think>\n\n"  # after a template that opens reasoning; templates without thinking write the same
+_REASON = r"/[^\"\\\x00-\x1F\x7F]*/"
+
 Score = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
 """Function that computes the log-probability of each token of rows of token ids."""
+
+
+class Write(Protocol):
+    """Function that completes rows of token ids with the judge of the run."""
+
+    def __call__(
+        self, token_rows: Sequence[Sequence[int]], sampling_params: SamplingParams, *, grammar: str | None
+    ) -> Sequence[RolloutSequence]:
+        """Return the completion of each row.
+
+        Args:
+            token_rows: The rows.
+            sampling_params: Sampling settings of all rows.
+            grammar: Grammar that each completion follows.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -74,42 +95,39 @@ class Reader(Protocol):
         """
         ...
 
-    def complete(self, score: Score) -> None:
-        """Answer the waiting questions.
+    def complete(self, score: Score, write: Write) -> None:
+        """Answer the waiting questions. Only a reader that is not early needs the arguments.
 
         Args:
-            score: Scores rows with the judge of the run. Only a reader that is not early needs it.
+            score: Scores rows with the judge of the run.
+            write: Completes rows with the judge of the run.
         """
         ...
 
 
 class RoleReader:
-    """Answers questions with a model of the run, by the probabilities of the labels after the question.
-
-    A row is a question, the tokens with which all labels begin (in some vocabularies a space), and the next token of a
-    label. The model computes the log-probability of the tokens after the question. The rows of a question share all
-    tokens but one, and the engine computes shared tokens once.
+    """Answers questions with a model of the run, by the probabilities of labels or by replies in JSON.
 
     Args:
         config: Settings of the judge.
-        tokenizer: Tokenizer of the judge's folder.
-        context_len: Longest row in tokens.
+        vocabulary: Vocabulary of the judge's model.
 
     Raises:
-        ConfigError: Some labels do not differ in the token after their common beginning, or the chat template of the
-            judge begins with reasoning.
+        ConfigError: The tokenizer or the chat template of the judge does not fit reward.judge.verdict.
     """
 
     is_early = False
 
-    def __init__(self, config: JudgeConfig, tokenizer: Any, context_len: int):
-        self._tokenizer, self._context_len = tokenizer, context_len
+    def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):
+        self._vocabulary, tokenizer = vocabulary, vocabulary.tokenizer
         self._waiting: list[tuple[str, Future[Verdict]]] = []
-        if opens_thoughts(render_generation_prompt(tokenizer, "?", enable_thinking=False)):
+        thinks = opens_thoughts(render_generation_prompt(tokenizer, "?", enable_thinking=False))
+        if config.verdict == "labels" and thinks:
             text = "is a model whose chat template begins with <think>, so that no label can follow; choose another "
-            text += "one, or serve it, and set {} and {}=json"
-            raise ConfigError(Problem(f"{KEY}.path", text, Key(f"{KEY}.base_url"), Key(f"{KEY}.verdict")))
-        self._labels = _labels_of(config.names, tokenizer)
+            raise ConfigError(Problem(f"{KEY}.path", text + "one, or set {}=json", Key(f"{KEY}.verdict")))
+        # The reason in the reply takes the place of the reasoning that the template has opened.
+        self._closing = tokenizer.encode(_NO_THOUGHTS, add_special_tokens=False) if thinks else []
+        self._way = (_JsonOfRole if config.verdict == "json" else _LabelsOfRole)(config, vocabulary)
 
     def ask(self, question: str) -> Future[Verdict]:
         """Keep a question until `complete` is called, and return the future of its verdict.
@@ -121,30 +139,115 @@ class RoleReader:
         self._waiting.append((question, future))
         return future
 
-    def complete(self, score: Score) -> None:
+    def complete(self, score: Score, write: Write) -> None:
         """Answer the waiting questions that are not cancelled.
 
         Args:
             score: Scores rows with the model.
+            write: Completes rows with the model.
         """
         waiting, self._waiting = self._waiting, []
-        futures, rows = [], []
+        futures, questions = [], []
         for question, future in waiting:
             if not future.set_running_or_notify_cancel():
                 continue
-            tokens = encode_generation_prompt(self._tokenizer, question, enable_thinking=False)
-            if len(tokens) + len(self._labels[0]) > self._context_len:
-                text = f"the judge's question has {len(tokens)} tokens, the model's context {self._context_len}"
+            tokens = encode_generation_prompt(self._vocabulary.tokenizer, question, enable_thinking=False)
+            tokens = [*tokens, *self._closing]
+            if len(tokens) + self._way.n_more > self._vocabulary.context_len:
+                text = f"judge: a question has {len(tokens)} tokens, and {self._way.more}; the model has a context "
+                text += f"of {self._vocabulary.context_len} tokens"
                 future.set_result(Verdict(status="error", message=text))
                 continue
             futures.append(future)
-            rows += [[*tokens, *label] for label in self._labels]
-        if not rows:
-            return
-        n_last = len(self._labels[0])
-        found = np.array([sum(row[-n_last:]) for row in score(rows)], np.float64).reshape(len(futures), -1)
-        for future, logprobs in zip(futures, found, strict=True):
-            future.set_result(Verdict(_shares(logprobs), parts={"label_mass": float(np.exp(logprobs).sum())}))
+            questions.append(tokens)
+        if questions:
+            for future, verdict in zip(futures, self._way.verdicts(questions, score, write), strict=True):
+                future.set_result(verdict)
+
+
+class _LabelsOfRole:
+    """Verdicts by the probabilities of the labels after the question.
+
+    A row is a question, the tokens with which all labels begin (in some vocabularies a space), and the next token of a
+    label. The model computes the log-probability of the tokens after the question. The rows of a question share all
+    tokens but one, and the engine computes shared tokens once.
+
+    Args:
+        config: Settings of the judge.
+        vocabulary: Vocabulary of the judge's model.
+
+    Attributes:
+        n_more: Number of tokens after a question.
+        more: These tokens in words.
+
+    Raises:
+        ConfigError: Some labels do not differ in the token after their common beginning.
+    """
+
+    def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):
+        self._labels = _labels_of(config.names, vocabulary.tokenizer)
+        self.n_more = len(self._labels[0])
+        self.more = f"its label {self.n_more}"
+
+    def verdicts(self, questions: Sequence[list[int]], score: Score, write: Write) -> list[Verdict]:
+        """Return the verdict on each question, given by its tokens."""
+        rows = [[*tokens, *label] for tokens in questions for label in self._labels]
+        found = np.array([sum(row[-self.n_more :]) for row in score(rows)], np.float64).reshape(len(questions), -1)
+        parts = [{"label_mass": float(np.exp(logprobs).sum())} for logprobs in found]
+        return [Verdict(_shares(logprobs), parts=each) for logprobs, each in zip(found, parts, strict=True)]
+
+
+class _JsonOfRole:
+    """Verdicts by replies in JSON that the model decodes greedily under a grammar, which ends with a verdict in time.
+
+    Args:
+        config: Settings of the judge.
+        vocabulary: Vocabulary of the judge's model.
+
+    Attributes:
+        n_more: Largest number of tokens after a question.
+        more: These tokens in words.
+
+    Raises:
+        ConfigError: llguidance is not installed, or the tokenizer cannot write the reply.
+    """
+
+    def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):
+        self._config, self._tokenizer, self._grammar = config, vocabulary.tokenizer, json_grammar(config)
+        self._params = SamplingParams(greedy=True, max_new_tokens=config.max_tokens)
+        self.n_more, self.more = config.max_tokens, f"its reply up to {config.max_tokens} ({KEY}.max_tokens)"
+        try:
+            compiled = vocabulary.grammars.compile(self._grammar)
+        except GrammarError as error:
+            raise ConfigError(Problem(f"{KEY}.verdict", "is json, but {}", error)) from error
+        replies = [json_reply("", name) for name in config.names]
+        if missing := [reply for reply in replies if not vocabulary.grammars.can_write(compiled, reply)]:
+            text = "is a model whose tokenizer cannot write {}; choose another one, or set {}=labels"
+            raise ConfigError(Problem(f"{KEY}.path", text, missing[0], Key(f"{KEY}.verdict")))
+
+    def verdicts(self, questions: Sequence[list[int]], score: Score, write: Write) -> list[Verdict]:
+        """Return the verdict on each question, given by its tokens."""
+        replies = [list(each.resp_tokens) for each in write(questions, self._params, grammar=self._grammar)]
+        labels = [name.casefold() for name in self._config.names]
+        found = []
+        for said in decode_all(self._tokenizer, replies, skip_special_tokens=True):
+            verdict = _read_json(said, labels)
+            found.append(verdict if verdict.probabilities else _refused(verdict, said, self._config))
+        return found
+
+
+def json_grammar(config: JudgeConfig) -> str:
+    """Return the grammar of a reply in JSON that takes at most reward.judge.max_tokens tokens, with an end token.
+
+    The reason has no quotation marks and no escapes, since its limit of tokens could otherwise cut an escape in two.
+
+    Args:
+        config: Settings of the judge.
+    """
+    before, after = config.reply_ends
+    ends = " | ".join(map(json.dumps, after))
+    limit = f"[max_tokens={config.max_tokens - config.n_verdict_tokens}]"
+    return f"start: {json.dumps(before)} reason ({ends})\nreason{limit}: {_REASON}"
 
 
 def _labels_of(names: Sequence[str], tokenizer: Any) -> list[list[int]]:
@@ -231,11 +334,12 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         """
         return self._begin(self._verdict(question))
 
-    def complete(self, score: Score) -> None:
+    def complete(self, score: Score, write: Write) -> None:
         """Do nothing: all questions have begun.
 
         Args:
             score: Ignored.
+            write: Ignored.
         """
 
     def close(self) -> None:
@@ -286,10 +390,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
             if self._config.verdict == "json":
                 asked = f"Reply with JSON alone: {_EXAMPLE}."
             messages += [{"role": "assistant", "content": said or "..."}, {"role": "user", "content": asked}]
-        text = f"judge: the reply names none of {', '.join(self._config.names)}: {printable(said)[:_SHOWN_CHARS]!r}"
-        if self._config.verdict == "labels":
-            text += f"; a model that reasons first needs {KEY}.enable_thinking=false or {KEY}.verdict=json"
-        return replace(found, status="error", message=text)
+        return _refused(found, said, self._config)
 
     async def _reply(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[str, float]]]:
         """Return (text without reasoning, log-probabilities of the most likely first tokens) of the endpoint's reply.
@@ -333,12 +434,9 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
     def _schema(self) -> dict[str, Any]:
         """Return the schema of a reply in JSON."""
         verdict = {"type": "string", "enum": list(self._config.names)}
-        shape = {"type": "object", "properties": {"reason": {"type": "string"}, "verdict": verdict}}
-        return {
-            "name": "verdict",
-            "strict": True,
-            "schema": {**shape, "required": ["reason", "verdict"], "additionalProperties": False},
-        }
+        properties = {REASON: {"type": "string"}, VERDICT: verdict}
+        shape = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        return {"name": "verdict", "strict": True, "schema": shape}
 
     def _read(self, said: str, top: Sequence[tuple[str, float]]) -> Verdict:
         """Return the verdict of a reply, without probabilities if there is none.
@@ -346,23 +444,18 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         The log-probabilities `top` count if the labels have enough of the probability. Otherwise the model would begin
         with something else, such as reasoning, and the label at the beginning of the reply counts.
         """
-        text, parts = said, {"unreadable": 0.0}
         if self._config.verdict == "json":
-            try:
-                text = str(json.loads(text[text.find("{") : text.rfind("}") + 1])["verdict"])
-            except (ValueError, KeyError, TypeError):
-                text = ""
-        elif top:
+            return _read_json(said, self._labels)
+        parts = {}
+        if top:
             logprobs = np.full(len(self._labels), -np.inf)
             for token, logprob in top:
                 if (index := self._label_of(token)) is not None:
                     logprobs[index] = np.logaddexp(logprobs[index], logprob)
             parts["label_mass"] = float(np.exp(logprobs).sum())
             if parts["label_mass"] >= _LEAST_MASS:
-                return Verdict(_shares(logprobs), parts=parts)
-        if (index := _first_label(text, self._labels)) is None:
-            return Verdict(parts=parts | {"unreadable": 1.0})
-        return Verdict(tuple(float(other == index) for other in range(len(self._labels))), parts=parts)
+                return Verdict(_shares(logprobs), parts={"unreadable": 0.0, **parts})
+        return _named(said, self._labels, parts)
 
     def _label_of(self, token: str) -> int | None:
         """Return the index of the label that a reply beginning with `token` names. None if there is no such label.
@@ -396,7 +489,32 @@ def _content(body: str) -> tuple[str, list[tuple[str, float]]]:
         raise ValueError(f"the reply is no chat completion: {body}") from error
 
 
-_EXAMPLE = '{"reason": "...", "verdict": "..."}'
+_EXAMPLE = json_reply("...", "...")
+
+
+def _read_json(said: str, labels: Sequence[str]) -> Verdict:
+    """Return the verdict of a reply in JSON, which may have text around it. Without probabilities if there is none."""
+    try:
+        text = str(json.loads(said[said.find("{") : said.rfind("}") + 1])[VERDICT])
+    except (ValueError, KeyError, TypeError):
+        text = ""
+    return _named(text, labels, {})
+
+
+def _refused(found: Verdict, said: str, config: JudgeConfig) -> Verdict:
+    """Return the verdict of a reply without a label, with a message that quotes the reply."""
+    text = f"judge: the reply names none of {', '.join(config.names)}: {printable(said)[:_SHOWN_CHARS]!r}"
+    if config.verdict == "labels":
+        text += f"; a model that reasons first needs {KEY}.enable_thinking=false or {KEY}.verdict=json"
+    return replace(found, status="error", message=text)
+
+
+def _named(text: str, labels: Sequence[str], parts: Mapping[str, float]) -> Verdict:
+    """Return the verdict for the label with which a text begins. Without probabilities if there is none."""
+    index = _first_label(text, labels)
+    if index is None:
+        return Verdict(parts={"unreadable": 1.0, **parts})
+    return Verdict(tuple(float(other == index) for other in range(len(labels))), parts={"unreadable": 0.0, **parts})
 
 
 def _first_label(text: str, labels: Sequence[str]) -> int | None:

@@ -25,13 +25,21 @@ from areno.data.sources import check_source, check_valid_sources, open_rows, val
 from areno.data.steps import StepReader, check_separator, separator_problem
 from areno.engine.engine import Engine
 from areno.engine.spec import EngineSpec, RoleSpec
+from areno.engine.vocabulary import Vocabulary
 from areno.errors import ConfigError, DataError, Key, Problem, WorkerLost, all_of, keys_renamed
 from areno.models.registry import load_config
 from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import gpu_called, this_cpu
-from areno.plan.plan import TrainerPlan, check_plan, experiment_roles, load_tokenizer, plan_of_experiment
+from areno.plan.plan import (
+    TrainerPlan,
+    check_plan,
+    experiment_roles,
+    load_tokenizer,
+    plan_of_experiment,
+    whole_model,
+)
 from areno.plan.schedule import schedule_warnings, staleness_warnings, with_schedules
 from areno.plan.shared_decoder import shared_decoder
 from areno.rewards.judge_readers import EndpointReader, Reader, RoleReader
@@ -196,12 +204,12 @@ class Setup(Generic[Config]):
             stack.enter_context(RunLog())
             tuned = tuning.tune_for_script(config, run_dir) if loop.trains else None
             # Processes start first, so that they import the user's code while plan and data are read.
-            self.rewards, self.agents, plan, roles, endpoint, *_ = all_of(
+            self.rewards, self.agents, plan, roles, self.judge, *_ = all_of(
                 partial(_open_rewards, config, reward_fn, stack),
                 partial(_open_agents, config, stack),
                 partial(plan_of_experiment, config),
                 partial(experiment_roles, config),
-                partial(_open_endpoint, config, stack),
+                partial(_open_judge, config, stack),
                 partial(self._check_sources, train_dataset, valid_dataset),
                 partial(check_services, config.stats_logger),
             )
@@ -211,7 +219,7 @@ class Setup(Generic[Config]):
                 plan = replace(plan, spec=plan.spec.frozen())
                 roles = {name: role for name, role in roles.items() if name in ("reward", "judge")}
             self.tokenizer = plan.tokenizer
-            self.judge, self.steps = endpoint or _judge_of_run(config, roles), _step_reader(config, roles, plan)
+            self.steps = _step_reader(config, roles, plan)
             self.roles = {name: replace(role, path=role.path or plan.spec.actor.path) for name, role in roles.items()}
             plan = self._open_valid_sets(plan, valid_dataset)
             if loop.trains:
@@ -479,21 +487,19 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
     return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=n_devices))
 
 
-def _open_endpoint(config: ExperimentConfig, stack: ExitStack) -> EndpointReader | None:
-    """Open the endpoint that judges samples. Returns None if there is none."""
-    if not isinstance(config, PolicyExperimentConfig) or config.reward.judge.base_url is None:
+def _open_judge(config: ExperimentConfig, stack: ExitStack) -> Reader | None:
+    """Open the endpoint that judges samples, or make the reader of a judge of the run. None if there is no judge."""
+    if not isinstance(config, PolicyExperimentConfig):
         return None
-    return stack.enter_context(EndpointReader(config.reward.judge))
-
-
-def _judge_of_run(config: ExperimentConfig, roles: Mapping[str, RoleSpec]) -> Reader | None:
-    """Return the reader of a judge that is a model of the run. None if there is none."""
-    if not isinstance(config, PolicyExperimentConfig) or "judge" not in roles:
+    judge = config.reward.judge
+    if judge.base_url is not None:
+        return stack.enter_context(EndpointReader(judge))
+    if judge.path is None:
         return None
-    path = roles["judge"].path
+    path = whole_model(judge.path, "reward.judge.path")
     with keys_renamed({"tokenizer_path": "reward.judge.path"}.get):
         tokenizer = load_tokenizer(path)
-    return RoleReader(config.reward.judge, tokenizer, load_config(path).max_position_embeddings)
+    return RoleReader(judge, Vocabulary(path, load_config(path), tokenizer=tokenizer))
 
 
 def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> StepReader | None:

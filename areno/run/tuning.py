@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 
 from areno.config.experiments import ExperimentConfig
@@ -29,8 +30,9 @@ from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
 from areno.errors import ConfigError, EngineError, Problem
 from areno.files.durable import atomic_write_text
 from areno.loss_fns import gspo_loss_fn, value_loss_fn
-from areno.plan.forecast import Forecast, Phase, forecast
+from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import Hardware, devices_here, this_cpu
+from areno.plan.phases import Phase
 from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment, sampling_params
 from areno.plan.schedule import with_schedules
 from areno.plan.tune import (
@@ -379,11 +381,15 @@ class _Trial:
             warm_up: Whether each phase on a GPU runs twice, because the first time compiles kernels.
         """
         self.engine.peak_memory_gib()  # begins to record a new peak
-        factors = {"rollout": self._rollout()}
+        decodes = self._rollout()
+        factors = {phase.name: decodes for phase in self.candidate.usual.phases if phase.decodes}
+        # A judge that writes is not tried. Its decoder works like the actor's, with a cache of the planned size.
+        peaks = [phase.peak / GIB for phase in self.candidate.full.phases if phase.decodes and phase.name != "rollout"]
+        self._peak = max([self._peak, *peaks])
         rows, n_prompts = self._rows()
         predicted = {phase.name: phase for phase in self._predict(n_prompts).phases}
         for name, phase in predicted.items():
-            if name == "rollout":
+            if phase.decodes:
                 continue
             if warm_up and self._is_cuda:
                 self._pass(phase, rows)
@@ -477,7 +483,7 @@ class _Trial:
         layout, usual = self.plan.spec.layout, self._limits.usual
 
         def passes(n_prompts: int) -> float:
-            return sum(phase.seconds for phase in self._predict(n_prompts).phases if phase.name != "rollout")
+            return sum(phase.seconds for phase in self._predict(n_prompts).phases if not phase.decodes)
 
         budgets = (phase.budget for phase in self.candidate.usual.phases if phase.budget is not None)
         fill = max(budgets, default=1) * layout.cp_size * layout.data_size
@@ -516,7 +522,9 @@ class _Trial:
         spec = self.plan.spec.mb_spec
         if spec.is_automatic or self.config.actor.mb_spec.max_tokens_per_mb is not None:
             spec = MicroBatchSpec(max_tokens_per_mb=phase.budget)
-        tokens: Any = [row.tokens for row in rows]
+        # A judge may have fewer tokens in its vocabulary than the actor.
+        sizes = {model.name: model.config.vocab_size for model in self.candidate.usual.footprint.models}
+        tokens: Any = [np.asarray(row.tokens) % sizes.get(role, sizes["actor"]) for row in rows]
         score: dict[str, Callable[..., Any]] = {"critic": self.engine.values, "reward": self.engine.rewards}
         score.get(role, self.engine.logprobs)(role, tokens, mb_spec=spec)
 

@@ -13,6 +13,7 @@ from areno.api.session import sequence_of
 from areno.config.rollout import GenerationConfig
 from areno.data.encode import decode_all
 from areno.engine.requests import spans_of
+from areno.errors import keys_renamed
 from areno.rewards.judge import Judging, Task, add_judged
 from areno.rewards.judge_readers import opens_thoughts
 from areno.rewards.pool import report_failures
@@ -226,8 +227,12 @@ class Scorer(AbstractContextManager["Scorer"]):
     ) -> list[RewardOutcome]:
         """Add the scores of the judge to the outcomes so far of the samples at `places`."""
         setup = self._setup
+        trainer, longest = setup.trainer, {"gconfig.max_new_tokens": "reward.judge.max_tokens"}
         # A signal must not interrupt a pass, in which the devices wait for each other.
-        judging.complete(partial(setup.trainer.score_logprobs, "judge", temperature=1.0))
+        with keys_renamed(longest.get):
+            judging.complete(
+                partial(trainer.score_logprobs, "judge", temperature=1.0), partial(trainer.complete, "judge")
+            )
         with setup.run.stop.interruptible():
             verdicts = judging.outcomes()
         found = [verdicts[place] for place in places]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from areno.config.judge import JudgeConfig
@@ -21,7 +23,10 @@ REMOTE = {"base_url": "http://h/v1", "model": "m"}
         ({"base_url": "h:1", "model": "m"}, r"base_url: is 'h:1'; an address such as"),
         ({"path": "m", "concurrency": 2}, r"concurrency: is 2, but (reward.judge.)?base_url is null"),
         ({**REMOTE, "offload": True}, r"offload: is true, but (reward.judge.)?path is null, so no model is loaded"),
-        ({"path": "m", "verdict": "json"}, r"verdict: is json, but a model of the run"),
+        (
+            {"path": "m", "verdict": "json", "max_tokens": 48},
+            r"max_tokens: is 48, but the verdict alone may take 33 tokens; raise it to at least 49",
+        ),
         ({**REMOTE, "labels": ["1"]}, r"labels: is \['1'\]; at least two different labels"),
         ({**REMOTE, "labels": ["No", "no"]}, r"labels: .* at least two different labels"),
         ({**REMOTE, "labels": ["1", "10"]}, r"labels: .* where a label begins another one"),
@@ -58,6 +63,24 @@ def test_secrets_in_settings_are_refused_and_not_shown(settings, message):
 
 def test_labels_of_a_role_may_begin_with_the_same_letter():
     assert JudgeConfig(path="m", labels=["bad", "better"]).names == ["bad", "better"]
+
+
+def test_settings_of_a_written_verdict_are_checked_together():
+    judge = {"path": "m", "verdict": "json", "max_tokens": 8, "labels": ["1", "1"], "template": "{prompt}"}
+    with pytest.raises(ConfigError) as caught:
+        build(OnlyReward, {"reward": {"judge": judge}}, [])
+    assert all(f"reward.judge.{name}: " in str(caught.value) for name in ("max_tokens", "labels", "template"))
+
+
+def test_an_endpoint_may_have_any_number_of_tokens():
+    assert JudgeConfig(**REMOTE, verdict="json", max_tokens=8).max_tokens == 8
+
+
+def test_the_longest_label_decides_how_many_tokens_a_verdict_takes():
+    """In bytes of the reply in JSON: a token has at least one."""
+    config = JudgeConfig(path="m", verdict="json", labels=["no", 'so "so" \u00e9'])
+    reply = json.dumps({"reason": "", "verdict": config.names[1]}, ensure_ascii=False)
+    assert config.n_verdict_tokens == len(reply.encode()) + 1
 
 
 def test_labels_may_begin_each_other_in_json():

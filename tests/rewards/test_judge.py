@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from areno.config.judge import JudgeConfig
+from areno.engine.vocabulary import Vocabulary
 from areno.errors import ArenoError, ConfigError, DataError
 from areno.rewards.judge import add_judged
 from areno.rewards.judge_readers import RoleReader, Verdict, without_thoughts
 from areno.types import RewardOutcome, RewardRecord
 from tests.helpers.judged import judging_of, record
+from tests.helpers.tiny_backend import model_config
 
 # Questions ------------------------------------------------------------------------------------------------------------
 
@@ -34,7 +36,7 @@ class Written:
         future.set_result(Verdict(status="error", message="down") if found is None else Verdict(tuple(found)))
         return future
 
-    def complete(self, score: Any) -> None:
+    def complete(self, score: Any, write: Any) -> None:
         pass
 
 
@@ -101,22 +103,26 @@ class Pieces:
         return [1, *map(ord, text)]
 
 
+def vocabulary(tokenizer: Any) -> Vocabulary:
+    return Vocabulary("", model_config(), tokenizer=tokenizer)
+
+
 def test_tokens_with_which_all_labels_begin_follow_the_question(monkeypatch):
     monkeypatch.setattr("areno.rewards.judge_readers.render_generation_prompt", lambda *_, **__: "")
     monkeypatch.setattr("areno.rewards.judge_readers.encode_generation_prompt", lambda *_, **__: [7])
-    reader = RoleReader(JudgeConfig(path="m", labels=["1", "2"]), Pieces(), 100)
+    reader = RoleReader(JudgeConfig(path="m", labels=["1", "2"]), vocabulary(Pieces()))
     asked, seen = reader.ask("?"), []
 
     def score(rows):
         seen.extend(rows)
         return [[0.0, math.log(0.5), math.log(0.2 * row[-1] / 50)] for row in rows]
 
-    reader.complete(score)
+    reader.complete(score, write=None)
     assert seen == [[7, 1, 49], [7, 1, 50]]
     assert asked.result().probabilities == pytest.approx((49 / 99, 50 / 99))
     assert asked.result().parts["label_mass"] == pytest.approx(0.5 * 0.2 * 99 / 50)
     with pytest.raises(ConfigError, match=r"do not differ in their first token .*\(unkind \[1, 117, "):
-        RoleReader(JudgeConfig(path="m", labels=["unkind", "unfair", "good"]), Pieces(), 100)
+        RoleReader(JudgeConfig(path="m", labels=["unkind", "unfair", "good"]), vocabulary(Pieces()))
 
 
 def test_a_judge_whose_template_begins_with_reasoning_is_refused(monkeypatch):
@@ -124,7 +130,7 @@ def test_a_judge_whose_template_begins_with_reasoning_is_refused(monkeypatch):
         "areno.rewards.judge_readers.render_generation_prompt", lambda *_, **__: "<|user|>?<|im|><think>\n"
     )
     with pytest.raises(ConfigError, match=r"reward.judge.path: is a model whose chat template begins with <think>"):
-        RoleReader(JudgeConfig(path="m"), Pieces(), 100)
+        RoleReader(JudgeConfig(path="m"), vocabulary(Pieces()))
 
 
 # Comparisons ----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from areno.run.tuning import Measured, Trials, choose
 from areno.schema.values import value_at
 from areno.tracking.run_folder import settings_of
 from areno.trainers.policy_only import PolicyOnlyTrainer
+from tests.helpers.judge_model import char_judge
 from tests.helpers.processes import is_running, worker_pids
 from tests.helpers.recipe_runs import without_times
 
@@ -95,6 +96,21 @@ def test_trials_need_no_weights_and_leave_nothing(
     assert len(pids) == 2
     assert not any(map(is_running, pids))
     assert sorted(tmp_path.rglob("*")) == files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verdict", ["labels", "json"])
+def test_trials_of_a_run_with_a_judge_of_few_tokens(
+    verdict: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, pids: list[int]
+) -> None:
+    """Rows of the actor's tokens are none of the judge's. A judge that writes is planned, and not tried."""
+    actor = char_judge(tmp_path / "actor")
+    settings = ["reward.fn=null", f"reward.judge.path={MODEL}", f"reward.judge.verdict={verdict}"]
+    with caplog.at_level(logging.INFO, "areno"):
+        chosen = choose(config(f"actor.path={actor}", *settings, recipe="grpo"), ())
+    assert {AT_ONCE, RECOMPUTE, BATCH} <= chosen.keys()
+    assert len(told(caplog)) == 2
+    assert all("GiB measured" in line for line in told(caplog))
 
 
 @pytest.mark.slow

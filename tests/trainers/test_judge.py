@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,11 @@ from areno.api import get_algorithm
 from areno.api.trainer import Trainer
 from areno.cli.__main__ import main
 from areno.config.judge import JudgeConfig
-from areno.errors import ConfigError
+from areno.errors import ArenoError, ConfigError
 from areno.files.interrupts import Stop
 from areno.launch.compose import load
 from areno.plan.forecast import forecast
-from areno.plan.hardware import this_cpu
+from areno.plan.hardware import hardware_of, this_cpu
 from areno.plan.plan import experiment_roles
 from areno.rewards.judge import Judging
 from areno.rewards.judge_readers import EndpointReader
@@ -99,6 +101,54 @@ def test_the_forecast_counts_questions_with_their_answers_and_labels(words, n_qu
     assert phase.n_tokens == 8 * n_questions * n_labels * (question + 1)
 
 
+@pytest.mark.parametrize("compares", [False, True])
+def test_the_forecast_counts_the_replies_of_a_judge_and_the_cache_for_them(compares):
+    words = ["gconfig.n_samples=4", "train_dataset.batch_size=8", "valid_dataset=null", "reward.judge.max_tokens=200"]
+    words += ["reward.judge.compare=true"] if compares else ["reward.judge.rubric=quality"]
+    how = {"labels": ["reward.judge.max_tokens=1024"], "json": ["reward.judge.verdict=json"]}
+    by = {}
+    for verdict, more in how.items():
+        config = load(get_algorithm("grpo").config, "quickstart", [*role(MODEL), *words, *more])
+        by[verdict] = forecast(config, hardware_of("h200"), 1)
+    labels, written = ({phase.name: phase for phase in found.phases} for found in by.values())
+    assert labels.keys() - written.keys() == {"score judge"}
+    assert list(written) == ["rollout", "write judge", "train actor"]
+    lengths = by["json"].lengths
+    question = len(config.reward.judge.question) // 4 + lengths.prompt + (1 + compares) * lengths.answer
+    n_replies = 8 * (12 if compares else 4)
+    found = written["write judge"]
+    assert (found.n_tokens, found.clock) == (n_replies * 200, "reward")
+    shape = json.loads((MODEL / "config.json").read_text())
+    kv_bytes = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    least = n_replies * min(question + 200, shape["max_position_embeddings"]) * kv_bytes
+    own = found.terms["KV cache"] - written["train actor"].terms["KV cache"]
+    assert least < own < 1.5 * least + 16384 * kv_bytes  # with room for a chunk of a prefill, and parts of blocks
+    # A decode step takes at least the launches of its layers; 2 s are for the decoder that is made anew.
+    assert found.seconds > 2 + 200 * shape["num_hidden_layers"] * 30e-6 > labels["score judge"].seconds
+    config.rollout.drop_rollout_state = True
+    [dropped] = [phase for phase in forecast(config, hardware_of("h200"), 1).phases if phase.name == found.name]
+    assert dropped.terms["KV cache"] == own
+
+
+def test_a_plan_says_that_the_replies_of_a_judge_find_no_room():
+    """The cache of the actor leaves too little memory for that of the judge; or both are set too small for a reply."""
+    words = ["actor.path=Qwen/Qwen3-0.6B", "gconfig.max_new_tokens=256", "valid_dataset=null", *role("Qwen/Qwen3-8B")]
+    words += ["reward.judge.verdict=json", "reward.judge.max_tokens=3000", "train_dataset.batch_size=512"]
+
+    def planned(*more, gib=50):
+        config = load(get_algorithm("grpo").config, "quickstart", [*words, *more])
+        return forecast(config, replace(hardware_of("h100-80gb"), memory=gib * 2**30), 1, 256, 256)
+
+    assert planned().problems[0].startswith("write judge needs ")
+    for changes in ("rollout.drop_rollout_state=true", "actor.offload=true"):
+        assert planned(changes).problems == []
+    assert planned(gib=80).problems == []
+    found = planned("rollout.max_kv_tokens=1024", gib=80)
+    assert re.match(
+        r"the KV cache of the judge has room for 1,0.. tokens, and a sample may need 3,...$", found.problems[0]
+    )
+
+
 def test_a_signal_waits_for_the_pass_of_the_judge_and_interrupts_the_wait_for_an_endpoint(tmp_path, monkeypatch):
     """An interrupted pass would leave the devices of a run waiting for each other."""
     seen, is_inside = [], [False]
@@ -155,6 +205,23 @@ def test_a_judge_without_a_tokenizer_is_named(tmp_path):
         file.unlink()
     with pytest.raises(ConfigError, match=r"reward.judge.path: no tokenizer can be loaded from"):
         play("grpo", tmp_path / "run", *role(judge))
+
+
+def test_a_judge_that_cannot_write_is_named_with_other_problems(tmp_path):
+    """The vocabulary of the quickstart's model has no letters."""
+    words = ["reward.judge.verdict=json", "train_dataset.path=no_such_file.jsonl", "train_dataset.loader=null"]
+    words += ["reward.path=no/such-folder"]
+    with pytest.raises(ConfigError) as found:
+        play("grpo", tmp_path / "run", *role(MODEL, *words))
+    assert {"reward.judge.path", "train_dataset.path"} <= {problem.key for problem in found.value.problems}
+    assert "tokenizer cannot write" in str(found.value)
+    assert str(found.value).count("no/such-folder is not a local folder") == 1
+
+
+def test_a_judge_that_is_nowhere_is_named_once(tmp_path):
+    with pytest.raises(ArenoError) as found:
+        play("grpo", tmp_path / "run", *role(Path("no/such-folder")))
+    assert str(found.value).count("no/such-folder is not a local folder") == 1
 
 
 @pytest.mark.parametrize(("words", "part"), [(["gconfig.n_samples=1"], "rollout"), ([], "evaluation")])

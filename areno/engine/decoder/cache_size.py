@@ -58,7 +58,7 @@ class WantedCache:
         """Return the cache that a rollout wants.
 
         Args:
-            config: Shape of the actor.
+            config: Shape of the model that decodes.
             itemsize: Bytes of an element of a key or value.
             engine: Settings of the engine.
             rollout: Settings of the rollout phase.
@@ -66,7 +66,7 @@ class WantedCache:
             route_bytes: Bytes per token for the chosen experts, which routing replay stores in the blocks. 0 without
                 routing replay.
         """
-        layout = KVLayout.of(config, block_size, rollout.max_len, by_window=not engine.routing_replay)
+        layout = KVLayout.of(config, block_size, rollout.max_len, by_window=not engine.keeps_routes(rollout.role))
         blocks_of_sample = layout.blocks_for(rollout.max_len) + layout.n_tables
         blocks_of_chunk = layout.blocks_of_chunk(rollout.decoder.max_prefill_tokens)
         usual, n_slots = (engine.layout.of_copy(n) for n in (rollout.usual, rollout.n_slots))

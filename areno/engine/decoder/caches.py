@@ -28,7 +28,12 @@ from areno.models.transformer import Transformer
 
 
 def kv_cache_blocks(
-    model: Transformer, engine: EngineSpec, wanted: WantedCache, free_bytes: Callable[[], int], reserved: int = 0
+    model: Transformer,
+    engine: EngineSpec,
+    wanted: WantedCache,
+    free_bytes: Callable[[], int],
+    reserved: int = 0,
+    beside_actor: bool = False,
 ) -> int:
     """Choose the number of blocks in the KV cache of a rollout.
 
@@ -36,11 +41,12 @@ def kv_cache_blocks(
     `rollout.mem_fraction` of the free memory, and a smaller share for samples that only an evaluation decodes.
 
     Args:
-        model: The actor.
+        model: The model that decodes.
         engine: Settings of the engine.
         wanted: The cache that the rollout wants.
         free_bytes: Function that returns the free memory of the device in bytes.
         reserved: Bytes of it that must stay free, because the cache stays in memory while offloaded models are used.
+        beside_actor: Whether the cache of the actor is in memory, too.
 
     Returns:
         The number of blocks. All ranks of a tensor-parallel group get the same number, because they must schedule the
@@ -60,7 +66,9 @@ def kv_cache_blocks(
     affordable = wanted.affordable(free)
     room = layout.max_sequence_tokens(layout.pool_size(max(affordable, 0)), max_len)
     if room < max_len:
-        raise _too_small(room, max_len, wanted.n_slots if wanted.states else 0, wanted.states, reserved > 0)
+        raise _too_small(
+            room, max_len, wanted.n_slots if wanted.states else 0, wanted.states, reserved > 0 or beside_actor
+        )
     if affordable < wanted.needed and engine.engine.deterministic and not engine.engine.exact:
         fewest_blocks, block_size = layout.memory_of(layout.blocks_for(max_len)), layout.block_size
         raise EngineError(

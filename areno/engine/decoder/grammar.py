@@ -160,6 +160,16 @@ class GrammarCompiler:
             self._grammars.popitem(last=False)
         return grammar
 
+    def can_write(self, grammar: Grammar, text: str) -> bool:
+        """Return whether the tokenizer has tokens for a text, and the grammar allows them from its start.
+
+        Args:
+            grammar: A grammar of this compiler.
+            text: The text.
+        """
+        tokens = self.ll_tokenizer.tokenize_str(text)
+        return grammar.start().n_allowed(tokens) == len(tokens)
+
     def special_tokens(self, tokenizer: Any) -> dict[str, int]:
         """Return those added tokens of the tokenizer that are special for llguidance, as text -> token id.
 
