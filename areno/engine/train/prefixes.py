@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -287,7 +288,10 @@ def sorted_rows(rows: Rows) -> Iterator[tuple[int, int]]:
         if len(of_head) > 1:
             # Bytes of equal tokens are equal, so the order of bytes puts common prefixes next to each other.
             of_head.sort(key=lambda index: rows[index].tobytes())
-        yield from zip(of_head, [0, *_common([rows[index] for index in of_head])], strict=True)
+    order = list(chain(*alike.values()))
+    firsts = {of_head[0] for of_head in alike.values()}
+    for index, common in zip(order, [0, *_common([rows[index] for index in order])], strict=True):
+        yield index, 0 if index in firsts else common
 
 
 def _common(rows: Rows) -> list[int]:
@@ -317,6 +321,19 @@ def n_computed(rows: Rows) -> int:
     """
     tree = _Tree(rows)
     return sum(tree.end) - sum(tree.begin)
+
+
+def _n_computed_of(units: Sequence[Rows]) -> Iterator[int]:
+    """Yield `n_computed` of each unit. Units of two rows, such as preference pairs, are compared all at once."""
+    pairs = [unit for unit in units if len(unit) == 2]
+    of_pairs = iter(_common(list(chain(*pairs)))[::2])
+    for unit in units:
+        if len(unit) != 2:
+            yield len(unit[0]) if len(unit) == 1 else n_computed(unit)
+            continue
+        common, (one, other) = next(of_pairs), map(len, unit)
+        is_shared = common >= least_shared(unit) or common == one == other
+        yield one + other - common * is_shared
 
 
 def pieces(units: Sequence[Rows], most: int) -> list[Piece]:
@@ -367,13 +384,10 @@ def _additions(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None = 
     The first row of a unit stands for it. `order` has the `sorted_rows` of these rows, if they are known.
     """
     firsts = [unit[0] for unit in units]
-    least = least_shared(firsts)
+    least, of_units = least_shared(firsts), list(_n_computed_of(units))
     for index, common in sorted_rows(firsts) if order is None else order:
-        unit = units[index]
-        size = computed = len(unit[0])
-        if len(unit) > 1:
-            computed = n_computed(unit)
-            size = computed + (sum(map(len, unit)) - computed) // KEYS
+        computed = of_units[index]
+        size = computed + (sum(map(len, units[index])) - computed) // KEYS
         saved = max(0, common - least + 1)  # at least so many tokens are shared, see _Tree
         yield _Addition(
             index, common, size - saved + -(-saved // KEYS), computed - saved, Piece([index], size, computed)
