@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ from areno.engine.requests import RequestLimits
 from areno.engine.roles import Roles
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, Sharing, UpdateSpec
 from areno.engine.state.checkpointer import StateCheckpointer
+from areno.engine.threads import Threads
 from areno.engine.token_budget import TokenBudgets
 from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepMicroBatches, TrainResult
@@ -55,7 +57,6 @@ from areno.models.transformer import Transformer
 from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
-ONE_THREAD_BELOW = 5_000_000  # parameters
 _STREAM_EVERY_S = 0.02  # a small model samples faster than a person reads, and each output takes host time
 
 
@@ -84,19 +85,14 @@ class Worker:
         self._block_size = FIXED_ORDER_KV_BLOCK if self.attn_backend == "fixed_order" else KV_BLOCK
         self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice)
         self.actor = self.roles.actor
-        self._most_threads = max(1, torch.get_num_threads() // spec.n_ranks_on_machine(context.rank))
-        self._set_threads()
+        n_ranks = spec.n_ranks_on_machine(context.rank)
+        self._threads = Threads(context.device, n_ranks, self.roles.largest, one_number=spec.engine.exact)
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
         self._is_held = False
         self.states = StateCheckpointer(self.roles, context)
         self._writer = ThreadPoolExecutor(1, "areno-writer")
         self._saving: list[Future[None]] = []
-
-    def _set_threads(self) -> None:
-        """Set the number of threads of a CPU rank. For a tiny model one thread is faster than several."""
-        if self.context.device.type == "cpu":
-            torch.set_num_threads(1 if self.roles.largest() < ONE_THREAD_BELOW else self._most_threads)
 
     def info(self) -> EngineInfo:
         """Return facts about the actor and the device."""
@@ -395,14 +391,14 @@ class Worker:
         self.end_rollout(drop=True)
         self.states.forget()
         self.roles.load(name, spec)
-        self._set_threads()
+        self._threads.set()
         return self.roles[name].backend.train_sharing if name in self.roles else Sharing()
 
     def release_role(self, name: str) -> None:
         """Free the memory of a role."""
         self.states.forget()
         self.roles.release(name)
-        self._set_threads()
+        self._threads.set()
 
     def train(self, role: str, steps: list[StepMicroBatches], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
         """Apply optimizer steps to a role's model, on this rank's rows.
@@ -428,6 +424,9 @@ class Worker:
                 teachers = stack.enter_context(Teachers(hold, divergence.role))
             backend = stack.enter_context(self.roles[role].on_device(training=True))
             stack.enter_context(nondeterministic_operations_named())
+            batches = itertools.chain(*(step.micro_batches for step in steps))
+            n_tokens = max((sum(row.n_tokens for row in batch) for batch in batches), default=0)
+            stack.enter_context(self._threads.for_pass(n_tokens))
             result = backend.train(steps, loss_fn, update, teachers)
         result.stats["memory_gib"] = self.memory_gib()
         result.seconds = time.perf_counter() - started
@@ -462,7 +461,12 @@ class Worker:
             entry per token, or a float for "rewards".
         """
         profiling.set_anchor()
-        with self.roles[role].on_device() as backend, nondeterministic_operations_named():
+        n_tokens = min(sum(map(len, token_rows)), mb_spec.max_tokens_per_mb or sys.maxsize)
+        with (
+            self.roles[role].on_device() as backend,
+            nondeterministic_operations_named(),
+            self._threads.for_pass(n_tokens),
+        ):
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
             longest = max(map(len, token_rows), default=0)
             for n_halvings in itertools.count():
