@@ -33,10 +33,10 @@ class Threads:
 
     @contextmanager
     def for_pass(self, n_tokens: int) -> Iterator[None]:
-        """Return a context with the number of threads for training and scoring.
+        """Return a context with the number of threads for a pass of training or scoring.
 
         Args:
-            n_tokens: Number of tokens of the largest micro-batch.
+            n_tokens: Number of tokens that the pass computes.
         """
         if self._on_cpu and not self._one_number and self._size() * n_tokens >= _ALL_FROM:
             torch.set_num_threads(self._most)

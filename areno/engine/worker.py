@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -87,6 +86,7 @@ class Worker:
         self.actor = self.roles.actor
         n_ranks = spec.n_ranks_on_machine(context.rank)
         self._threads = Threads(context.device, n_ranks, self.roles.largest, one_number=spec.engine.exact)
+        self.roles["actor"].backend.pass_threads = self._threads.for_pass
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
         self._is_held = False
@@ -392,7 +392,10 @@ class Worker:
         self.states.forget()
         self.roles.load(name, spec)
         self._threads.set()
-        return self.roles[name].backend.train_sharing if name in self.roles else Sharing()
+        if name not in self.roles:
+            return Sharing()
+        self.roles[name].backend.pass_threads = self._threads.for_pass
+        return self.roles[name].backend.train_sharing
 
     def release_role(self, name: str) -> None:
         """Free the memory of a role."""
@@ -424,9 +427,6 @@ class Worker:
                 teachers = stack.enter_context(Teachers(hold, divergence.role))
             backend = stack.enter_context(self.roles[role].on_device(training=True))
             stack.enter_context(nondeterministic_operations_named())
-            batches = itertools.chain(*(step.micro_batches for step in steps))
-            n_tokens = max((sum(row.n_tokens for row in batch) for batch in batches), default=0)
-            stack.enter_context(self._threads.for_pass(n_tokens))
             result = backend.train(steps, loss_fn, update, teachers)
         result.stats["memory_gib"] = self.memory_gib()
         result.seconds = time.perf_counter() - started
@@ -461,12 +461,7 @@ class Worker:
             entry per token, or a float for "rewards".
         """
         profiling.set_anchor()
-        n_tokens = min(sum(map(len, token_rows)), mb_spec.max_tokens_per_mb or sys.maxsize)
-        with (
-            self.roles[role].on_device() as backend,
-            nondeterministic_operations_named(),
-            self._threads.for_pass(n_tokens),
-        ):
+        with self.roles[role].on_device() as backend, nondeterministic_operations_named():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
             longest = max(map(len, token_rows), default=0)
             for n_halvings in itertools.count():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,7 +62,7 @@ def test_scores_of_an_engine_count_the_tokens_of_a_micro_batch(monkeypatch: pyte
         TrainBackend, "_hidden", lambda self, packed: (seen.append(torch.get_num_threads()), hidden(self, packed))[1]
     )
     with Engine(engine_spec("examples/quickstart/model")) as engine:
-        rows = [[4, 5, 6, 7] * 25] * 30
+        rows = np.random.default_rng(1).integers(4, 16, (30, 100)).tolist()  # without common prefixes
         monkeypatch.setattr(threads, "_ALL_FROM", engine.info.n_params * 1000)
         engine.logprobs("actor", rows, mb_spec=MicroBatchSpec(max_tokens_per_mb=999))
         assert set(seen) == {1}

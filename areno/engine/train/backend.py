@@ -87,7 +87,10 @@ class TrainBackend:
         is_alone: Whether this rank computes the layers without collectives with other ranks. Only then can it repeat
             a pass by itself after running out of memory.
         kept_layers: Chooses in how many layers activations are kept instead of recomputed, from the free memory.
+        pass_threads: Returns a context with the number of threads for a pass of a number of tokens.
     """
+
+    pass_threads: Callable[[int], AbstractContextManager[Any]] = nullcontext
 
     def __init__(
         self,
@@ -304,7 +307,7 @@ class TrainBackend:
                 asked = None if prompt_masks is None else [not_masked(prompt_masks, batch) for batch in group]
                 packs = pack_group([[rows[i] for i in batch] for batch in group], self.device, given, asked, share)
                 for batch, packed in zip(group, packs, strict=True):
-                    with phase("score", rows=len(batch)):
+                    with phase("score", rows=len(batch)), self.pass_threads(packed.n_computed):
                         scored.append(score(packed))
                     heartbeat.beat()
             numbers = torch.cat(scored).cpu().numpy()
@@ -519,11 +522,11 @@ class TrainBackend:
             self._routing.restart()
         n_computed = 0
         for (packed, pack), (following, _) in zip(batches, [*batches[1:], (None, None)], strict=True):
-            with phase("forward", tokens=packed.n_computed):
+            with phase("forward", tokens=packed.n_computed), self.pass_threads(packed.n_computed):
                 loss, loss_stats = self._loss_of(packed, pack, loss_fn, update, is_first, stats)
             if self._routing is not None:
                 self._routing.add()
-            with phase("backward", tokens=packed.n_computed):
+            with phase("backward", tokens=packed.n_computed), self.pass_threads(packed.n_computed):
                 self._gradients.backward(loss)
             n_computed += packed.n_computed
             if packed.prefix is not None and (following is None or following.prefix is not packed.prefix):
