@@ -223,6 +223,8 @@ def test_unknown_roles_and_wrong_rows_to_score(trainer: Trainer) -> None:
         trainer.score_logprobs("actor", [[4]], 0)
     with pytest.raises(EngineError, match="there is no role \\['ref'\\]"):
         trainer.score_logprobs(["ref"], [[4]])  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="prompt_masks is 3; a list with a mask for each row is expected"):
+        trainer.score_logprobs("actor", [[4], [5]], prompt_masks=3)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="prompt_masks of 1 rows, and 2 rows of tokens"):
         trainer.score_logprobs("actor", [[4], [5]], prompt_masks=[[True]])
     with pytest.raises(DataError, match="token_rows\\[1\\]: prompt_mask has 2 entries, the row has 1 tokens"):

@@ -448,11 +448,14 @@ def masks_of_rows(prompt_masks: Sequence[Any] | None, token_rows: Sequence[Any])
         A bool array for each row. None if all log-probabilities are needed.
 
     Raises:
-        DataError: A mask has an entry other than True and False, or its length is not that of its row.
+        DataError: The masks are not a list, a mask has an entry other than True and False, or its length is not that
+            of its row.
         EngineError: The number of masks differs from the number of rows.
     """
     if prompt_masks is None:
         return None
+    if not hasattr(prompt_masks, "__len__"):
+        raise DataError(f"prompt_masks is {prompt_masks!r}; a list with a mask for each row is expected")
     if len(prompt_masks) != len(token_rows):
         raise EngineError(f"there are prompt_masks of {len(prompt_masks)} rows, and {len(token_rows)} rows of tokens")
     masks = [_read_mask(mask, f"token_rows[{index}]") for index, mask in enumerate(prompt_masks)]
