@@ -37,7 +37,12 @@ from tests.helpers.tiny_engine import (
     tokens_of,
 )
 
-FORMS: dict[str, dict[str, Any]] = {"inline": {}, "tp": {"devices": 2, "tp_size": 2}, "dp": {"devices": 2}}
+FORMS: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "tp": {"devices": 2, "tp_size": 2},
+    "dp": {"devices": 2},
+    "cuda": {"devices": ["cuda:0"]},
+}
 CONFIG = JudgeConfig(path="m", verdict="json", max_tokens=60)
 QUESTIONS = ["Is 1+1=2 right?", "Is it?", "1+1=3. Is it right? Reply with no or yes.", "?", "Why not, then? " * 8]
 
@@ -56,12 +61,13 @@ def role(judge: Path, **more: Any) -> RoleSpec:
     return RoleSpec(path=str(judge), own_tokenizer=True, key="reward.judge.path", **more)
 
 
+ON_CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 ON_TWO_RANKS = [pytest.param(form, marks=pytest.mark.slow) for form in ("tp", "dp")]
 
 
-@pytest.fixture(scope="module", params=["inline", *ON_TWO_RANKS])
+@pytest.fixture(scope="module", params=["inline", *ON_TWO_RANKS, ON_CUDA])
 def engine(request: pytest.FixtureRequest, folder: Path, judge: Path) -> Iterator[Engine]:
-    workers = "inline" if request.param == "inline" else "spawn"
+    workers = "inline" if request.param in ("inline", "cuda") else "spawn"
     with Engine(spec(folder, random_init=False, **FORMS[request.param]), workers) as built:
         built.ensure_roles({"judge": role(judge)})
         yield built
@@ -240,3 +246,19 @@ def test_a_model_without_finite_numbers_is_an_error(folder: Path, tmp_path: Path
         engine.ensure_roles({"judge": role(broken)})
         with pytest.raises(EngineError, match=r"the model of reward.judge.path produced non-finite logits"):
             engine.complete("judge", asked(broken, "?", grammar=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_call_on_a_gpu_leaves_the_memory_as_it_was(folder: Path, judge: Path, offload: bool) -> None:
+    expected = [written_by_hand(judge, question, ["no", "yes"], CONFIG.max_tokens) for question in QUESTIONS]
+    with Engine(spec(folder, ["cuda:0"], random_init=False), "inline") as engine:
+        engine.ensure_roles({"judge": role(judge, offload=offload)})
+        requests = asked(judge, *QUESTIONS)
+        taken = []
+        for _ in range(3):
+            rollout(engine)
+            assert texts(judge, engine.complete("judge", requests)) == expected
+            gc.collect()
+            taken.append(torch.cuda.memory_allocated())
+        assert taken[1] == taken[2]
