@@ -22,7 +22,7 @@ from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine
 from areno.engine.requests import OnProgress
 from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, UpdateSpec
-from areno.errors import ArenoError, CheckpointError, DataError, EngineError, Rename, keys_renamed
+from areno.errors import ArenoError, CheckpointError, ConfigError, DataError, EngineError, Rename, keys_renamed
 from areno.files.durable import as_checkpoint_error, atomic_write_folder
 from areno.models.folder import is_replaceable
 from areno.plan.arguments import (
@@ -690,20 +690,22 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             One completion for each row.
 
         Raises:
-            ConfigError: Sampling parameters are out of bounds.
+            ConfigError: Sampling parameters are out of bounds, or the grammar is no text.
             DataError: The rows have the wrong form.
             EngineError: A session is open, a row is too long, or memory ran out.
             GrammarError: The grammar cannot be compiled.
         """
         check_sampling(1, sampling_params)
         check_count("seed", seed, least=None)
+        if grammar is not None and not isinstance(grammar, str):
+            raise ConfigError(f"grammar: is {grammar!r}; the text of a grammar or None is expected")
         rollout, engine = self._plan.rollout, self.engine
 
         def completed(role: str, rows: Sequence[Sequence[int]]) -> list[list[GenerationOutput]]:
             requests = [
                 GenerationRequest(
                     request_id=index,
-                    prompt=list(map(int, row)),
+                    prompt=row,  # type: ignore[arg-type]  # the engine reads it
                     params=sampling_params,
                     seed=request_seed(seed, index),
                     grammar=grammar,

@@ -331,7 +331,10 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         info, copies = self._infos.get(role, self.info), self.spec.layout.dp_size
         for request in requests:
             check_params(request.params)
-            read_tokens(request.prompt, "prompt", info.vocab_size)
+        requests = [
+            replace(each, prompt=read_tokens(each.prompt, f"token_rows[{index}]", info.vocab_size).tolist())
+            for index, each in enumerate(requests)
+        ]
         n_samples = sum(request.n_samples for request in requests)
         longest = max(len(request.prompt) + request.params.max_new_tokens for request in requests)
         how = (decoder or DecoderConfig(), max_running, self.spec.layout)

@@ -209,13 +209,18 @@ class _JsonOfRole:
         more: These tokens in words.
 
     Raises:
-        ConfigError: llguidance is not installed, or the tokenizer cannot write the reply.
+        ConfigError: llguidance is not installed, the tokenizer cannot write the reply, or the context of the model has
+            no room for a question.
     """
 
     def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):
         self._config, self._tokenizer, self._grammar = config, vocabulary.tokenizer, json_grammar(config)
         self._params = SamplingParams(greedy=True, max_new_tokens=config.max_tokens)
         self.n_more, self.more = config.max_tokens, f"its reply up to {config.max_tokens} ({KEY}.max_tokens)"
+        problems = []
+        if config.max_tokens >= vocabulary.context_len:
+            text = "is {}; the context of the judge, {} tokens, must also hold a question"
+            problems.append(Problem(f"{KEY}.max_tokens", text, config.max_tokens, vocabulary.context_len))
         try:
             compiled = vocabulary.grammars.compile(self._grammar)
         except GrammarError as error:
@@ -223,7 +228,9 @@ class _JsonOfRole:
         replies = [json_reply("", name) for name in config.names]
         if missing := [reply for reply in replies if not vocabulary.grammars.can_write(compiled, reply)]:
             text = "is a model whose tokenizer cannot write {}; choose another one, or set {}=labels"
-            raise ConfigError(Problem(f"{KEY}.path", text, missing[0], Key(f"{KEY}.verdict")))
+            problems.append(Problem(f"{KEY}.path", text, missing[0], Key(f"{KEY}.verdict")))
+        if problems:
+            raise ConfigError(problems)
 
     def verdicts(self, questions: Sequence[list[int]], score: Score, write: Write) -> list[Verdict]:
         """Return the verdict on each question, given by its tokens."""
@@ -519,12 +526,14 @@ def _named(text: str, labels: Sequence[str], parts: Mapping[str, float]) -> Verd
 
 def _first_label(text: str, labels: Sequence[str]) -> int | None:
     """Return the index of the label with which a text begins, after quotes and asterisks. None without a label."""
-    start = text.lstrip(" \t\r\n*\"'`([").casefold()
-    found = [index for index, label in enumerate(labels) if start.startswith(label)]
-    best = max(found, key=lambda index: len(labels[index]), default=None)
-    if best is None or start[len(labels[best]) :][:1].isalnum():
-        return None
-    return best
+    labels = [label.strip() for label in labels]
+    for marks in ("", "*\"'`(["):  # a label may itself begin with a mark
+        start = text.lstrip(f" \t\r\n{marks}").casefold()
+        found = [index for index, label in enumerate(labels) if start.startswith(label)]
+        best = max(found, key=lambda index: len(labels[index]), default=None)
+        if best is not None and not start[len(labels[best]) :][:1].isalnum():
+            return best
+    return None
 
 
 def without_thoughts(text: str) -> str:

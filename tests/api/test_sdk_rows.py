@@ -227,8 +227,21 @@ def test_unknown_roles_and_wrong_rows_to_score(trainer: Trainer) -> None:
         trainer.score_logprobs("actor", [[4], [5]], prompt_masks=3)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="prompt_masks of 1 rows, and 2 rows of tokens"):
         trainer.score_logprobs("actor", [[4], [5]], prompt_masks=[[True]])
-    with pytest.raises(DataError, match="token_rows\\[1\\]: prompt_mask has 2 entries, the row has 1 tokens"):
+    with pytest.raises(DataError, match="prompt_masks\\[1\\] has 2 entries, token_rows\\[1\\] has 1 tokens"):
         trainer.score_logprobs("actor", [[4], [5]], prompt_masks=[[True], [True, False]])
-    with pytest.raises(DataError, match="token_rows\\[0\\]: prompt_mask holds something else than True and False"):
+    with pytest.raises(DataError, match="prompt_masks\\[0\\] holds something else than True and False"):
         trainer.score_logprobs("actor", [[4]], prompt_masks=[[2]])
+    for rows in ([5, 6], [None, [4]]):
+        with pytest.raises(DataError, match="token_rows\\[0\\]"):
+            trainer.score_logprobs("actor", rows, prompt_masks=[[True], [True]])  # type: ignore[arg-type]
     assert trainer.score_logprobs("actor", []) == []
+
+
+def test_wrong_rows_to_complete(trainer: Trainer) -> None:
+    how = SamplingParams(max_new_tokens=2)
+    for row, message in (([4, 5.5], "token_rows\\[1\\]"), (5, "token_rows\\[1\\]"), ([], "token_rows\\[1\\] is empty")):
+        with pytest.raises(DataError, match=message):
+            trainer.complete("actor", [[4], row], how)  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="grammar: is 5; the text of a grammar or None is expected"):
+        trainer.complete("actor", [[4]], how, grammar=5)  # type: ignore[arg-type]
+    assert len(trainer.complete("actor", [[4], [5, 6]], how)) == 2

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import transformers
 
-from areno.config.judge import JudgeConfig
+from areno.config.judge import JudgeConfig, json_reply
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.vocabulary import Vocabulary
 from areno.errors import ConfigError
 from areno.models.registry import load_config
-from areno.rewards.judge_readers import RoleReader, json_grammar
+from areno.rewards.judge_readers import RoleReader, _named, _read_json, json_grammar
 from areno.types import RolloutSequence
 from tests.helpers.grammars import allowed
 from tests.helpers.judge_model import CHARACTERS, char_judge
@@ -44,6 +44,22 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reader_of(folder: Path, **settings: Any) -> RoleReader:
     config = JudgeConfig(path=str(folder), verdict="json", **{"max_tokens": 60, **settings})
     return RoleReader(config, Vocabulary(str(folder), load_config(folder)))
+
+
+@pytest.mark.parametrize("labels", [["*", "**", "***"], ["(a)", "(b)"], ["[0]", "[1]"], [" yes", "no"], ["'", '"']])
+def test_labels_that_begin_with_marks_are_read(labels: list[str]) -> None:
+    lowered = [label.casefold() for label in labels]
+    for place, label in enumerate(labels):
+        verdict = _read_json(json_reply("It is so.", label), lowered)
+        assert verdict.probabilities == tuple(float(other == place) for other in range(len(labels)))
+        assert _named(f"{label.strip()} \n", lowered, {}).probabilities == verdict.probabilities
+
+
+def test_a_context_without_room_for_a_question_is_refused(judge: Path) -> None:
+    message = "reward.judge.max_tokens: is 512; the context of the judge, 512 tokens, must also hold a question"
+    with pytest.raises(ConfigError, match=message):
+        reader_of(judge, max_tokens=512)
+    assert reader_of(judge, max_tokens=511)
 
 
 @pytest.mark.parametrize("labels", LABELS)

@@ -267,7 +267,7 @@ def _read_row(
     """
     tokens = read_tokens(row.tokens, f"{called}: tokens", vocab_size, context_len)
     _check_row(row, called, first, given, len(tokens))
-    trained = ~_read_mask(row.prompt_mask, called)
+    trained = ~_read_mask(row.prompt_mask, f"{called}: prompt_mask")
     trained[0] = False
     out = Row(tokens, trained, reward=float(row.reward), staleness=int(row.staleness))
     for name in given:
@@ -312,18 +312,18 @@ def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_
         raise DataError(f"{called}: staleness is {row.staleness!r}; a whole number of at least 0 is expected")
 
 
-def _read_mask(prompt_mask: Any, called: str) -> np.ndarray:
+def _read_mask(prompt_mask: Any, name: str) -> np.ndarray:
     """Convert a prompt mask to an (n,) bool array.
 
     Only True and False, or 1 and 0, are accepted, because any text would count as True. Raises DataError, whose message
-    begins with `called`, for all other values.
+    begins with `name`, for all other values.
     """
     try:
         mask = np.asarray(prompt_mask)
     except ValueError:  # lists of different lengths inside
         mask = np.zeros((0, 0))
     if mask.ndim != 1 or mask.dtype.kind not in "biuf" or not ((mask == 0) | (mask == 1)).all():
-        raise DataError(f"{called}: prompt_mask holds something else than True and False, one for each token")
+        raise DataError(f"{name} holds something else than True and False, one for each token")
     return mask.astype(bool)
 
 
@@ -454,14 +454,14 @@ def masks_of_rows(prompt_masks: Sequence[Any] | None, token_rows: Sequence[Any])
     """
     if prompt_masks is None:
         return None
-    if not hasattr(prompt_masks, "__len__"):
+    if not isinstance(prompt_masks, list | tuple | np.ndarray):
         raise DataError(f"prompt_masks is {prompt_masks!r}; a list with a mask for each row is expected")
     if len(prompt_masks) != len(token_rows):
         raise EngineError(f"there are prompt_masks of {len(prompt_masks)} rows, and {len(token_rows)} rows of tokens")
-    masks = [_read_mask(mask, f"token_rows[{index}]") for index, mask in enumerate(prompt_masks)]
+    masks = [_read_mask(mask, f"prompt_masks[{index}]") for index, mask in enumerate(prompt_masks)]
     for index, (mask, row) in enumerate(zip(masks, token_rows, strict=True)):
-        if len(mask) != len(row):
-            raise DataError(f"token_rows[{index}]: prompt_mask has {len(mask)} entries, the row has {len(row)} tokens")
+        if hasattr(row, "__len__") and len(mask) != len(row):  # other rows are refused where rows are read
+            raise DataError(f"prompt_masks[{index}] has {len(mask)} entries, token_rows[{index}] has {len(row)} tokens")
     return masks
 
 
