@@ -332,19 +332,17 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         for request in requests:
             check_params(request.params)
         requests = [
-            replace(each, prompt=read_tokens(each.prompt, f"token_rows[{index}]", info.vocab_size).tolist())
-            for index, each in enumerate(requests)
+            replace(each, request_id=at, prompt=read_tokens(each.prompt, f"token_rows[{at}]", info.vocab_size).tolist())
+            for at, each in enumerate(requests)
         ]
         n_samples = sum(request.n_samples for request in requests)
         longest = max(len(request.prompt) + request.params.max_new_tokens for request in requests)
         how = (decoder or DecoderConfig(), max_running, self.spec.layout)
         spec = RolloutSpec.of_call(role, n_samples, min(longest, info.context_len), *how)
         # Not by the dispatcher: a call with the same requests then divides them alike, whichever copy is faster.
-        shares = [
-            [replace(each, request_id=at) for at, each in [*enumerate(requests)][c::copies]] for c in range(copies)
-        ]
+        shares = [(spec, requests[copy::copies]) for copy in range(copies)]
         with self._poll_lock:
-            outputs = itertools.chain(*self.workers.call_each("complete", [(spec, share) for share in shares]))
+            outputs = itertools.chain(*self.workers.call_each("complete", shares))
         found: list[list[GenerationOutput]] = [[] for _ in requests]
         for output in sorted(outputs, key=lambda each: each.sample):
             if output.finish_reason == "error":

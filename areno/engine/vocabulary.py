@@ -60,5 +60,5 @@ class Vocabulary:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """The compiler of grammars, which keeps the compiled ones."""
+        """Compiler of grammars for this vocabulary, with a cache of compiled grammars."""
         return GrammarCompiler(self.tokenizer, self._config.vocab_size, self.eos_token_ids)

@@ -96,7 +96,7 @@ class Reader(Protocol):
         ...
 
     def complete(self, score: Score, write: Write) -> None:
-        """Answer the waiting questions. Only a reader that is not early needs the arguments.
+        """Answer the questions that `ask` has collected. A reader whose `is_early` is true ignores the arguments.
 
         Args:
             score: Scores rows with the judge of the run.

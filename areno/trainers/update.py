@@ -199,11 +199,10 @@ def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: Te
         for role in dict.fromkeys(row.teacher or teacher.role for row in rows):
             of_role = [row for row in rows if (row.teacher or teacher.role) == role]
             read = [row.for_teacher() for row in of_role]
-            masks = [
-                np.concatenate([np.ones(len(tokens) - len(mask), dtype=bool), mask])
-                for (tokens, first), row in zip(read, of_role, strict=True)
-                for mask in (np.asarray(row.prompt_mask, dtype=bool)[first:],)
-            ]
+            masks = []
+            for row, (tokens, first) in zip(of_role, read, strict=True):
+                masks.append(np.ones(len(tokens), dtype=bool))
+                masks[-1][len(tokens) - len(row.tokens) + first :] = row.prompt_mask[first:]  # type: ignore
             scored = setup.trainer.score_logprobs(
                 role, [tokens for tokens, _ in read], sampling=setup.config.gconfig, prompt_masks=masks
             )

@@ -13,6 +13,8 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.helpers.tiny_decoder import random_qwen3
+
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 PAD, EOS = "<pad>", "</s>"
 
@@ -28,21 +30,7 @@ def char_tokenizer() -> transformers.PreTrainedTokenizerFast:
 def char_judge(folder: Path, seed: int = 0, context: int = 2048) -> Path:
     """A random model with its tokenizer."""
     tokenizer = char_tokenizer()
-    torch.manual_seed(seed)
-    config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=context,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    random_qwen3(folder, len(tokenizer), context, 0.3, tokenizer.eos_token_id, seed)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -33,20 +33,26 @@ _folder = tempfile.TemporaryDirectory()
 @functools.cache
 def tiny_folder() -> Path:
     """A model folder of transformers, with logits spread enough for stop tokens and ties to mean something."""
-    folder = Path(_folder.name)
-    torch.manual_seed(0)
+    return random_qwen3(Path(_folder.name), VOCAB, CONTEXT, 0.15, EOS)
+
+
+def random_qwen3(
+    folder: Path, vocab_size: int, context: int, initializer_range: float, eos_token_id: int, seed: int = 0
+) -> Path:
+    """Save a tiny Qwen3 with random weights."""
+    torch.manual_seed(seed)
     config = transformers.Qwen3Config(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.15,
+        max_position_embeddings=context,
+        initializer_range=initializer_range,
         tie_word_embeddings=True,
-        eos_token_id=EOS,
+        eos_token_id=eos_token_id,
     )
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder

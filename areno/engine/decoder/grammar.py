@@ -161,7 +161,7 @@ class GrammarCompiler:
         return grammar
 
     def can_write(self, grammar: Grammar, text: str) -> bool:
-        """Return whether the tokenizer has tokens for a text, and the grammar allows them from its start.
+        """Return whether the tokens of a text, by the tokenizer, are a beginning of a text of a grammar.
 
         Args:
             grammar: A grammar of this compiler.
