@@ -81,6 +81,8 @@ def compile_launches(capability: int) -> tuple[dict[str, int], list[str]]:
             kib = made.metadata.shared / 1024
             if kib > SHARED[capability]:
                 raise MemoryError(f"{kib:.0f} KiB of shared memory, and there are {SHARED[capability]}: {kwargs}")
+            if "\t.loc\t" in made.asm["ptx"]:
+                raise ValueError("has line numbers of the source, which take a quarter of the time to compile")
         except Exception as error:
             errors.append(f"{self.fn.__module__}.{self.fn.__name__}: {error}")
 
