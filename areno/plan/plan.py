@@ -6,7 +6,6 @@ optimizer and the folder of each model.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +27,7 @@ from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, pri
 from areno.files.paths import existing_path, model_setting
 from areno.models.config import TransformerConfig
 from areno.models.folder import resolve
-from areno.models.registry import load_config
+from areno.models.registry import head_of, load_config
 from areno.plan.devices import devices_of
 from areno.plan.lora import KEY as LORA_KEY
 from areno.plan.lora import lora_of, teacher_adapters
@@ -618,11 +617,11 @@ def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
 
 
 def _head_of(folder: str) -> HeadName:
-    """Return the kind of head that config.json of a model folder names. "lm" if config.json cannot be read."""
+    """Return the kind of head of the model in a folder.
+
+    If the model is not supported, return "lm": `load_config` raises the error later.
+    """
     try:
-        names = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("architectures") or []
-    except (OSError, ValueError, AttributeError):
+        return head_of(Path(folder))
+    except CheckpointError:
         return "lm"
-    kinds: dict[str, HeadName] = {"ForSequenceClassification": "value", "ForTokenClassification": "step"}
-    found: list[HeadName] = [head for end, head in kinds.items() if any(str(name).endswith(end) for name in names)]
-    return found[0] if found else "lm"
