@@ -200,7 +200,11 @@ def test_wrong_requests_are_refused_and_the_engine_goes_on(engine: Engine, folde
     for call, error, message in (
         (lambda: engine.complete("ref", asked(judge, "?")), EngineError, "there is no role 'ref'"),
         (lambda: engine.complete("judge", too_long), EngineError, "leaves no room for a completion"),
-        (lambda: engine.complete("judge", asked(judge, "")), DataError, "prompt"),
+        (
+            lambda: engine.complete("judge", asked(judge, "")),
+            DataError,
+            r"token_rows\[0\] is empty",  # the name of the argument of Trainer.complete
+        ),
         (lambda: engine.complete("judge", asked(judge, "?", top_p=2.0)), ConfigError, "top_p"),
     ):
         with pytest.raises(error, match=message):
