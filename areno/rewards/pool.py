@@ -31,12 +31,12 @@ from areno.user_processes.worker import Worker
 
 logger = logging.getLogger("areno.rewards")
 
-_MAX_CHUNK = 32  # records sent at once to a plain function, which scores them one after another
+_MAX_CHUNK = 32  # records sent at once to a plain function, which scores them one after another; see _CHUNK_S
 _MAX_TOGETHER = 64  # calls of an async function that run at once in one process
 _MAX_TIMEOUTS = 4  # per process without an answer, before the rest is given up, which could take hours
 _LOOK_S = 0.5
 _BATCH_WAIT_S = 0.001  # between turns, so that one turn handles several answers
-_CHUNK_S = 0.005  # a process with a fast function gets the calls of at least so many seconds, or it waits for turns
+_CHUNK_S = 0.005  # a process with a fast plain function gets the calls of so many seconds, or it waits for turns
 QUIET_S = 600.0  # a function that has answered before is given up only after this long without an answer
 _LOGGED_FAILURES = 3
 _LOGGED_CHARS = 300
@@ -367,7 +367,8 @@ class _Calls:
         """Choose the samples to send to an idle process, and return (number, pickled record) for each of them.
 
         The chunks get smaller towards the end, so that all processes finish at about the same time. If calls are fast,
-        a chunk has those of at least _CHUNK_S seconds, because each chunk also waits for the driver.
+        a chunk has as many as take _CHUNK_S seconds, but at most an equal share of the waiting samples, because each
+        chunk also waits for the driver.
 
         Args:
             n_workers: How many processes there are.
@@ -379,6 +380,8 @@ class _Calls:
         largest, n_shares = (_MAX_TOGETHER, n_workers) if is_async else (_MAX_CHUNK, 4 * n_workers)
         n_waiting = len(self.waiting)
         least = min(_CHUNK_S / max(self.call_s, 1e-9), math.ceil(n_waiting / n_workers))
+        if not is_async:
+            largest = max(largest, int(least))
         size = min(largest, max(math.ceil(n_waiting / n_shares), int(least)))
         positions = [self.waiting.popleft() for _ in range(size)]
         return [(position, self._payloads[position]) for position in positions]

@@ -2,7 +2,7 @@
 
 areno/rewards/pool.py exchanges pickled messages with this process over one socket. The process receives (functions,
 key, timeout_s, tracebacks) once, then chunks [(position, pickled record), ...]. It sends ("ready", is_async) or
-("failed", Problems) once, then (position, Answer) for each record as soon as it is scored. The supervisor of the
+("failed", Problems) once, then (position, tuple(answer)) for each record as soon as it is scored. The supervisor of the
 process (areno/user_processes/supervisor.py) ends it together with all processes that the functions started. To start
 quickly, this module imports little, and imports asyncio only if a function needs it.
 """
@@ -177,7 +177,11 @@ class _Scorer:
                 answer = self._answer(results)
             except BaseException as error:
                 answer = self._failure(error)
-            self.connection.send((position, answer))
+            self._send(position, answer)
+
+    def _send(self, position: int, answer: Answer) -> None:
+        """Send an answer as a tuple without its class, in half the time of `connection.send` with an Answer."""
+        self.connection.send_bytes(pickle.dumps((position, tuple(answer)), pickle.HIGHEST_PROTOCOL))
 
     def _finished(self, result: Any) -> Any:
         """Return a function's result. If it is awaitable, run it in the event loop first."""
@@ -211,7 +215,7 @@ class _Scorer:
                 answer = self._answer(task.result())
             except BaseException as error:
                 answer = self._failure(error)
-            self.connection.send((position, answer))
+            self._send(position, answer)
 
         await asyncio.gather(*(one(position, payload) for position, payload in chunk))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import pickle
 import select
 import time
 from collections.abc import Iterable
@@ -255,7 +256,7 @@ class WorkerPool(Generic[Config]):
         if wake in ready and wake is not None:
             wake.recv_bytes()
         for worker in workers:
-            if worker.connection in ready:
+            if worker.messages or worker.connection in ready:
                 self._receive(worker, work)
             elif time.monotonic() >= worker.deadline and not readable([worker.connection]):
                 self._lost(worker, work, "timeout", self.late_text.format(self.config.timeout_s))
@@ -265,10 +266,13 @@ class WorkerPool(Generic[Config]):
 
         Raises ConfigError if the process cannot import the user code, or dies while it imports the code.
         """
-        while readable([worker.connection]):
+        while worker.messages or readable([worker.connection]):
             try:
-                kind_or_position, value = worker.connection.recv()
-            except (EOFError, OSError):
+                if not worker.messages:
+                    worker.read()
+                    continue
+                kind_or_position, value = pickle.loads(worker.messages.popleft())
+            except (EOFError, OSError, pickle.UnpicklingError):  # user code may write to the connection, too
                 return self._lost(worker, work, "error", self.ended_text.format(worker.exit_text()))
             if kind_or_position == "failed":
                 raise ConfigError(value)

@@ -70,6 +70,7 @@ ASYNC_SPARE_S = 5.0
 _END_S = 10.0  # for a supervisor to end
 EXIT_CODE_S = 5.0  # for a supervisor's exit code after its process has closed the connection
 _LAST_LINES_S = 1.0  # for the last printed lines, whose pipe may be held open by a process that could not be killed
+_READ_BYTES = 1 << 18  # that one read of a connection takes at most
 _HELD_BYTES = 1 << 16 if sys.platform == "linux" else 0  # buffered by the system for a socket that is not read
 
 
@@ -92,6 +93,7 @@ class Worker:
         has_left: Whether the process has said that it ends, without beginning the calls in `chunk`.
         deadline: The time (time.monotonic) by which the process must send its next message. Infinity while it is
             idle.
+        messages: Pickled messages of the process that `read` has found and nobody has handled.
     """
 
     def __init__(self, first_message: tuple[Any, ...], import_limit_s: float, module: str, output: Output):
@@ -114,6 +116,8 @@ class Worker:
         self._printed.start()
         self.chunk: deque[int] = deque()
         self.sent = 0
+        self.messages: deque[bytes] = deque()
+        self._unread = bytearray()  # the beginning of a message of which the rest has not arrived
         self._began_at: dict[int, int] = {}  # by call: when the process got it, or began it if it is not async
         self._ends_at: dict[int, float] = {}  # by call, if it is async: its deadline, the earliest first
         self.is_async = False
@@ -179,6 +183,33 @@ class Worker:
             return send()
         self._sender = threading.Thread(target=send, daemon=True)
         self._sender.start()
+
+    def read(self) -> None:
+        """Read from the connection, which must be readable, and append the messages that have arrived to `messages`.
+
+        One read takes many short messages. Connection.recv would need two system calls for each.
+
+        Raises:
+            EOFError: The process has closed the connection.
+            OSError: The connection is broken.
+        """
+        data = os.read(self.connection.fileno(), _READ_BYTES)
+        if not data:
+            raise EOFError
+        unread, start = self._unread, 0
+        unread += data
+        # The format of multiprocessing.connection.Connection: 4 bytes with the length of the message (or -1 and then 8
+        # bytes with the length), then the message.
+        while len(unread) >= start + 4:
+            first = start + 4
+            n_bytes = int.from_bytes(unread[start:first], "big", signed=True)
+            if n_bytes < 0:
+                first, n_bytes = first + 8, int.from_bytes(unread[first : first + 8], "big")
+            if len(unread) < first + n_bytes:
+                break
+            start = first + n_bytes
+            self.messages.append(bytes(unread[first:start]))
+        del unread[:start]
 
     def answered(self, position: int, timeout_s: float) -> tuple[int, int]:
         """Remove an answered call from `self.chunk`, and set the deadline for the next answer.

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -125,14 +126,31 @@ def test_plain_agents_are_suspended_and_their_process_ends_without_a_loss(tmp_pa
         pool.resume()
         agents.run_for(0.1)
         assert not agents.found
+        (worker,) = pool.workers  # another one takes its place as soon as it has ended
         (tmp_path / "over").touch()
         agents.run_until(2)
         assert agents.messages[other] == NOTHING
         assert agents.found["for ever"].status == "timeout"
-        (worker,) = pool.workers
         worker.process.wait(20.0)
         agents.begin("at once")
         agents.run_until(3)
+        assert agents.messages["at once"] == NOTHING
+
+
+@pytest.mark.slow
+def test_a_process_that_leaves_is_known_after_an_error_about_its_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py:run_plain", timeout_s=0.5, workers=1)) as pool:
+        pool.wait_ready()
+        receive = pool._receive
+        monkeypatch.setattr(pool, "_receive", lambda *args: (time.sleep(0.3), receive(*args)))  # answer and "left"
+        agents = Begun(pool)
+        with monkeypatch.context() as patch:
+            patch.setattr(agents, "found", MagicMock(**{"setdefault.side_effect": ZeroDivisionError}))
+            agents.begin("for ever")
+            with pytest.raises(ZeroDivisionError):
+                agents.run_until(1)
+        agents.begin("at once")
+        agents.run_until(1)
         assert agents.messages["at once"] == NOTHING
 
 
@@ -187,6 +205,7 @@ def test_an_error_ends_the_session_and_starts_no_processes(error: ArenoError | N
     assert told == [*calls, "session"]
 
 
+@pytest.mark.slow
 @reads_proc
 def test_a_process_that_reads_nothing_does_not_block_the_driver(pool: AgentPool) -> None:
     agents = Begun(pool)

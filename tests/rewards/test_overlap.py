@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import pickle
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +26,20 @@ from areno.rewards.pool import RewardPool, Scoring, _Calls
 from areno.trainers import score
 from areno.types import RewardOutcome, RewardRecord
 from areno.user_processes import pool as cores
+from areno.user_processes.worker import Worker
 from tests.helpers.policy_runs import MODEL, play
 from tests.helpers.waiting import until
 
 REWARD = """
-import os, time
+import gc, os, time
+from multiprocessing.connection import Connection
 
 def reward_fn(record):
     text = record.completion
+    if text == "breaks":
+        connection = next(found for found in gc.get_objects() if isinstance(found, Connection))
+        os.write(connection.fileno(), b"\\0\\0\\0\\2no")
+        os._exit(3)
     if text == "slow":
         time.sleep(60)
     if text == "fails":
@@ -89,6 +99,52 @@ def test_fast_calls_are_sent_many_at_a_time(call_s: float, sizes: list[int]) -> 
     for position in range(64):
         calls.add(position, record("a"))
     assert [len(calls.next_chunk(2, is_async=False)) for _ in sizes] == sizes
+
+
+@pytest.mark.parametrize(("is_async", "sizes"), [(False, [100, 100]), (True, [64, 64])])
+def test_a_chunk_of_a_fast_plain_function_has_5_ms_of_calls(is_async: bool, sizes: list[int]) -> None:
+    calls = _Calls(5e-5)
+    for position in range(1024):
+        calls.add(position, record("a"))
+    assert [len(calls.next_chunk(2, is_async)) for _ in sizes] == sizes
+
+
+def test_messages_arrive_as_a_whole_however_the_socket_cuts_them() -> None:
+    worker = object.__new__(Worker)  # without its process
+    worker.messages, worker._unread = deque(), bytearray()
+    worker.connection, theirs = Pipe()
+    sent = [pickle.dumps(message) for message in ("a", "", "b" * 70_000, "long")]
+    lengths = [len(message).to_bytes(4, "big") for message in sent[:3]]
+    lengths.append((-1).to_bytes(4, "big", signed=True) + len(sent[3]).to_bytes(8, "big"))  # as for more than 2 GB
+    written = b"".join(length + message for length, message in zip(lengths, sent, strict=True))
+    with worker.connection, theirs:
+        for cuts in ([30_001, 60_002], range(len(written) - 30, len(written)), [4, 5, 17]):
+            borders = [0, *cuts, len(written)]
+            for start, end in itertools.pairwise(borders):
+                os.write(theirs.fileno(), written[start:end])
+                worker.read()
+            theirs.send("by Connection")
+            worker.read()
+            found = [pickle.loads(message) for message in worker.messages]
+            assert found == ["a", "", "b" * 70_000, "long", "by Connection"]
+            worker.messages.clear()
+        os.write(theirs.fileno(), written[:30])
+        theirs.close()
+        worker.read()
+        with pytest.raises(EOFError):
+            worker.read()
+
+
+def test_answers_before_a_broken_message_count(
+    pool: Callable[..., RewardPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pool(workers=1)
+    one.wait_ready()
+    wait = one._wait
+    monkeypatch.setattr(one, "_wait", lambda *args: (time.sleep(0.1), wait(*args)))  # so that it reads all at once
+    found = one.outcomes([record(text) for text in ("a", "a", "breaks", "a")])
+    assert [outcome.value for outcome in found] == [1.0, 1.0, None, 1.0]
+    assert "ended its process (exit code 3)" in found[2].message
 
 
 def test_a_pool_knows_the_time_of_a_call_from_the_step_before(pool: Callable[..., RewardPool]) -> None:
