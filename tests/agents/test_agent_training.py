@@ -132,6 +132,7 @@ def test_failing_samples_leave_their_group_and_are_counted(
     assert "agent_timeout" in told.values()
 
 
+@pytest.mark.slow
 def test_a_response_with_other_numbers_costs_only_its_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     changed = {
         "choices.0.token_ids.0 1000000 whole": "token_ids holds 1000000; numbers from 0 to 388 are expected",

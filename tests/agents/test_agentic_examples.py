@@ -243,6 +243,7 @@ def test_duels_between_programs() -> None:
     assert {"A", "U"} <= set(winners)
 
 
+@pytest.mark.slow
 def test_a_model_that_plays_well_gets_more_than_one_that_plays_anything() -> None:
     rules, opponent, task = (import_module(name) for name in ("duelgrid", "duelgrid_opponent", "duelgrid_task"))
     draw, totals = random.Random(1), [0.0, 0.0]

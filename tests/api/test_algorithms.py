@@ -72,6 +72,7 @@ def mine(**changes: Any) -> Algorithm:
     return Algorithm(**{**settings, **changes})
 
 
+@pytest.mark.slow
 def test_those_that_come_with_areno() -> None:
     assert algorithm_names() == list(BUILT_IN)
     for name, config in BUILT_IN.items():
@@ -353,6 +354,7 @@ def test_what_a_file_defines_reaches_spawned_workers(script: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_help_and_configuration_of_a_file(script: Path) -> None:
     shown = start(script, "--help")
     assert shown.returncode == 0, shown.stderr

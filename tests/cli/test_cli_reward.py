@@ -99,6 +99,7 @@ def test_tokens_are_counted(folder, capsys):
     assert ["0", "0", "12"] in lines(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_samples_of_a_run(folder, capsys):
     (folder / "run/logs").mkdir(parents=True)
     (folder / "run/logs/metrics.jsonl").touch()

@@ -128,6 +128,7 @@ def test_plain_words_are_those_of_a_tokenizer_without_special_tokens(name: str) 
     assert any(tokens[at : at + len(words)] == words for at in range(len(tokens)))
 
 
+@pytest.mark.slow
 def test_what_is_a_control_token(tokenizer_of) -> None:
     qwen = set(control_names(load_tokenizer("qwen3")))
     assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>"} <= qwen

@@ -229,6 +229,7 @@ def test_no_process_outlives_the_run(how: str, code: int, tmp_path: Path) -> Non
     until_ended(pids)
 
 
+@pytest.mark.slow
 @reads_proc
 def test_a_run_has_the_same_losses_and_ends_its_processes(tmp_path, monkeypatch) -> None:
     losses: list[Any] = []

@@ -179,6 +179,7 @@ def test_dro_is_an_algorithm_like_others(dro):
     assert config.ref is not None
 
 
+@pytest.mark.slow
 def test_dro_on_the_command_line(tmp_path):
     shown = run_dro(tmp_path, "--help")
     assert "actor.tau" in shown.stdout

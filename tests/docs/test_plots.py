@@ -49,6 +49,7 @@ def draw(*arguments: object) -> Done:
     return call(SCRIPT, *arguments)
 
 
+@pytest.mark.slow
 def test_image_of_two_seeds(tmp_path):
     for seed in (1, 2):
         with MetricsRecorder(None, tmp_path / f"s{seed}/logs/metrics.jsonl") as recorder:
@@ -114,6 +115,7 @@ def test_no_curves(tmp_path):
     assert f"there are no runs in {tmp_path}; make them with: algorithm_curves.py run" in done.stderr
 
 
+@pytest.mark.slow
 def test_settings_of_the_curves_compose(monkeypatch):
     for recipe, settings in algorithm_runs(monkeypatch).values():
         algorithm = get_algorithm(recipe)
@@ -158,6 +160,7 @@ def learning_curves(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("learning_curves")
 
 
+@pytest.mark.slow
 def test_commands_of_the_curves_of_countdown(monkeypatch, tmp_path):
     found = learning_curves(monkeypatch)
     for name in found.RUNS:

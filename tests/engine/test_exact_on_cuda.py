@@ -156,6 +156,7 @@ def test_prompts_cut_into_chunks(case: Case, engine: Engine, params: dict[str, A
         hold_equal(outputs, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_steps", [7, 64])
 def test_interrupted_and_continued(
     case: Case, engine: Engine, params: dict[str, Any], at_once: Outputs, n_steps: int

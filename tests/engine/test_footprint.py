@@ -245,6 +245,7 @@ LAYOUTS: list[dict[str, int]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("on_cuda", [False, True])
 def test_advice_is_never_what_is_set_and_always_helps(on_cuda: bool, layout: dict[str, int]) -> None:

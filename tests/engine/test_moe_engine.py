@@ -134,6 +134,7 @@ def test_with_engine_exact_the_difference_is_0(folder: Path) -> None:
             rows = rows_of(sampled(engine))
 
 
+@pytest.mark.slow
 def test_given_experts_are_used_and_others_get_no_gradient(folder: Path, tmp_path: Path) -> None:
     """Rows whose tokens all went through two experts change these and the router, and no other expert."""
     with Engine(spec(folder, gradient_checkpointing=True), "inline") as engine:

@@ -61,6 +61,7 @@ def test_in_processes_too(folder: Path, layout: dict[str, int]) -> None:
         assert whole(engine, ROOMY, REQUESTS) == expected  # a rollout that is not held
 
 
+@pytest.mark.slow
 def test_advance_stops_when_enough_have_finished(engine: Engine) -> None:
     engine.begin_rollout(ROOMY)
     engine.hold()

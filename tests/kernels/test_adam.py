@@ -130,6 +130,7 @@ def compare(device, cases=ALL):
                         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_are_the_torch_forms():
     run_interpreted("from tests.kernels.test_adam import FEW, compare; compare('cpu', FEW)")
 

@@ -193,6 +193,7 @@ def test_rows_without_tokens() -> None:
     run_interpreted("from tests.kernels.test_delta_chunks import compare_empty; compare_empty()")
 
 
+@pytest.mark.slow
 def test_strong_decay_no_decay_and_equal_keys() -> None:
     run_interpreted("from tests.kernels.test_delta_chunks import compare_hard; compare_hard()")
 

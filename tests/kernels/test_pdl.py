@@ -115,6 +115,7 @@ def test_layers_of_few_rows_wait_before_they_touch_anything_but_weights() -> Non
     assert re.fullmatch(r"let wait( read)+( write)+", order)
 
 
+@pytest.mark.slow
 def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
     from areno.kernels.elementwise import triton_heads
     from areno.kernels.paged import triton as paged
@@ -216,6 +217,7 @@ def test_the_delta_rule_waits_behind_the_loads_that_need_nothing_and_before_all_
     assert re.fullmatch(r"(read )+wait( read)+( write)+", norm)
 
 
+@pytest.mark.slow
 def test_adapters_wait_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
     from areno.kernels.adapters import triton as adapters
 

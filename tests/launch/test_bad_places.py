@@ -45,6 +45,7 @@ def test_no_room_for_a_checkpoint(capsys):
     assert files("checkpoints") == []
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_run(capsys):
     assert run("total_train_steps=1", "trial_name=one", "saver.path=checkpoints") == 0
     before, mine = files(), {name: Path("checkpoints", name).stat().st_mtime_ns for name in files("checkpoints")}

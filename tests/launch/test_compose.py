@@ -179,6 +179,7 @@ def test_run_gets_its_folder_and_a_record_of_itself(work):
     assert again == config
 
 
+@pytest.mark.slow
 def test_an_earlier_run_is_not_overwritten(work, capsys, monkeypatch):
     monkeypatch.setattr("time.strftime", lambda *_: "now")
     main = Main()
@@ -202,6 +203,7 @@ def test_a_wrong_configuration_leaves_nothing(work, capsys):
     assert not (work / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_failures_of_main(work, capsys, monkeypatch):
     main = Main(
         {1: DataError("row 3 is bad"), 2: ConfigError("x: wrong"), 3: KeyboardInterrupt(), 4: ValueError("bug")}
@@ -358,6 +360,7 @@ sys.exit(f"imported {heavy}" if heavy else 0)
     assert done.stderr == "error: oddity: unknown key\n"
 
 
+@pytest.mark.slow
 def test_recipe_runs_under_its_own_name(tmp_path):
     (tmp_path / "custom.py").write_text(
         "import pickle\n"

@@ -116,6 +116,7 @@ def test_a_mapping_gets_the_names_of_today(work, caplog):
     ]
 
 
+@pytest.mark.slow
 def test_files_and_command_lines(work, caplog):
     (work / "my/old.yaml").write_text(TASK.replace("model}", "model, warmth: 2}"))
     assert load(name="old", cls=Now).actor.heat == 2

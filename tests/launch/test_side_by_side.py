@@ -81,6 +81,7 @@ def test_runs_go_on_together_and_one_that_fails_alone(tmp_path: Path) -> None:
     assert "SHARE" not in os.environ
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_with_telling_of_a_run_is_raised_when_it_has_ended(tmp_path: Path) -> None:
     """Such as a full disk, where the sweep keeps its results. Nobody waits for ever, and no other run is lost."""
     ended: list[tuple[float | None, str]] = []
@@ -102,6 +103,7 @@ def test_what_goes_wrong_with_telling_of_a_run_is_raised_when_it_has_ended(tmp_p
     assert ended == [(1.0, "")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "signals"), [("hears", "SIGINT"), ("deaf", "SIGINT SIGINT")])
 def test_an_interrupt_ends_all(name: str, signals: str, tmp_path: Path) -> None:
     """The second Ctrl-C, too, is passed on. The runs are in sessions of their own, so no terminal has done it."""

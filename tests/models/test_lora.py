@@ -269,6 +269,7 @@ def test_gradients_are_those_of_peft(case: str, tmp_path: Path) -> None:
             torch.testing.assert_close(grad.double(), ordered, atol=1e-6 * scale, rtol=0, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3", "phi3", "qwen3.5"])
 def test_a_state_goes_on_exactly(folder: Path, tmp_path: Path, model: str) -> None:
     if model != "qwen3":

@@ -58,6 +58,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_four_ranks_save_what_one_does(four: Engine, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
     four.save(str(tmp_path))
     assert same(saved_tensors(tmp_path), expected)
@@ -74,6 +75,7 @@ def test_four_ranks_save_what_one_does(four: Engine, expected: dict[str, torch.T
     assert set(index["weight_map"].values()) == {file.name for file in files}
 
 
+@pytest.mark.slow
 def test_it_is_read_back_by_transformers_and_by_us(four: Engine, tmp_path: Path) -> None:
     four.save(str(tmp_path))
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -89,6 +91,7 @@ def test_it_is_read_back_by_transformers_and_by_us(four: Engine, tmp_path: Path)
             assert scored(engine, "actor", [ROW])[0][1:] == pytest.approx(theirs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_an_update_behind_the_save_does_not_change_what_is_written(
     four: Engine, expected: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -103,6 +106,7 @@ def test_an_update_behind_the_save_does_not_change_what_is_written(
 
 
 @pytest.mark.parametrize("background", [False, True])
+@pytest.mark.slow
 def test_one_rank_whose_disk_is_full_is_told_and_no_rank_waits(four: Engine, tmp_path: Path, background: bool) -> None:
     pid = worker_pids(four)[3]
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)

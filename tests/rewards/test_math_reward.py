@@ -402,6 +402,7 @@ def test_no_answer_takes_a_second(gold):
     assert max(taken.values()) < 2.0, taken  # below 1 on a machine that does nothing else
 
 
+@pytest.mark.slow
 def test_time_limit_leaves_nothing_behind():
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(TimeoutError, match="math-verify took more than"):

@@ -121,6 +121,7 @@ def test_text_that_hydra_would_not_read(work):
     assert problems_of("trial_name=a\udcff") == ["cannot read 'trial_name=a\\udcff'; it is not UTF-8"]
 
 
+@pytest.mark.slow
 def test_a_run_and_a_sweep_with_names_in_any_script(work):
     main = Main()
     assert run(main, "trial_name=ä;b") == 0

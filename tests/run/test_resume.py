@@ -90,6 +90,7 @@ def test_while_its_folder_was_made(expected):
     check(expected)
 
 
+@pytest.mark.slow
 def test_after_the_last_step_and_after_the_end(expected, capsys):
     with killed_at(Run, "finish"):
         go("sft", *OFTEN)

@@ -328,6 +328,7 @@ def test_modes_of_swanlab(tmp_path, monkeypatch, mode):
     assert given["mode"] == {"cloud": "online"}.get(mode, mode)
 
 
+@pytest.mark.slow
 def test_a_run_of_wandb_that_others_write_to(tmp_path, monkeypatch):
     """Needs a key as mode=online does, and has the id that is in trackers.json."""
     wandb = pytest.importorskip("wandb", reason="needs the extra wandb")

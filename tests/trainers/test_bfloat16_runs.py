@@ -90,6 +90,7 @@ def test_tokens_that_are_not_trained_have_no_training_log_probability(runs: dict
         assert all((value is None) == (sample in cut) for value in sample["train_logprobs"])
 
 
+@pytest.mark.slow
 def test_exact_mode_needs_no_scoring_pass(runs: dict[str, Variant]) -> None:
     run = runs["gspo"](BF16, "engine.exact=true", *FROZEN)
     assert_no_ratio_from_rounding(run, rounds=False)

@@ -43,6 +43,7 @@ needs = {
 # The quickstart ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quickstart_starts_anywhere(tmp_path):
     said, _ = command("gspo", tmp_path, "total_train_steps=2", "trial_name=t")
     run_dir = tmp_path / "outputs/quickstart/t"
@@ -87,6 +88,7 @@ def test_rollout_agrees_with_training(temperature, tmp_path):
     assert kl[2] > 1e-6
 
 
+@pytest.mark.slow
 @needs[STORIES]
 def test_several_updates_of_a_batch_move_the_ratio(tmp_path):
     short = [*STORIES_RUN, "total_train_steps=1", graded_reward(tmp_path)]
@@ -99,6 +101,7 @@ def test_several_updates_of_a_batch_move_the_ratio(tmp_path):
     assert series(two, "train/logp_abs_diff_max")[0] < 1e-4  # rollout against training before any update
 
 
+@pytest.mark.slow
 @needs[STORIES]
 def test_sweep_and_determinism(tmp_path):
     short = [*STORIES_RUN, "total_train_steps=2", graded_reward(tmp_path)]
@@ -153,6 +156,7 @@ def test_stories_mention_a_dog(seed, tmp_path):
 # Supervised fine-tuning ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs[MINIMIND]
 @needs[CONVERSATIONS]
 def test_sft_on_conversations(tmp_path):
@@ -216,6 +220,7 @@ def quickstart_run(folder: Path, *arguments: str, recipe: str = "gspo") -> Path:
     return train(recipe, folder, "--config-name=quickstart", *small, *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

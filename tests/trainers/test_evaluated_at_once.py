@@ -36,6 +36,7 @@ def evaluated(folder: Any, *words: str) -> tuple[dict[str, float], int, int, int
     return metrics, stats.decode_steps, stats.generated_tokens, evaluation.setup.evaluated_at_once or 8
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_fewer_steps_for_the_same_answers(tmp_path):
     words = ["valid_dataset.max_rows=60", "+eval_gconfig.temperature=1.0", "eval_gconfig.greedy=false"]
     alone, many_steps, n_tokens, at_once = evaluated(tmp_path / "8", *words, "rollout.max_concurrent_rollouts=8")

@@ -167,6 +167,7 @@ def test_equal_rewards_are_no_pair(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in after)
 
 
+@pytest.mark.slow
 def test_completions_that_were_cut_off_are_in_no_pair(online: Variant) -> None:
     short = ["gconfig.max_new_tokens=3", "train_dataset.batch_size=8"]
     whole, masked = online(*short), online(*short, "actor.mask_no_eos_with_zero=true")

@@ -111,6 +111,7 @@ def test_critic_from_random_weights(tmp_path: Path, models: dict[str, Path]) -> 
         fitted(ppo_config(tmp_path, critic={"path": str(empty)}, **without_reference()), tmp_path / "none", digits)
 
 
+@pytest.mark.slow
 def test_a_critic_that_skips_what_was_cut_off(tmp_path: Path) -> None:
     """The policy trains on these completions, the critic does not."""
     how = {"gconfig": GenerationConfig(n_samples=2, max_new_tokens=3), **without_reference()}

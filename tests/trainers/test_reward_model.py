@@ -113,6 +113,7 @@ def test_a_model_without_a_padding_token_gets_the_tokenizers(tmp_path):
     assert json.loads((latest / "config.json").read_text())["pad_token_id"] == tokenizer_of(TRL_MODEL).pad_token_id
 
 
+@pytest.mark.slow
 def test_the_loop_does_not_depend_on_how_answers_are_cut(tmp_path):
     found = []
     for mb_spec in ({"mini_bs": 1}, {"mini_bs": 64}, {"max_tokens_per_mb": 40}):

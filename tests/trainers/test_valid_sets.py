@@ -151,6 +151,7 @@ def test_loss_of_each_set_and_the_mean(tmp_path):
     assert alone["short"] != pytest.approx(alone["long"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_preferences_of_each_set(tmp_path):
     """The reference of each set is its own, although rows of the sets have the same numbers."""
     sets = {"a": PAIRS[:4], "b": PAIRS[4:9]}

@@ -45,6 +45,7 @@ def test_gspo_token_is_gspo_where_the_tokens_of_a_row_have_one_advantage(grpo: V
     assert sequence.series("train/ratio_std")[0] < plain.series("train/ratio_std")[0]
 
 
+@pytest.mark.slow
 def test_cispo(grpo: Variant) -> None:
     run = grpo("variant=cispo")
     for step, rows in enumerate(run.rows):

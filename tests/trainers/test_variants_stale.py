@@ -182,6 +182,7 @@ def test_m2po_masks_the_farthest_tokens(request: pytest.FixtureRequest, before: 
     assert run.series("train/ratio_std") == [0.0]
 
 
+@pytest.mark.slow
 def test_on_policy_rows_have_nothing_to_correct(grpo: Variant) -> None:
     plain = grpo()
     run = grpo("actor.use_decoupled_loss=true", "actor.m2_threshold=0.04", "+actor.rejection_sampling.action=mask")

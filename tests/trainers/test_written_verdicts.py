@@ -67,6 +67,7 @@ def bits(replies: list[list[RolloutSequence]]) -> list[Any]:
     return [[(reply.resp_tokens, reply.resp_logprobs) for reply in call] for call in replies]
 
 
+@pytest.mark.slow
 def test_verdicts_of_a_run_are_those_of_transformers_and_a_matcher_by_hand(judge: Path, tmp_path: Path) -> None:
     small = ["train_dataset.batch_size=2", "gconfig.n_samples=2", "total_train_steps=1"]
     played = play("grpo", tmp_path / "run", *words(judge, *small))

@@ -15,6 +15,7 @@ TEXT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "phi3-v", "minimind"])
 def test_every_completion_ends_where_its_text_first_has_the_string(tokenizer_of, name: str) -> None:
     tokenizer = tokenizer_of(name)

@@ -377,6 +377,7 @@ def test_a_ray_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatc
         cluster._start_here(SimpleNamespace(init=init), 1, {})
 
 
+@pytest.mark.slow
 @needs_ray
 def test_a_token_that_is_missing_is_one_line(tmp_path: Path) -> None:
     """A client of Ray that is to use a token and has none ends its process, with a stack of C++."""

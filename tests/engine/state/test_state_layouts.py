@@ -127,6 +127,7 @@ def test_a_rank_that_cannot_write_is_told_by_all(engines: dict[str, Engine], tmp
         assert same(content(saved(engine, tmp_path / f"{layout} again")), expected)
 
 
+@pytest.mark.slow
 def test_a_file_that_one_rank_finds_damaged(engines: dict[str, Engine], tmp_path: Path) -> None:
     """No rank takes anything over, whichever of them found it."""
     engine = engines["dp"]

@@ -54,6 +54,7 @@ def test_kept_layers_do_not_change_the_step(monkeypatch):
     torch.testing.assert_close(other, gradient)
 
 
+@pytest.mark.slow
 def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(monkeypatch):
     rows, spec = make_rows(), MicroBatchSpec(mini_bs=3)
     expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn, spec)
