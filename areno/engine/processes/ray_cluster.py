@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 from areno import heartbeat
@@ -110,6 +111,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
 
     if ray.is_initialized():
         return
+    _drop_log_lines()
     given = given_address(n_nodes)
     logging.getLogger("ray").setLevel(logging.CRITICAL)  # what matters in it comes as an exception, too
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
@@ -241,6 +243,21 @@ def _listens(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _drop_log_lines() -> None:
+    """Make Ray drop the lines that it would print, in case that Ray was imported before QUIET was set.
+
+    If RAY_DEDUP_LOGS_SKIP_REGEX is set to another value than that in QUIET, do nothing.
+    """
+    name = "RAY_DEDUP_LOGS_SKIP_REGEX"
+    if os.environ.get(name) != QUIET[name]:
+        return
+    with contextlib.suppress(ImportError, AttributeError):  # another release of Ray
+        from ray._private import ray_logging
+
+        for printer in (ray_logging.stdout_deduplicator, ray_logging.stderr_deduplicator):
+            printer.skip_re = cast(Any, SimpleNamespace(search=lambda line: True))
 
 
 def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:

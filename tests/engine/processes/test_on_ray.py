@@ -10,7 +10,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import yaml
@@ -361,6 +361,20 @@ def test_a_ray_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPat
         ConfigError, match=r"is ray, which cannot be imported: libray\.so is missing; install it again$"
     ):
         cluster.connect(2)
+
+
+@needs_ray
+def test_ray_that_was_imported_before_prints_nothing_of_a_lost_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import ray_logging
+
+    printer = ray_logging.stdout_deduplicator
+    monkeypatch.setattr(printer, "skip_re", None)  # as without RAY_DEDUP_LOGS_SKIP_REGEX
+    batch = {"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}
+    assert [found["lines"] for found in printer.deduplicate(batch)] == [["Raylet is terminated."]]
+    monkeypatch.setattr(cluster, "given_address", Mock(side_effect=ZeroDivisionError))  # before it joins a cluster
+    with pytest.raises(ZeroDivisionError):
+        cluster.connect(1)
+    assert [found["lines"] for found in printer.deduplicate(batch)] == [[]]
 
 
 @needs_ray
