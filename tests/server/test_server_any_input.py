@@ -211,14 +211,14 @@ class Asked:
 def asked() -> Iterator[Asked]:
     params = SamplingParams(max_new_tokens=8)
     with made() as trainer, trainer.rollout_session(sampling_params=params, max_running_prompts=16) as session:
-        room = replace(session.proxy.server.sampler.request_limits, context_len=192)
+        room = replace(session.proxy.server.sampler.request_limits, context_len=96)
         server = build_server(
             trainer.engine,
             room,
             session.proxy.server.chat.conversations.tokenizer,
             models=["model"],
             keys=[KEY],
-            defaults=replace(params, max_context_len=192),
+            defaults=replace(params, max_context_len=96),
             limits=ServerLimits(max_body=2**17, max_messages=1000),
         )
         thread = ServerThread(server.application)
