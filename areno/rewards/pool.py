@@ -377,12 +377,12 @@ class _Calls:
         if self.alone:
             position = self.alone.popleft()
             return [(position, self._payloads[position])]
-        largest, n_shares = (_MAX_TOGETHER, n_workers) if is_async else (_MAX_CHUNK, 4 * n_workers)
-        n_waiting = len(self.waiting)
-        least = min(_CHUNK_S / max(self.call_s, 1e-9), math.ceil(n_waiting / n_workers))
-        if not is_async:
-            largest = max(largest, int(least))
-        size = min(largest, max(math.ceil(n_waiting / n_shares), int(least)))
+        equal_share = math.ceil(len(self.waiting) / n_workers)
+        if is_async:
+            size = min(_MAX_TOGETHER, equal_share)
+        else:
+            least = min(int(_CHUNK_S / max(self.call_s, 1e-9)), equal_share)
+            size = max(least, min(_MAX_CHUNK, math.ceil(len(self.waiting) / (4 * n_workers))))
         positions = [self.waiting.popleft() for _ in range(size)]
         return [(position, self._payloads[position]) for position in positions]
 
