@@ -199,10 +199,10 @@ def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: Te
         for role in dict.fromkeys(row.teacher or teacher.role for row in rows):
             of_role = [row for row in rows if (row.teacher or teacher.role) == role]
             read = [row.for_teacher() for row in of_role]
-            masks = []
-            for row, (tokens, first) in zip(of_role, read, strict=True):
-                masks.append(np.ones(len(tokens), dtype=bool))
-                masks[-1][len(tokens) - len(row.tokens) + first :] = row.prompt_mask[first:]  # type: ignore
+            masks = [np.ones(len(tokens), dtype=bool) for tokens, _ in read]
+            for mask, row, (_, first) in zip(masks, of_role, read, strict=True):
+                shared = np.asarray(row.prompt_mask, dtype=bool)[first:]
+                mask[len(mask) - len(shared) :] = shared
             scored = setup.trainer.score_logprobs(
                 role, [tokens for tokens, _ in read], sampling=setup.config.gconfig, prompt_masks=masks
             )

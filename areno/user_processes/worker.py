@@ -93,7 +93,7 @@ class Worker:
         has_left: Whether the process has said that it ends, without beginning the calls in `chunk`.
         deadline: The time (time.monotonic) by which the process must send its next message. Infinity while it is
             idle.
-        messages: Pickled messages of the process that `read` has found and nobody has handled.
+        messages: Pickled messages that `read` has received from the process. The pool removes and handles them.
     """
 
     def __init__(self, first_message: tuple[Any, ...], import_limit_s: float, module: str, output: Output):
@@ -116,7 +116,7 @@ class Worker:
         self._printed.start()
         self.chunk: deque[int] = deque()
         self.sent = 0
-        self.messages: deque[bytes] = deque()
+        self.messages: deque[bytearray] = deque()
         self._unread = bytearray()  # the beginning of a message of which the rest has not arrived
         self._began_at: dict[int, int] = {}  # by call: when the process got it, or began it if it is not async
         self._ends_at: dict[int, float] = {}  # by call, if it is async: its deadline, the earliest first
@@ -185,9 +185,10 @@ class Worker:
         self._sender.start()
 
     def read(self) -> None:
-        """Read from the connection, which must be readable, and append the messages that have arrived to `messages`.
+        """Read once from the connection, and append all messages that are complete to `messages`.
 
-        One read takes many short messages. Connection.recv would need two system calls for each.
+        One read takes many short messages, for each of which Connection.recv would need two system calls. The call
+        blocks if the connection is not readable.
 
         Raises:
             EOFError: The process has closed the connection.
@@ -208,7 +209,7 @@ class Worker:
             if len(unread) < first + n_bytes:
                 break
             start = first + n_bytes
-            self.messages.append(bytes(unread[first:start]))
+            self.messages.append(unread[first:start])
         del unread[:start]
 
     def answered(self, position: int, timeout_s: float) -> tuple[int, int]:
