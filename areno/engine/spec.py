@@ -450,7 +450,7 @@ class RolloutSpec:
     def of_call(
         role: str, n_samples: int, max_len: int, decoder: DecoderConfig, max_running: int | None, layout: Layout
     ) -> RolloutSpec:
-        """Return the settings of a decoder made for one call of `Engine.complete`.
+        """Return the settings of the decoder that one call of `Engine.complete` uses.
 
         Args:
             role: Name of the role whose model decodes.

@@ -60,5 +60,5 @@ class Vocabulary:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """Compiler of grammars for this vocabulary, with a cache of compiled grammars."""
+        """Return the compiler of grammars for this vocabulary, which caches compiled grammars."""
         return GrammarCompiler(self.tokenizer, self._config.vocab_size, self.eos_token_ids)

@@ -161,11 +161,11 @@ class GrammarCompiler:
         return grammar
 
     def can_write(self, grammar: Grammar, text: str) -> bool:
-        """Return whether the tokens of a text, by the tokenizer, are a beginning of a text of a grammar.
+        """Return whether a grammar allows a completion to begin with a text.
 
         Args:
             grammar: A grammar of this compiler.
-            text: The text.
+            text: The text. The tokens into which the tokenizer encodes the text are compared with the grammar.
         """
         tokens = self.ll_tokenizer.tokenize_str(text)
         return grammar.start().n_allowed(tokens) == len(tokens)

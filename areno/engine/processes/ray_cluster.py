@@ -246,9 +246,10 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _drop_log_lines() -> None:
-    """Make Ray drop the lines that it would print, in case that Ray was imported before QUIET was set.
+    """Make Ray drop all log lines that it would print in this process, as RAY_DEDUP_LOGS_SKIP_REGEX in QUIET asks for.
 
-    If RAY_DEDUP_LOGS_SKIP_REGEX is set to another value than that in QUIET, do nothing.
+    Ray reads this variable only when it is imported, which may have been before the variable was set. If the user has
+    set the variable to another value, do nothing.
     """
     name = "RAY_DEDUP_LOGS_SKIP_REGEX"
     if os.environ.get(name) != QUIET[name]:
