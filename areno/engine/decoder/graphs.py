@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -38,8 +39,18 @@ def verification_sizes(max_rows: int) -> list[int]:
     return [*(1 << i for i in range(3, (max_rows - 1).bit_length())), max_rows]
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which all CUDA graphs of a device are captured.
+
+    cuBLAS keeps the workspace of every stream until the process ends: 32 MiB on an H100. So a stream for each decoder
+    would take more memory with every new decoder.
+    """
+    return torch.cuda.Stream(device)
+
+
 class Captures:
-    """Captures functions as CUDA graphs, which share one memory pool and the workspaces of one stream.
+    """Captures functions as CUDA graphs, which share one memory pool.
 
     Graphs can share memory because they are replayed one after the other, and nothing but their outputs, which stay
     referenced, must outlive a replay.
@@ -56,7 +67,7 @@ class Captures:
     def __init__(self, device: torch.device, *, may_fail: bool):
         self.device, self._may_fail = device, may_fail
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
 
     def of(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor] | None:
         """Run a function once, then capture it as a CUDA graph.
