@@ -27,6 +27,9 @@ from areno.data.row_schema import json_problem, labelled_answer, prompt_and_answ
 from areno.errors import DataError, Key
 from areno.types import AnswersItem, Item, PairItem, PromptItem, TrainSequence
 
+# Fewer tokens are decoded by one thread: 100 take 0.1 ms, and threads of other libraries can delay the result by 1 ms.
+_MIN_TOKENS_OF_THREADS = 2048
+
 Pieces = list[tuple[list[int], bool]]
 """(token ids, whether the tokens are trained) for consecutive pieces of a row."""
 
@@ -469,7 +472,7 @@ def decode(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def decode_all(tokenizer: Any, token_rows: Sequence[list[int]], skip_special_tokens: bool) -> list[str]:
-    """Decode rows of token ids to texts, like `tokenizer.batch_decode` but on all CPU cores.
+    """Decode rows of token ids to texts, like `tokenizer.batch_decode` but on all CPU cores if the rows are long.
 
     Args:
         tokenizer: Tokenizer of the transformers library.
@@ -480,7 +483,10 @@ def decode_all(tokenizer: Any, token_rows: Sequence[list[int]], skip_special_tok
         One text per row.
     """
     if _is_plain(tokenizer):
-        return tokenizer.backend_tokenizer.decode_batch(list(token_rows), skip_special_tokens=skip_special_tokens)
+        backend = tokenizer.backend_tokenizer
+        if sum(map(len, token_rows)) < _MIN_TOKENS_OF_THREADS:
+            return [backend.decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in token_rows]
+        return backend.decode_batch(list(token_rows), skip_special_tokens=skip_special_tokens)
     return tokenizer.batch_decode(list(token_rows), skip_special_tokens=skip_special_tokens)
 
 
