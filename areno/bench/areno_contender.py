@@ -9,16 +9,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from areno.bench.arguments import Settings
 from areno.bench.device import memory_watched
 from areno.bench.profile import busy_s, idle_share, phase_table, trace
 from areno.bench.timing import Timed, log_progress, measure, repeat_name
-from areno.bench.work import Work, row
+from areno.bench.work import Work, rows_of_outputs
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig
 from areno.config.run import EngineConfig
@@ -33,7 +34,7 @@ from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.cost import Cost
 from areno.models.registry import load_config
-from areno.trainers.rows import prompt_masks, token_rows
+from areno.trainers.rows import places_of, prompt_masks, token_rows, trained
 from areno.types import GenerationRequest, SamplingParams, TrainSequence
 
 
@@ -166,11 +167,7 @@ class ArenoContender:
         self.cache_tokens = limits.cache_tokens
         outputs = self.engine.generate(requests(work, prompts, **params))
         self.engine.end_rollout()
-        return [
-            replace(row(prompts[request_id], output.tokens, output.logprobs, output.sample), routes=output.routes)
-            for request_id, samples in outputs.items()
-            for output in samples
-        ]
+        return rows_of_outputs(prompts, outputs)
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
         """Run GSPO updates on rows as if they had just been sampled, and wait until the weights are updated.
@@ -183,18 +180,20 @@ class ArenoContender:
         Returns:
             Statistics of the update.
         """
-        fresh = [replace(item, old_logprobs=None) for item in rows]
+        for item in rows:
+            item.old_logprobs = None
         spec, settings = self.engine.spec.mb_spec, self._settings
         update = UpdateSpec(
             spec, settings.updates, seed=1, old_logprobs=settings.old_logprobs, divergence=self._divergence
         )
         loss_fn = partial(gspo_loss_fn, clip_eps=3e-4)
         if settings.teacher == SAMPLED:
-            scores = self.engine.logprobs("teacher", token_rows(fresh), prompt_masks=prompt_masks(fresh))
-            fresh = [replace(item, teacher_logprobs=of_row) for item, of_row in zip(fresh, scores, strict=True)]
+            scores = self.engine.logprobs("teacher", token_rows(rows), prompt_masks=prompt_masks(rows))
+            for item, of_row in zip(rows, scores, strict=True):
+                item.teacher_logprobs = of_row
         if settings.teacher is not None:
             loss_fn = partial(distillation_loss_fn, policy_loss_fn=loss_fn, sampled=settings.teacher == SAMPLED)
-        stats = self.engine.train(fresh, loss_fn, update)
+        stats = self.engine.train(rows, loss_fn, update)
         self.engine.wait()
         return stats
 
@@ -204,8 +203,8 @@ class ArenoContender:
         Args:
             rows: Rows to score.
         """
-        tokens, routes = [item.tokens or [] for item in rows], [item.routes for item in rows]
-        return [row.tolist() for row in self.engine.logprobs("actor", tokens, routes=routes)]
+        scores = self.engine.logprobs("actor", token_rows(rows), routes=[item.routes for item in rows])
+        return [of_row.tolist() for of_row in scores]
 
 
 def requests(work: Work, prompts: list[list[int]], **params: Any) -> list[GenerationRequest]:
@@ -279,13 +278,9 @@ def _agreement(rows: Sequence[TrainSequence], scored: Sequence[Sequence[float]])
     Returns:
         `logp_abs_diff_mean` and `logp_abs_diff_max`: the mean and the largest absolute difference.
     """
-    differences = [
-        abs(drawn - rescored)
-        for item, scores in zip(rows, scored, strict=True)
-        for is_prompt, drawn, rescored in zip(item.prompt_mask or [], item.logprobs or [], scores, strict=True)
-        if not is_prompt
-    ]
-    return {"logp_abs_diff_mean": statistics.fmean(differences), "logp_abs_diff_max": max(differences)}
+    rescored = [np.array(scores)[places_of(item)] for item, scores in zip(rows, scored, strict=True)]
+    differences = np.abs(np.concatenate(trained(rows, "logprobs")) - np.concatenate(rescored))
+    return {"logp_abs_diff_mean": float(differences.mean()), "logp_abs_diff_max": float(differences.max())}
 
 
 def _profile(ours: ArenoContender, settings: Settings, timed: Timed, figures: dict[str, Any]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from typing import Any
 from areno.bench.areno_contender import ArenoContender, requests
 from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
-from areno.bench.work import Work, row
+from areno.bench.work import Work, rows_of_outputs
 from areno.config.datasets import DatasetConfig
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig, GenerationConfig, RolloutConfig, TuneConfig
@@ -238,12 +238,7 @@ class _Bench:
         engine.end_rollout(point.drop)
         sampled = time.perf_counter()
         peak = engine.peak_memory_gib()
-        rows = [
-            replace(row(prompts[index], output.tokens, output.logprobs, output.sample), routes=output.routes)
-            for index, samples in outputs.items()
-            for output in samples
-        ]
-        stats = ours.train(rows)
+        stats = ours.train(rows_of_outputs(prompts, outputs))
         return sampled - began, time.perf_counter() - sampled, max(peak, stats["memory_gib"])
 
 

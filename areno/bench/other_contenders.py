@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -32,6 +33,7 @@ from areno.bench.device import synchronize
 from areno.bench.work import Work, row
 from areno.errors import EngineError
 from areno.models.registry import load_config
+from areno.trainers.rows import n_trained, prompt_masks, token_rows
 from areno.types import TrainSequence
 
 T = TypeVar("T")
@@ -181,12 +183,12 @@ class TransformersContender:
         Always returns True, because `_try_in_memory` returns None to report that memory ran out.
         """
         self.model.zero_grad(set_to_none=True)
-        n_trained = sum(list(item.prompt_mask or []).count(False) for item in rows)
+        n_tokens = sum(map(n_trained, rows))
         for start in range(0, len(rows), self.rows_at_once):
             piece = rows[start : start + self.rows_at_once]
             logprobs_RT = self._row_logprobs(piece)
-            weights_RL = _padded([item.advantages or [] for item in piece]).to(self.device)
-            (-(weights_RL[:, -logprobs_RT.shape[1] :] * logprobs_RT).sum() / n_trained).backward()
+            weights_RL = _padded([item.advantages for item in piece]).float().to(self.device)
+            (-(weights_RL[:, -logprobs_RT.shape[1] :] * logprobs_RT).sum() / n_tokens).backward()
         synchronize(self.device)
         return True
 
@@ -219,12 +221,13 @@ class TransformersContender:
             all_tokens: If True, only the first token of each row is left out. If False, as many tokens are left out as
                 the shortest prompt has.
         """
-        ids = _padded([item.tokens or [] for item in rows]).to(self.device)
-        lens, width = torch.tensor([len(item.tokens or []) for item in rows]), ids.shape[1]
+        tokens = token_rows(rows)
+        ids = _padded(tokens).to(self.device)
+        lens, width = torch.tensor(list(map(len, tokens))), ids.shape[1]
         mask = None
         if lens.min() < width:
             mask = (torch.arange(width) < lens[:, None]).long().to(self.device)
-        prompt_len = 1 if all_tokens else min(list(item.prompt_mask or []).count(True) for item in rows)
+        prompt_len = 1 if all_tokens else int(min(map(np.count_nonzero, prompt_masks(rows))))
         keep = width - prompt_len + 1  # the logits of token t are at position t - 1
         logits = self.model(ids, attention_mask=mask, use_cache=False, logits_to_keep=keep).logits[:, :-1]
         targets = ids[:, prompt_len:, None]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from areno.types import TrainSequence
+import numpy as np
+
+from areno.types import GenerationOutput, TrainSequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +114,36 @@ class Work:
         ]
 
 
-def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sample: int) -> TrainSequence:
-    """Build a training row from a prompt and a completion, with a made-up advantage.
+def rows_of_outputs(
+    prompts: Sequence[Sequence[int]], outputs: Mapping[int, Sequence[GenerationOutput]]
+) -> list[TrainSequence]:
+    """Build a training row of each sample of a rollout.
+
+    Args:
+        prompts: Token ids of each prompt.
+        outputs: Index of a prompt -> its finished samples, as `Engine.generate` returns them.
+    """
+    rows: list[TrainSequence] = []
+    for index, samples in outputs.items():
+        for each in samples:  # the arrays, where each.tokens would be a list
+            item = row(prompts[index], vars(each)["tokens"], vars(each)["logprobs"], each.sample)
+            item.routes = each.routes
+            rows.append(item)
+    return rows
+
+
+def row(prompt: Sequence[int], response: Any, logprobs: Any, sample: int) -> TrainSequence:
+    """Build a training row of arrays, as a run has them, from a prompt and a completion. The advantage is made up.
 
     Args:
         prompt: Token ids of the prompt.
-        response: Token ids of the completion.
-        logprobs: Log-probability of each token in the completion.
+        response: Token ids of the completion, a list or an array.
+        logprobs: Log-probability of each token in the completion, a list or an array.
         sample: Index of the sample among those of its prompt. The advantage is 1 for odd and -1 for even indices.
     """
-    n_prompt, advantage = len(prompt), 1.0 if sample % 2 else -1.0
-    return TrainSequence(
-        prompt_mask=[True] * n_prompt + [False] * len(response),
-        tokens=[*prompt, *response],
-        logprobs=[0.0] * n_prompt + list(logprobs),
-        advantages=[0.0] * n_prompt + [advantage] * len(response),
-    )
+    n_prompt, n_tokens = len(prompt), len(prompt) + len(response)
+    tokens, drawn, advantages = np.empty(n_tokens, np.int64), np.zeros(n_tokens), np.zeros(n_tokens)
+    tokens[:n_prompt], tokens[n_prompt:], drawn[n_prompt:] = prompt, response, logprobs
+    advantages[n_prompt:] = 1.0 if sample % 2 else -1.0
+    prompt_mask = np.arange(n_tokens) < n_prompt
+    return TrainSequence(prompt_mask=prompt_mask, tokens=tokens, logprobs=drawn, advantages=advantages)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from areno.bench.other_contenders import TransformersContender, VllmContender
 from areno.bench.work import Work
 from areno.engine.engine import Engine
 from areno.errors import EngineError
+from areno.trainers.rows import token_rows
 from tests.helpers.bench_runs import TINY, found, settings
 from tests.helpers.tiny_engine import model_folder as tiny_folder
 from tests.helpers.tiny_engine import spec
@@ -43,14 +45,14 @@ def test_transformers_gives_the_log_probabilities_of_what_it_drew(same_weights: 
     theirs = TransformersContender(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, False)
     torch.manual_seed(0)
     rows = theirs.rollout(work, work.prompts(theirs.vocab_size, 0))
-    assert [len(item.tokens or []) for item in rows] == work.row_lens
-    assert rows[0].tokens != rows[1].tokens
+    assert list(map(len, token_rows(rows))) == work.row_lens
+    assert not np.array_equal(*token_rows(rows[:2]))
     with Engine(spec(Path(same_weights), random_init=False)) as engine:
-        scored = engine.logprobs("actor", [item.tokens or [] for item in rows])
+        scored = engine.logprobs("actor", token_rows(rows))
     again = theirs.logprobs(rows)
     for item, ours, hf in zip(rows, scored, again, strict=True):
-        n_prompt = (item.prompt_mask or []).count(True)
-        assert (item.logprobs or [])[n_prompt:] == pytest.approx(ours[n_prompt:], abs=2e-4)
+        n_prompt = int(np.count_nonzero(np.asarray(item.prompt_mask)))
+        assert np.asarray(item.logprobs)[n_prompt:].tolist() == pytest.approx(ours[n_prompt:], abs=2e-4)
         assert hf[: len(ours) - 1] == pytest.approx(ours[1:], abs=2e-4)
 
 
@@ -65,7 +67,7 @@ def test_transformers_trains_towards_rows_of_positive_advantage(same_weights: st
         return sum(
             advantage * logprob
             for item, scored in zip(rows, theirs.logprobs(rows), strict=True)
-            for advantage, logprob in zip((item.advantages or [])[1:], scored, strict=False)
+            for advantage, logprob in zip(np.asarray(item.advantages)[1:], scored, strict=False)
         )
 
     before = worth()
@@ -91,7 +93,8 @@ def test_transformers_does_in_parts_what_memory_has_no_room_for(
     prompts = work.prompts(theirs.vocab_size, 0)
     rows = theirs.rollout(work, prompts)
     assert tried == [5, 2, 2, 1]
-    assert [(item.tokens or [])[: len(prompt)] for item, prompt in zip(rows[::2], prompts, strict=True)] == prompts
+    first = zip(token_rows(rows)[::2], prompts, strict=True)
+    assert [tokens[: len(prompt)].tolist() for tokens, prompt in first] == prompts
     monkeypatch.setattr(theirs, "_generate", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
     with pytest.raises(EngineError, match="out of device memory with a single row"):
         theirs.rollout(work, prompts)
@@ -130,8 +133,8 @@ def test_vllm_is_asked_for_log_probabilities_and_all_lengths(
     assert asked[0]["load_format"] == "dummy"
     assert [one.max_tokens for one in asked[1:]] == [2, 5]
     assert all(one.logprobs == 0 and one.ignore_eos for one in asked[1:])
-    assert [len(item.tokens or []) for item in rows] == work.row_lens
-    assert (rows[3].logprobs or [])[-2:] == [-3.0, -4.0]
+    assert list(map(len, token_rows(rows))) == work.row_lens
+    assert np.asarray(rows[3].logprobs)[-2:].tolist() == [-3.0, -4.0]
     assert math.isclose(theirs.start_s, 0.0, abs_tol=1.0)
     with pytest.raises(EngineError, match="vllm does not train"):
         theirs.train(rows)

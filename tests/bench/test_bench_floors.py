@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from areno.bench.device import decode_s, floors, prefill_s
@@ -14,6 +15,7 @@ from areno.bench.work import Work, row
 from areno.models.cost import Cost, forward_flops, pairs, train_flops
 from areno.models.registry import load_config
 from areno.models.speed import Rates
+from areno.trainers.rows import token_rows
 from areno.types import TrainSequence
 from tests.helpers.bench_runs import H200
 
@@ -122,12 +124,13 @@ def test_uniform_work_draws_both_lengths_from_the_range() -> None:
 def test_rows_are_prompts_with_their_completions() -> None:
     work = Work(prompt_lens=(2, 5), new_lens=(3, 1), n_samples=2, name="")
     rows = work.random_rows(50, seed=1)
+    tokens = [each.tolist() for each in token_rows(rows)]
     prompts = work.prompts(50, seed=1)
-    assert work.row_lens == [5, 5, 6, 6] == [len(item.tokens or []) for item in rows]
+    assert work.row_lens == [5, 5, 6, 6] == list(map(len, tokens))
     assert [len(prompt) for prompt in prompts] == [2, 5]
-    assert (rows[3].tokens or [])[:5] == prompts[1]
-    assert rows[0].prompt_mask == [True, True, False, False, False]
-    assert (rows[0].tokens or [])[2:] != (rows[1].tokens or [])[2:]
+    assert tokens[3][:5] == prompts[1]
+    assert np.asarray(rows[0].prompt_mask).tolist() == [True, True, False, False, False]
+    assert tokens[0][2:] != tokens[1][2:]
     assert work.n_new == 8
 
 
