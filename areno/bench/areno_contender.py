@@ -175,7 +175,7 @@ class ArenoContender:
         With `--teacher`, the loss of distillation is added. Its sampled form scores the rows with the teacher first.
 
         Args:
-            rows: Training rows, such as those from `rollout`. Their `old_logprobs` are ignored.
+            rows: Training rows, such as those from `rollout`. Their `old_logprobs` are computed anew.
 
         Returns:
             Statistics of the update.
