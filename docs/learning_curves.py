@@ -43,17 +43,17 @@ TEACHER = "RL"  # trains the teachers of distillation, one with each seed
 STUDENT = "actor.path={student}"
 EVALUATED = ["evaluator.eval_before_train=true", "evaluator.freq_steps=10"]
 DISTILL = ["areno.recipes.distill", "--config-name=countdown_distill", STUDENT, "teacher.path={teacher}", *EVALUATED]
-AHEAD = {1: 16, 2: 128, 4: 256, 8: 512}  # largest age -> prompts ahead, with which samples reach that age
+AHEAD = {2: 128, 4: 256, 8: 512}  # limit of the age -> prompts ahead, with which all samples reach that age
 
 
 def ahead_settings(age: int, n_ahead: int) -> list[str]:
-    """Return the settings of a run that decodes `n_ahead` prompts beyond its batch, all samples at once."""
+    """Return the settings of a run that samples `n_ahead` prompts beyond its batch at the same time as the batch."""
     n_samples = 16 * (64 + n_ahead)
     return [
         f"rollout.max_head_offpolicyness={age}",
         f"rollout.prompts_ahead={n_ahead}",
         f"rollout.max_concurrent_rollouts={n_samples}",
-        f"rollout.max_kv_tokens={200 * n_samples}",  # the cache of every run must fit a device that runs share
+        f"rollout.max_kv_tokens={200 * n_samples}",  # six caches fit a device; samples have up to 271 tokens
     ]
 
 
@@ -89,7 +89,11 @@ GROUPS: dict[str, dict[str, list[str]]] = {  # group -> name -> module and setti
         "truncated IS, 4 steps": [*FOUR_STEPS, "variant=tis"],
     },
     "ahead": {
-        **{f"age {age}": [*GRPO, "variant=decoupled", *ahead_settings(age, ahead)] for age, ahead in AHEAD.items()},
+        **{f"age {age}": [*GRPO, f"rollout.max_head_offpolicyness={age}", "variant=decoupled"] for age in (1, 2, 4, 8)},
+        **{
+            f"age {age}, {ahead} ahead": [*GRPO, "variant=decoupled", *ahead_settings(age, ahead)]
+            for age, ahead in AHEAD.items()
+        },
         "tail batching": [*GRPO, "rollout.prompts_ahead=16"],
     },
     "distillation": {

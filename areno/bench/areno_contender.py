@@ -175,7 +175,8 @@ class ArenoContender:
         With `--teacher`, the loss of distillation is added. Its sampled form scores the rows with the teacher first.
 
         Args:
-            rows: Training rows, such as those from `rollout`. Their `old_logprobs` are computed anew.
+            rows: Training rows, such as those from `rollout`. They are changed: earlier `old_logprobs` are dropped, and
+                `--teacher` sets `teacher_logprobs`.
 
         Returns:
             Statistics of the update.

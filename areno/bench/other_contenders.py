@@ -235,7 +235,7 @@ class TransformersContender:
 
 
 def _padded(rows: Sequence[Any]) -> Tensor:
-    """Return lists of numbers as a tensor [R, L], padded with zeros at the end to the longest list."""
+    """Return rows of numbers as a tensor [R, L], padded with zeros at the end to the longest row."""
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 

@@ -125,7 +125,7 @@ def rows_of_outputs(
     """
     rows: list[TrainSequence] = []
     for index, samples in outputs.items():
-        for each in samples:  # the arrays, where each.tokens would be a list
+        for each in samples:  # vars gives the arrays; each.tokens would build a list
             item = row(prompts[index], vars(each)["tokens"], vars(each)["logprobs"], each.sample)
             item.routes = each.routes
             rows.append(item)
@@ -133,7 +133,7 @@ def rows_of_outputs(
 
 
 def row(prompt: Sequence[int], response: Any, logprobs: Any, sample: int) -> TrainSequence:
-    """Build a training row of arrays, as a run has them, from a prompt and a completion. The advantage is made up.
+    """Build a training row from a prompt and a completion, as arrays, with a made-up advantage.
 
     Args:
         prompt: Token ids of the prompt.

@@ -27,7 +27,8 @@ from areno.data.row_schema import json_problem, labelled_answer, prompt_and_answ
 from areno.errors import DataError, Key
 from areno.types import AnswersItem, Item, PairItem, PromptItem, TrainSequence
 
-# Fewer tokens are decoded by one thread: 100 take 0.1 ms, and threads of other libraries can delay the result by 1 ms.
+# Fewer tokens are decoded by one thread, in about 1 ms. Several threads share the cores with torch, which can make the
+# result 1 ms late.
 _MIN_TOKENS_OF_THREADS = 2048
 
 Pieces = list[tuple[list[int], bool]]

@@ -307,8 +307,12 @@ def test_the_phases_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_decoded_together_as_they_are_alone() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     rows = [[], [5], list(range(len(tokenizer))), [tokenizer.eos_token_id] * 2, [7, tokenizer.eos_token_id]]
+    many = rows * 100
+    assert sum(map(len, many)) > 2048  # by several threads
     for skip in (True, False):
-        assert decode_all(tokenizer, rows, skip) == tokenizer.batch_decode(rows, skip_special_tokens=skip)
+        expected = tokenizer.batch_decode(rows, skip_special_tokens=skip)
+        assert decode_all(tokenizer, rows, skip) == expected
+        assert decode_all(tokenizer, many, skip) == 100 * expected
 
 
 def test_lengths_are_expected_as_they_were() -> None:

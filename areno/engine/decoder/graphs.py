@@ -43,8 +43,9 @@ def verification_sizes(max_rows: int) -> list[int]:
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which all CUDA graphs of a device are captured.
 
-    cuBLAS keeps the workspace of every stream until the process ends: 32 MiB on an H100. So a stream for each decoder
-    would take more memory with every new decoder.
+    PyTorch keeps a workspace of cuBLAS (32 MiB on an H100) for each stream that has run a matrix product. With a stream
+    of its own, each new decoder would add a workspace. Two threads of a process must not capture on one device at the
+    same time.
     """
     return torch.cuda.Stream(device)
 
