@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -294,15 +295,31 @@ class Streams:
 
 PAUSE_S = 0.003  # after the last request: a client takes about two for the next one
 _MOST_S = 0.05  # after the first one: about two prefills
+_BURSTS_OF_ONE = 2  # in a row, after which requests are expected to come alone
 
 _Stream = tuple[GenerationRequest, Consumer]
+
+
+@dataclass(slots=True)
+class _Alone:
+    """Facts about the requests of an event loop that come alone.
+
+    Attributes:
+        n_bursts: Number of the last bursts, in a row, that had one request.
+        submitted_at: Time of the last request that was submitted without waiting for others, in seconds.
+    """
+
+    n_bursts: int = 0
+    submitted_at: float = -math.inf
 
 
 class RequestBatcher:
     """Holds requests back for some milliseconds while the workers are idle, so that they are submitted together.
 
     Requests of one event loop that are submitted together are called a burst. While the workers are busy, requests are
-    submitted at once. Several event loops may use this object, and each has its own bursts.
+    submitted at once. After two bursts of one request each, as a single client makes, further requests are submitted at
+    once, until another request follows one of them closely. Several event loops may use this object, and each has its
+    own bursts.
 
     Args:
         submit: Function that submits requests with their consumers. If it raises, it has submitted no request.
@@ -317,6 +334,7 @@ class RequestBatcher:
         self._expected: Counter[asyncio.AbstractEventLoop] = Counter()
         # Weak keys, because an announced number stays if no burst follows, and would keep the loop alive.
         self._announced = WeakKeyDictionary[asyncio.AbstractEventLoop, int]()
+        self._alone = WeakKeyDictionary[asyncio.AbstractEventLoop, _Alone]()
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
@@ -355,7 +373,7 @@ class RequestBatcher:
         loop = asyncio.get_running_loop()
         burst = self._pending.get(loop)
         if burst is None:
-            if not self.waits or not self._is_idle():
+            if not self.waits or not self._wants_others(loop):
                 return self._submit([(request, consumer)])
             burst = self._pending[loop] = _PendingBatch(loop, self._submit_all, lambda: loop in self._expected)
         submitted = burst.add((request, consumer))
@@ -363,9 +381,23 @@ class RequestBatcher:
             burst.end()
         await submitted
 
+    def _wants_others(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Return whether a request that comes now is to wait for others."""
+        alone, now = self._alone.setdefault(loop, _Alone()), loop.time()
+        if not self._is_idle():
+            if now < alone.submitted_at + _MOST_S:  # the request before did not come alone
+                alone.n_bursts = 0
+            return False
+        if alone.n_bursts < _BURSTS_OF_ONE or loop in self._expected or loop in self._announced:
+            return True
+        alone.submitted_at = now
+        return False
+
     def _submit_all(self, burst: _PendingBatch) -> None:
         del self._pending[burst.loop]
         self._announced.pop(burst.loop, None)
+        alone = self._alone[burst.loop]
+        alone.n_bursts = alone.n_bursts + 1 if len(burst.waiting) == 1 else 0
         waiting = [(stream, future) for stream, future in burst.waiting if not future.done()]  # not cancelled
         if not waiting:
             return None

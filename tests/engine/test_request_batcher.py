@@ -89,6 +89,34 @@ def test_a_burst_is_one_batch_and_what_comes_later_does_not_wait() -> None:
     assert workers.batches == [[0, 1, 2, 3, 4, 5], [6], [7]]
 
 
+def test_a_client_that_is_alone_soon_waits_for_nobody() -> None:
+    workers = Workers()
+
+    async def waited(*numbers: int) -> float:
+        workers.is_idle, started = True, loop().time()
+        await asyncio.gather(*map(workers.one, numbers))
+        return loop().time() - started
+
+    async def all_of_them() -> None:
+        pauses = [await waited(number) for number in range(4)]
+        assert [pause > 0 for pause in pauses] == [True, True, False, False]
+        loop().works(1.0)
+        assert await waited(4, 5) == 0  # two clients: the first request was expected to be alone
+        assert await waited(6, 7) > 0
+        assert await waited(8) > 0
+        assert await waited(9) > 0
+        assert await waited(10) == 0
+        loop().works(1.0)
+        await workers.one(11)  # long after the request before, while the workers are busy
+        assert await waited(12) == 0
+        workers.batcher.announce(2)
+        assert await waited(13, 14) == 0
+        assert await waited(15) > 0
+
+    play(all_of_them())
+    assert workers.batches == [[0], [1], [2], [3], [4], [5], [6, 7], [8], [9], [10], [11], [12], [13, 14], [15]]
+
+
 def test_a_burst_waits_for_requests_that_are_being_made_but_not_for_ever() -> None:
     workers = Workers()
 
