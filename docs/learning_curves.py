@@ -43,17 +43,16 @@ TEACHER = "RL"  # trains the teachers of distillation, one with each seed
 STUDENT = "actor.path={student}"
 EVALUATED = ["evaluator.eval_before_train=true", "evaluator.freq_steps=10"]
 DISTILL = ["areno.recipes.distill", "--config-name=countdown_distill", STUDENT, "teacher.path={teacher}", *EVALUATED]
-AHEAD = {2: 128, 4: 256, 8: 512}  # limit of the age -> prompts ahead, with which all samples reach that age
+BATCH, N_SAMPLES = {"gpu": 64, "cpu": 32}, {"gpu": 16, "cpu": 8}  # prompts of a step, and samples of a prompt
 
 
-def ahead_settings(age: int, n_ahead: int) -> list[str]:
-    """Return the settings of a run that samples `n_ahead` prompts beyond its batch at the same time as the batch."""
-    n_samples = 16 * (64 + n_ahead)
+def ahead_settings(age: int) -> list[str]:
+    """Return the settings of a run that samples all batches up to an age at the same time, so that samples reach it."""
     return [
         f"rollout.max_head_offpolicyness={age}",
-        f"rollout.prompts_ahead={n_ahead}",
-        f"rollout.max_concurrent_rollouts={n_samples}",
-        f"rollout.max_kv_tokens={200 * n_samples}",  # six caches fit a device; samples have up to 271 tokens
+        f"rollout.prompts_ahead={{ahead[{age}]}}",
+        f"rollout.max_concurrent_rollouts={{at_once[{age}]}}",
+        f"rollout.max_kv_tokens={{kv_tokens[{age}]}}",  # six caches fit a device; samples have up to 271 tokens
     ]
 
 
@@ -91,8 +90,8 @@ GROUPS: dict[str, dict[str, list[str]]] = {  # group -> name -> module and setti
     "ahead": {
         **{f"age {age}": [*GRPO, f"rollout.max_head_offpolicyness={age}", "variant=decoupled"] for age in (1, 2, 4, 8)},
         **{
-            f"age {age}, {ahead} ahead": [*GRPO, "variant=decoupled", *ahead_settings(age, ahead)]
-            for age, ahead in AHEAD.items()
+            f"age {age}, {age * BATCH['gpu']} ahead": [*GRPO, "variant=decoupled", *ahead_settings(age)]
+            for age in (2, 4, 8)
         },
         "tail batching": [*GRPO, "rollout.prompts_ahead=16"],
     },
@@ -144,7 +143,11 @@ class Setup:
     def command(self, name: str, seed: int) -> list[str]:
         """Return the command of a run, as a user would type it."""
         teacher = run_folder(self.folder, TEACHER, seed) / "checkpoints/latest"
-        module, task, *settings = [each.format(student=self.student, teacher=teacher) for each in RUNS[name]]
+        ahead = {age: age * BATCH[self.size] for age in range(9)}
+        at_once = {age: N_SAMPLES[self.size] * (BATCH[self.size] + n) for age, n in ahead.items()}
+        values = {"ahead": ahead, "at_once": at_once, "kv_tokens": {age: 200 * n for age, n in at_once.items()}}
+        values |= {"student": self.student, "teacher": teacher}
+        module, task, *settings = [each.format(**values) for each in RUNS[name]]
         where = run_folder(self.folder, name, seed)
         start = [sys.executable, module] if module.endswith(".py") else [sys.executable, "-m", module]
         place = [f"cluster.fileroot={self.folder}", f"experiment_name={where.parent.name}", f"trial_name={where.name}"]
