@@ -44,18 +44,7 @@ STUDENT = "actor.path={student}"
 EVALUATED = ["evaluator.eval_before_train=true", "evaluator.freq_steps=10"]
 DISTILL = ["areno.recipes.distill", "--config-name=countdown_distill", STUDENT, "teacher.path={teacher}", *EVALUATED]
 BATCH, N_SAMPLES = {"gpu": 64, "cpu": 32}, {"gpu": 16, "cpu": 8}  # prompts of a step, and samples of a prompt
-
-
-def ahead_settings(age: int) -> list[str]:
-    """Return the settings of a run that samples all batches up to an age at the same time, so that samples reach it."""
-    return [
-        f"rollout.max_head_offpolicyness={age}",
-        f"rollout.prompts_ahead={{ahead[{age}]}}",
-        f"rollout.max_concurrent_rollouts={{at_once[{age}]}}",
-        f"rollout.max_kv_tokens={{kv_tokens[{age}]}}",  # six caches fit a device; samples have up to 271 tokens
-    ]
-
-
+ALL_AHEAD = {f"age {age}, all ahead": age for age in (2, 4, 8)}  # runs that sample all batches up to an age together
 GROUPS: dict[str, dict[str, list[str]]] = {  # group -> name -> module and settings
     "algorithms": {
         "GRPO": GRPO,
@@ -88,10 +77,9 @@ GROUPS: dict[str, dict[str, list[str]]] = {  # group -> name -> module and setti
         "truncated IS, 4 steps": [*FOUR_STEPS, "variant=tis"],
     },
     "ahead": {
-        **{f"age {age}": [*GRPO, f"rollout.max_head_offpolicyness={age}", "variant=decoupled"] for age in (1, 2, 4, 8)},
         **{
-            f"age {age}, {age * BATCH['gpu']} ahead": [*GRPO, "variant=decoupled", *ahead_settings(age)]
-            for age in (2, 4, 8)
+            name: [*GRPO, f"rollout.max_head_offpolicyness={age}", "variant=decoupled"]
+            for name, age in [*((f"age {age}", age) for age in (1, 2, 4, 8)), *ALL_AHEAD.items()]
         },
         "tail batching": [*GRPO, "rollout.prompts_ahead=16"],
     },
@@ -143,11 +131,7 @@ class Setup:
     def command(self, name: str, seed: int) -> list[str]:
         """Return the command of a run, as a user would type it."""
         teacher = run_folder(self.folder, TEACHER, seed) / "checkpoints/latest"
-        ahead = {age: age * BATCH[self.size] for age in range(9)}
-        at_once = {age: N_SAMPLES[self.size] * (BATCH[self.size] + n) for age, n in ahead.items()}
-        values = {"ahead": ahead, "at_once": at_once, "kv_tokens": {age: 200 * n for age, n in at_once.items()}}
-        values |= {"student": self.student, "teacher": teacher}
-        module, task, *settings = [each.format(**values) for each in RUNS[name]]
+        module, task, *settings = [each.format(student=self.student, teacher=teacher) for each in RUNS[name]]
         where = run_folder(self.folder, name, seed)
         start = [sys.executable, module] if module.endswith(".py") else [sys.executable, "-m", module]
         place = [f"cluster.fileroot={self.folder}", f"experiment_name={where.parent.name}", f"trial_name={where.name}"]
@@ -157,9 +141,20 @@ class Setup:
             *([] if has_setting(settings, "actor.path") else [f"actor.path={self.base}"]),
             *([] if has_setting(settings, "evaluator.eval_before_train") else ["evaluator.eval_before_train=false"]),
             *settings,
+            *(self.all_ahead(ALL_AHEAD[name]) if name in ALL_AHEAD else []),
             f"seed={seed}",
             *([SHARE] if self.is_shared else []),
             *place,
+        ]
+
+    def all_ahead(self, age: int) -> list[str]:
+        """Return settings with which a step samples the next `age` batches together with its own."""
+        n_ahead = age * BATCH[self.size]
+        n_samples = N_SAMPLES[self.size] * (BATCH[self.size] + n_ahead)
+        return [
+            f"rollout.prompts_ahead={n_ahead}",
+            f"rollout.max_concurrent_rollouts={n_samples}",
+            f"rollout.max_kv_tokens={200 * n_samples}",  # six caches fit a device; samples have up to 271 tokens
         ]
 
 

@@ -198,14 +198,13 @@ class ArenoContender:
         self.engine.wait()
         return stats
 
-    def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
+    def logprobs(self, rows: Sequence[TrainSequence]) -> list[np.ndarray]:
         """Return the log-probability of every token in each row under the actor.
 
         Args:
             rows: Rows to score.
         """
-        scores = self.engine.logprobs("actor", token_rows(rows), routes=[item.routes for item in rows])
-        return [of_row.tolist() for of_row in scores]
+        return self.engine.logprobs("actor", token_rows(rows), routes=[item.routes for item in rows])
 
 
 def requests(work: Work, prompts: list[list[int]], **params: Any) -> list[GenerationRequest]:
@@ -269,7 +268,7 @@ def run_areno(settings: Settings, folder: str, random_init: bool, cost: Cost) ->
     return figures | device_peak
 
 
-def _agreement(rows: Sequence[TrainSequence], scored: Sequence[Sequence[float]]) -> dict[str, float]:
+def _agreement(rows: Sequence[TrainSequence], scored: Sequence[np.ndarray]) -> dict[str, float]:
     """Return how far the log-probabilities of the rollout are from those of scoring.
 
     Args:
@@ -279,7 +278,7 @@ def _agreement(rows: Sequence[TrainSequence], scored: Sequence[Sequence[float]])
     Returns:
         `logp_abs_diff_mean` and `logp_abs_diff_max`: the mean and the largest absolute difference.
     """
-    rescored = [np.array(scores)[places_of(item)] for item, scores in zip(rows, scored, strict=True)]
+    rescored = [scores[places_of(item)] for item, scores in zip(rows, scored, strict=True)]
     differences = np.abs(np.concatenate(trained(rows, "logprobs")) - np.concatenate(rescored))
     return {"logp_abs_diff_mean": float(differences.mean()), "logp_abs_diff_max": float(differences.max())}
 

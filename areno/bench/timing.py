@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from areno.bench.arguments import Kind
 from areno.bench.work import Work
@@ -49,7 +49,7 @@ class Contender(Protocol):
         """
         ...
 
-    def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
+    def logprobs(self, rows: Sequence[TrainSequence]) -> Sequence[Any]:
         """Return the log-probabilities of the tokens in each row.
 
         Args:

@@ -117,7 +117,7 @@ class Work:
 def rows_of_outputs(
     prompts: Sequence[Sequence[int]], outputs: Mapping[int, Sequence[GenerationOutput]]
 ) -> list[TrainSequence]:
-    """Build a training row of each sample of a rollout.
+    """Build a training row from each sample of a rollout. The advantages are made up, see `row`.
 
     Args:
         prompts: Token ids of each prompt.
@@ -133,7 +133,7 @@ def rows_of_outputs(
 
 
 def row(prompt: Sequence[int], response: Any, logprobs: Any, sample: int) -> TrainSequence:
-    """Build a training row from a prompt and a completion, as arrays, with a made-up advantage.
+    """Build a training row of arrays from a prompt and a completion. The advantage is made up.
 
     Args:
         prompt: Token ids of the prompt.

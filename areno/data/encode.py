@@ -29,7 +29,7 @@ from areno.types import AnswersItem, Item, PairItem, PromptItem, TrainSequence
 
 # Fewer tokens are decoded by one thread, in about 1 ms. Several threads share the cores with torch, which can make the
 # result 1 ms late.
-_MIN_TOKENS_OF_THREADS = 2048
+_MIN_TOKENS_FOR_THREADS = 2048
 
 Pieces = list[tuple[list[int], bool]]
 """(token ids, whether the tokens are trained) for consecutive pieces of a row."""
@@ -473,7 +473,7 @@ def decode(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def decode_all(tokenizer: Any, token_rows: Sequence[list[int]], skip_special_tokens: bool) -> list[str]:
-    """Decode rows of token ids to texts, like `tokenizer.batch_decode` but on all CPU cores if the rows are long.
+    """Decode rows of token ids to texts, as `tokenizer.batch_decode` does. Many tokens are decoded on all CPU cores.
 
     Args:
         tokenizer: Tokenizer of the transformers library.
@@ -485,7 +485,7 @@ def decode_all(tokenizer: Any, token_rows: Sequence[list[int]], skip_special_tok
     """
     if _is_plain(tokenizer):
         backend = tokenizer.backend_tokenizer
-        if sum(map(len, token_rows)) < _MIN_TOKENS_OF_THREADS:
+        if sum(map(len, token_rows)) < _MIN_TOKENS_FOR_THREADS:
             return [backend.decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in token_rows]
         return backend.decode_batch(list(token_rows), skip_special_tokens=skip_special_tokens)
     return tokenizer.batch_decode(list(token_rows), skip_special_tokens=skip_special_tokens)

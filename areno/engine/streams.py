@@ -302,7 +302,7 @@ _Stream = tuple[GenerationRequest, Consumer]
 
 @dataclass(slots=True)
 class _Alone:
-    """Facts about the requests of an event loop that come alone.
+    """Record of the requests of an event loop that came without others.
 
     Attributes:
         n_bursts: Number of the last bursts, in a row, that had one request.
@@ -382,7 +382,7 @@ class RequestBatcher:
         await submitted
 
     def _wants_others(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Return whether a request that comes now is to wait for others."""
+        """Return whether a request that comes now waits for others, and record what the answer depends on next time."""
         alone, now = self._alone.setdefault(loop, _Alone()), loop.time()
         if not self._is_idle():
             if now < alone.submitted_at + _MOST_S:  # the request before did not come alone

@@ -165,7 +165,7 @@ class GrammarCompiler:
 
         Args:
             grammar: A grammar of this compiler.
-            text: The text. The tokens into which the tokenizer encodes the text are compared with the grammar.
+            text: The beginning. The tokenizer encodes the text, and its tokens are compared with the grammar.
         """
         tokens = self.ll_tokenizer.tokenize_str(text)
         return grammar.start().n_allowed(tokens) == len(tokens)

@@ -246,10 +246,10 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _drop_log_lines() -> None:
-    """Make Ray drop all log lines that it would print in this process, as RAY_DEDUP_LOGS_SKIP_REGEX in QUIET asks for.
+    """Make Ray print no log lines in this process, even if Ray was imported before areno.
 
-    Ray reads this variable only when it is imported, which may have been before the variable was set. If the user has
-    set the variable to another value, do nothing.
+    The environment variable RAY_DEDUP_LOGS_SKIP_REGEX, which QUIET sets, has this effect only if it is set before Ray
+    is imported. If the user has set the variable to another value, do nothing.
     """
     name = "RAY_DEDUP_LOGS_SKIP_REGEX"
     if os.environ.get(name) != QUIET[name]:
