@@ -50,7 +50,6 @@ def gspo_loss_fn(
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, "recompute")
     stats = policy_stats(pack, advantages_T, bounded(log_ratio_T))
-    trained_rows = pack.row_lengths() > 0
     ratio_R = torch.exp(bounded(pack.mean_rows(log_ratio_T)))
     # The advantage of a row without trained tokens is 0 here, and so is its surrogate.
     # Not Clip(...), which would check the values as those of a configuration, in every micro-batch.
@@ -59,9 +58,9 @@ def gspo_loss_fn(
     if weights_T is not None:
         weights_R = pack.mean_rows(weights_T)
         policy_R = policy_R * weights_R
-        stats["weights"] = weights_R.detach()[trained_rows]
+        stats["weights"] = weights_R.detach().index_select(0, pack.trained_rows)
 
     policy_loss = pack.row_mean(policy_R)
     cut = {name: pack.row_mean(mask_R) for name, mask_R in cut_R.items()}
-    stats |= surrogate_stats(cut, policy_loss, ratio_R[trained_rows])
+    stats |= surrogate_stats(cut, policy_loss, ratio_R.index_select(0, pack.trained_rows))
     return add_kl(pack, policy_loss, logprobs_T, stats, kl_coef, kl_estimator, "seq_mean_token_mean")

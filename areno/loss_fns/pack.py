@@ -52,6 +52,8 @@ class DataPack:
         teacher_top_logprobs: (N, J) float32, log-probabilities of these tokens under the teacher.
         trained_T: (T,) int64, the indices where loss_mask is True. None computes them from loss_mask. The train
             backend passes them in, because indexing with a mask would make the host wait for the device.
+        trained_rows: int64, the indices of the rows with at least one trained token, in ascending order. None computes
+            them. The train backend passes them in, for the same reason.
     """
 
     tokens: Tensor
@@ -76,10 +78,13 @@ class DataPack:
     teacher_top_tokens: Tensor | None = None
     teacher_top_logprobs: Tensor | None = None
     trained_T: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
+    trained_rows: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.trained_T is None:
             self.trained_T = self.loss_mask.nonzero().squeeze(-1)
+        if self.trained_rows is None:
+            self.trained_rows = self.row_of_token[self.trained_T].unique()
 
     def need(self, name: str) -> Tensor:
         """Return a tensor of the pack, or raise DataError if it is None.

@@ -227,7 +227,8 @@ class StepStats:
             value = value.detach().double()
             if value.dim():
                 self.maximum(f"{name}_max", value)
-                value = torch.stack([value.new_tensor(value.numel()), value.sum(), value.square().sum()])
+                count = torch.full((), value.numel(), dtype=value.dtype, device=value.device)  # without waiting for it
+                value = torch.stack([count, value.sum(), value.square().sum()])
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def maximum(self, name: str, values: Tensor) -> None:
