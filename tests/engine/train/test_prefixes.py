@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,13 @@ def in_float64(x_NHD: torch.Tensor, cos_N1F: torch.Tensor, sin_N1F: torch.Tensor
     return torch.cat((a * cos_N1F - b * sin_N1F, b * cos_N1F + a * sin_N1F), dim=-1)
 
 
-def gradients(model: Any, rows: Rows, share: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The hidden states of all rows, and the gradient of a loss that weighs each of them differently."""
+def gradients(model: Any, rows: Rows, share: bool, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The hidden states of all rows, and the gradient of a loss that weighs each of them by a random number."""
     model.zero_grad()
     exact = InFloat64() if next(model.parameters()).dtype == torch.float64 else contextlib.nullcontext()
     with exact:
         hidden = hidden_of_rows(model, rows, share)
-        weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden.dtype)
+        weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(seed)).to(hidden.dtype)
         (hidden * weights).sum().backward()
     return hidden.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -98,19 +99,28 @@ def models() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", cases(VOCAB))
 def test_hidden_states_and_all_gradients_are_those_of_rows_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64 to 1e-12. The error of float32 gradients is 2e-6 or, where larger, 1.5 times that of rows apart."""
+    """In float64 to 1e-12. The error of float32 gradients is 2e-6 or, where larger, 1.5 times that of rows apart.
+
+    Errors of rounding differ between losses and between processors, so this is about the medians of five losses.
+    """
     rows = cases(VOCAB)[name]
     single, double = models()
-    apart, shared = gradients(single, rows, share=False), gradients(single, rows, share=True)
-    monkeypatch.setattr(rotary, "_turn", in_float64)
-    exact_apart, exact_shared = (gradients(double, rows, share) for share in (False, True))
-    assert_alike(exact_shared[0], exact_apart[0], 1e-12)
-    assert_alike(shared[0], apart[0], 2e-6)
-    assert len(exact_apart[1]) == len(list(double.parameters()))
-    for key, expected in exact_apart[1].items():
-        assert_alike(exact_shared[1][key], expected, 1e-12, key)
-        own_error = ((apart[1][key] - expected).abs().max() / expected.abs().max()).item()
-        assert_alike(shared[1][key], expected.float(), max(2e-6, 1.5 * own_error), key)
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(5):
+        apart, shared = gradients(single, rows, False, seed), gradients(single, rows, True, seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(rotary, "_turn", in_float64)
+            exact_apart, exact_shared = (gradients(double, rows, share, seed) for share in (False, True))
+        assert_alike(exact_shared[0], exact_apart[0], 1e-12)
+        assert_alike(shared[0], apart[0], 2e-6)
+        assert len(exact_apart[1]) == len(list(double.parameters()))
+        for key, expected in exact_apart[1].items():
+            assert_alike(exact_shared[1][key], expected, 1e-12, key)
+            of_both = ((found[key] - expected).abs().max() / expected.abs().max() for found in (apart[1], shared[1]))
+            errors.setdefault(key, []).append(tuple(map(float, of_both)))
+    for key, of_losses in errors.items():
+        own_error, error = (statistics.median(of_one) for of_one in zip(*of_losses, strict=True))
+        assert error <= max(2e-6, 1.5 * own_error), key
 
 
 @pytest.mark.parametrize("family", FAMILIES.split())
