@@ -376,6 +376,8 @@ class Decoder:
         # The last token is an input of the next step, so its own keys and values are not in the cache yet.
         fills_block = table.n_prompt[plain_slots] + n_new - 1 >= table.register_at[plain_slots]
         needed = stops | is_last | fills_block | (table.n_staged[plain_slots] == STAGED)
+        if streams.ends_piece:
+            needed |= table.in_pieces[plain_slots]
         reasons = dict(zip(plain[needed].tolist(), zip(stops[needed], is_last[needed], strict=True), strict=True))
         by_host = np.flatnonzero(by_host_B).tolist()
         top = pending.top() if by_host else []
@@ -388,6 +390,7 @@ class Decoder:
                 if sequence.completion is None:
                     sequence.settle()
                 sequence.finish_reason = "stop" if stopped else "length" if ended else None
+                ended |= stopped
             elif not math.isfinite(logprobs_B[row]):
                 self._fail(sequence)
                 finished.append(sequence)
@@ -395,10 +398,10 @@ class Decoder:
             else:
                 self._n_generated += 1
                 ended = sequence.accept(int(tokens_B[row]), float(logprobs_B[row]), self._in_flight_version, top[row])
-                if not ended and streams.reports(sequence):
-                    self._outputs.append(sequence.output())
-            if sequence.finish_reason is not None:
+            if ended:
                 finished.append(sequence)
+            elif streams.reports(sequence):
+                self._outputs.append(sequence.output())
             if self._scheduler.caches_early:
                 self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
         return finished

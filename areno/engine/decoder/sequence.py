@@ -164,8 +164,8 @@ class Sequence:
             or self.stop_strings is not None
             or request.top_logprobs
             or request.stream
-            or request.pieces
         )
+        table.in_pieces[slot] = request.pieces
         self.table, self.slot = table, slot
 
     def join_like(self, leader: Sequence, slot: int) -> None:

@@ -32,6 +32,7 @@ class SlotTable:
         register_at: Number of tokens at which the next KV block is full and enters the prefix cache. NEVER if this
             waits until the sequence has left the batch.
         needs_host: Whether the sequence must see each of its tokens, as with a grammar, stop strings or streaming.
+        in_pieces: Whether new tokens are reported at the end of each piece.
         has_grammar: Whether the sequence has a grammar.
         is_filtered: Whether top-k or top-p restricts the sampled tokens.
         is_penalized: Whether a frequency or presence penalty changes the logits.
@@ -46,10 +47,11 @@ class SlotTable:
     def __init__(self, n_slots: int):
         self._n_admitted = 0
 
-        self._numbers, self._flags = np.zeros((10, n_slots), dtype=np.int64), np.zeros((5, n_slots), dtype=bool)
+        self._numbers, self._flags = np.zeros((10, n_slots), dtype=np.int64), np.zeros((6, n_slots), dtype=bool)
         self.owner, self.n_kv, self.n_sampled, self.n_new, self.n_prompt = self._numbers[:5]
         self.max_new, self.min_new, self.capacity, self.register_at, self.n_staged = self._numbers[5:]
-        self.needs_host, self.has_grammar, self.is_filtered, self.is_penalized, self.needs_edits = self._flags
+        self.needs_host, self.in_pieces, self.has_grammar = self._flags[:3]
+        self.is_filtered, self.is_penalized, self.needs_edits = self._flags[3:]
         self.stop_ids = np.full((n_slots, 1), -1, dtype=np.int64)
         self.tokens, self.versions = (np.empty((n_slots, STAGED), dtype=np.int64) for _ in range(2))
         self.logprobs = np.empty((n_slots, STAGED), dtype=np.float64)
