@@ -193,6 +193,26 @@ class GenerationRequest:
         """Whether sampling needs changes of the logits that the sampling kernel does not compute."""
         return bool(self.logit_bias) or self.params.edits_logits
 
+    def differs_only_in_seed(self, other: GenerationRequest) -> bool:
+        """Return whether samples of this request differ from samples of another one only by their random numbers.
+
+        Args:
+            other: The other request.
+        """
+        return all(getattr(self, name) == getattr(other, name) for name in _DECIDES_SAMPLES)
+
+
+_DECIDES_SAMPLES = (
+    "params",
+    "stream",
+    "pieces",
+    "grammar",
+    "logit_bias",
+    "top_logprobs",
+    "prompt_logprobs",
+    "begun",
+    "prompt",
+)
 
 RETURNED = -1
 """The `sample` of an output that says: this copy of the model has not begun the request, and does not have it now."""

@@ -34,7 +34,7 @@ _LONGEST_WAIT = 16  # but after at most this many steps
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """A prompt that is being prefilled, once for one or several samples of a request.
+    """A prompt that is being prefilled, once for one or several samples of a request or of equal requests.
 
     The first sample (the leader) owns the blocks into which the prompt is computed. When the prompt is complete, the
     other samples (the followers) share its full blocks, and each gets a copy of a partly filled last block.
@@ -51,6 +51,11 @@ class Prefill:
     def sequences(self) -> list[Sequence]:
         """The samples that use this prefill: the leader, then the followers."""
         return [self.leader, *self.followers]
+
+    @property
+    def request_ids(self) -> set[int]:
+        """The ids of the requests whose samples use this prefill."""
+        return {sequence.request.request_id for sequence in self.sequences}
 
     def slot_pairs(self) -> list[tuple[int, int]]:
         """Return (leader's slot, follower's slot) pairs, for copying recurrent states when the prompt is complete."""
@@ -297,12 +302,15 @@ class Scheduler:
             The removed sequences, with the finish reason "abort". Empty for an unknown id.
         """
         dropped: list[Sequence] = []
-        # All samples of a prefill belong to one request, so it is dropped as a whole.
-        for prefill in [prefill for prefill in self.prefilling if prefill.leader.request.request_id == request_id]:
+        # Samples of other requests that share a prefill with the request wait again.
+        for prefill in [each for each in self.prefilling if request_id in each.request_ids]:
             self.prefilling.remove(prefill)
-            dropped += prefill.sequences
-        for sequence in dropped:
-            self._release(sequence)
+            for sequence in reversed(prefill.sequences):
+                self._release(sequence)
+                if sequence.request.request_id == request_id:
+                    dropped.insert(0, sequence)
+                else:
+                    self._wait_again(sequence)
         dropped += [each for each in (*self.running, *self.waiting) if each.request.request_id == request_id]
         for sequence in dropped:
             sequence.finish_reason = "abort"
@@ -464,7 +472,9 @@ class Scheduler:
         )
 
     def _admit(self) -> Prefill | None:
-        """Admit the oldest waiting sequence, together with samples of its request that can share its prompt.
+        """Admit the oldest waiting sequence, together with the next samples that can share its prompt.
+
+        These are samples of its request, and of requests that differ only in their seeds, as agents of a prompt send.
 
         Returns:
             The new prefill. None if no sequence waits, no slot is free, or too few blocks are available.
@@ -522,8 +532,11 @@ class Scheduler:
         return n_blocks
 
     def _can_follow(self, leader: Sequence) -> bool:
-        """Return whether the next waiting sequence is an unstarted sample of the same request as `leader`."""
-        return bool(self.waiting) and self.waiting[0].request is leader.request and self.waiting[0].is_fresh
+        """Return whether the next waiting sequence is unstarted and differs from `leader` only in random numbers."""
+        if not self.waiting or not self.waiting[0].is_fresh:
+            return False
+        request = self.waiting[0].request
+        return request is leader.request or request.differs_only_in_seed(leader.request)
 
     def _preempt_youngest(self) -> None:
         """Preempt the youngest sequence, or all sequences of the youngest prefill."""
@@ -532,9 +545,13 @@ class Scheduler:
         for sequence in reversed(victims):
             assert sequence.n_sampled == sequence.n_new, "preempted with a token in flight"
             self._release(sequence)
-            sequence.enter("preempted")
-            self.waiting.appendleft(sequence)
+            self._wait_again(sequence)
         self.n_preemptions += len(victims)
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        """Put a sequence that has left the batch before all waiting sequences."""
+        sequence.enter("preempted")
+        self.waiting.appendleft(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         """Free the slot of a sequence, and its blocks as soon as they are needed."""

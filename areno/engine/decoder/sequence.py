@@ -160,10 +160,7 @@ class Sequence:
         table.has_grammar[slot], table.needs_edits[slot] = self.grammar is not None, self.needs_edits
         request = self.request
         table.needs_host[slot] = bool(
-            self.grammar is not None
-            or self.stop_strings is not None
-            or request.top_logprobs
-            or request.stream
+            self.grammar is not None or self.stop_strings is not None or request.top_logprobs or request.stream
         )
         table.in_pieces[slot] = request.pieces
         self.table, self.slot = table, slot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -108,6 +109,20 @@ def test_a_shared_prompt_is_as_good_as_separate_ones() -> None:
                 assert token == int(drawn)
                 row.append(token)
         assert len({tuple(output.tokens) for output in shared.values()}) > 1
+
+
+def test_requests_of_one_prompt_get_the_samples_that_each_gets_alone() -> None:
+    items = [replace(request(1, 9), request_id=number, seed=number) for number in range(4)]
+    decoder = make_decoder()
+    for item in items:
+        decoder.submit(item)
+    with mock.patch.object(decoder.runner, "launch", side_effect=decoder.runner.launch) as launch:
+        together = run(decoder)
+    assert [chunk.end - chunk.start for call in launch.call_args_list for chunk in call.args[0].chunks] == [9]
+    alone: Outputs = {}
+    for item in items:
+        alone |= generate(item)
+    assert_same(alone, together)
 
 
 def test_a_sample_does_not_depend_on_its_neighbours() -> None:

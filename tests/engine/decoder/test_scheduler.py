@@ -12,8 +12,10 @@ from areno.engine.decoder.sequence import Sequence
 from areno.types import GenerationRequest, SamplingParams
 
 
-def make_request(request_id: int, n_prompt: int, n_samples: int = 1, max_new: int = 4) -> list[Sequence]:
-    prompt = [request_id * 1000 + i for i in range(n_prompt)]
+def make_request(
+    request_id: int, n_prompt: int, n_samples: int = 1, max_new: int = 4, prompt_id: int | None = None
+) -> list[Sequence]:
+    prompt = [(request_id if prompt_id is None else prompt_id) * 1000 + i for i in range(n_prompt)]
     request = GenerationRequest(
         request_id=request_id,
         prompt=prompt,
@@ -134,9 +136,39 @@ def test_a_batch_with_room_for_all_admits_at_once() -> None:
     assert admissions(scheduler, 1) == [1]
 
 
-def test_an_equal_prompt_in_the_same_step_shares_too_but_its_last_token_is_computed() -> None:
+def test_requests_that_differ_only_in_seeds_are_prefilled_once_like_samples_of_a_request() -> None:
     scheduler = make_scheduler()
-    (first,), (second,) = make_request(1, 8), make_request(1, 8)
+    requests = [make_request(1, 10), make_request(2, 10, n_samples=2, prompt_id=1), make_request(3, 10)]
+    add(scheduler, *requests)
+    first, second = scheduler.schedule().chunks
+    assert (first.start, first.end, first.prefill.sequences) == (0, 10, [*requests[0], *requests[1]])
+    assert second.prefill.sequences == requests[2]
+    assert len({tuple(sequence.blocks[:2]) for sequence in first.prefill.sequences}) == 1
+    assert len({sequence.blocks[2] for sequence in first.prefill.sequences}) == 3
+
+
+@pytest.mark.parametrize("aborted", [1, 2])
+def test_an_abort_in_a_shared_prefill_lets_the_samples_of_other_requests_wait_again(aborted: int) -> None:
+    scheduler = make_scheduler(max_prefill_tokens=4)
+    requests = {1: make_request(1, 10), 2: make_request(2, 10, prompt_id=1)}
+    add(scheduler, *requests.values())
+    (chunk,) = scheduler.schedule().chunks
+    assert chunk.prefill.sequences == [*requests[1], *requests[2]]
+    assert not chunk.is_last
+    assert scheduler.abort(aborted) == requests.pop(aborted)
+    [[left]] = requests.values()
+    assert list(scheduler.waiting) == [left]
+    while scheduler.has_work:
+        arrive(scheduler, scheduler.schedule())
+    assert left.finish_reason == "length"
+    assert len(left.logprobs) == 4
+    scheduler.cache_left()
+    assert scheduler.blocks.n_available == 64
+
+
+def test_an_equal_prompt_with_other_settings_shares_too_but_its_last_token_is_computed() -> None:
+    scheduler = make_scheduler()
+    (first,), (second,) = make_request(1, 8), make_request(1, 8, max_new=5)
     add(scheduler, [first], [second])
     chunks = scheduler.schedule().chunks
     assert [(chunk.start, chunk.end) for chunk in chunks] == [(0, 8), (4, 8)]
@@ -234,7 +266,8 @@ def test_random_work_ends_with_every_token_drawn_and_no_block_or_slot_lost(seed:
         if step < 60 and rng.random() < 0.5:
             n_prompt = rng.randrange(1, min(12, room))
             max_new = rng.randrange(1, min(12, room - n_prompt + 1) + 1)
-            everybody += (new := make_request(step, n_prompt, rng.randrange(1, 4), max_new))
+            prompt_id = rng.choice([step, 100, 101])  # some have equal prompts and then, perhaps, equal settings
+            everybody += (new := make_request(step, n_prompt, rng.randrange(1, 4), max_new, prompt_id))
             add(scheduler, new)
         if rng.random() < 0.03 and everybody:
             scheduler.abort(rng.choice(everybody).request.request_id)
