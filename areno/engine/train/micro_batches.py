@@ -102,11 +102,13 @@ def keep_old_logprobs(
         for step, old_N in zip(steps, result.old_logprobs, strict=True):
             if old_N is None:
                 continue
+            of_step = list(chain(*step.micro_batches))
+            # NaN means unknown: these tokens were not trained, but may be trained in a later call.
+            kept_N = np.where(np.concatenate([row.trained for row in of_step]), old_N, np.nan)
             start = 0
-            for row in chain(*step.micro_batches):
+            for row in of_step:
                 if (index := index_of.get(id(row))) is not None:
-                    # NaN means unknown: these tokens were not trained, but may be trained in a later call.
-                    rows[index].old_logprobs = np.where(row.trained, old_N[start : start + row.n_tokens], np.nan)
+                    rows[index].old_logprobs = kept_N[start : start + row.n_tokens]
                 start += row.n_tokens
 
 

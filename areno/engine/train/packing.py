@@ -312,11 +312,11 @@ def _pack_rows(rows: Sequence[Row], packed: PackedTokens, step: StepMicroBatches
         rows_per_unit: Number of adjacent rows that belong together.
     """
     trained, device = _trained(rows), packed.tokens_N.device
-    row_of_token = np.repeat(np.arange(len(rows)), [row.n_tokens for row in rows])
+    n_tokens_R = np.array([row.n_tokens for row in rows])
     arrays = {
-        "row_of_token": row_of_token,
+        "row_of_token": np.repeat(np.arange(len(rows)), n_tokens_R),
         "loss_mask": trained,
-        "trained_rows": np.unique(row_of_token[trained]),
+        "trained_rows": np.flatnonzero(np.logical_or.reduceat(trained, np.cumsum(n_tokens_R) - n_tokens_R)),
         "rewards": np.array([row.reward for row in rows], dtype=np.float32),
         "staleness": np.array([row.staleness for row in rows], dtype=np.float32),
         **{name: np.concatenate([row.fields[name] for row in rows]) for name in rows[0].fields if name != "routes"},

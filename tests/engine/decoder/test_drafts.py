@@ -265,6 +265,18 @@ def test_aborted_samples_are_forgotten() -> None:
     assert len(drafter._loaded) <= 1
 
 
+def test_drafts_are_looked_for_only_if_they_can_pay() -> None:
+    def is_due(right: float, tried: float) -> bool:
+        drafter = begun(StepCosts(fixed=320, verification=450, most_rows=1024, host=4))
+        for length in LENGTHS:
+            drafter._right[length], drafter._tried[length] = right * tried, tried
+        return any(drafter.is_due(8) for _ in range(100))
+
+    assert [is_due(right, 400) for right in (0.2, 0.5, 0.6, 0.9)] == [False, False, True, True]
+    assert is_due(0.2, 0)  # unknown
+    assert is_due(0.2, 2)  # long ago
+
+
 def test_a_large_batch_that_does_not_draft_costs_next_to_nothing() -> None:
     rng = random.Random(0)
     drafter = begun(StepCosts(fixed=240, verification=80, most_rows=1024, host=2))
