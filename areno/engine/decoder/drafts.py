@@ -330,7 +330,7 @@ class SuffixDrafter:
 
     The share of right tokens is measured for each length of the suffix, on drafts that were verified and on drafts that
     were not. If drafts would not pay, the drafter pauses, at first for 8 steps and finally for 128, or until the batch
-    has shrunk by a quarter. After a pause, only some sequences of a large batch are looked up at first, and none if
+    has shrunk to half. After a pause, only some sequences of a large batch are looked up at first, and none if
     drafts were so often wrong that they cannot pay. So a batch that does not draft loses next to no time.
 
     Args:
@@ -388,7 +388,7 @@ class SuffixDrafter:
         """
         if not 0 < n_running <= MAX_SEQUENCES:
             return False
-        if 4 * n_running <= 3 * self._paused_at:
+        if 2 * n_running <= self._paused_at:
             self._waits = self._pause = self._paused_at = 0
         self._waits -= 1
         if self._waits >= 0:
@@ -405,7 +405,7 @@ class SuffixDrafter:
         tokens is overestimated, so that drafts are tried again from time to time.
         """
         costs = self._costs
-        right_L = (self._right + 2) / (self._tried + 4) + 1 / np.sqrt(self._tried + 1)
+        right_L = (self._right + 2) / (self._tried + 4) + 0.5 / np.sqrt(self._tried + 1)
         right = min(1.0, right_L[_LENGTHS].max())
         n_drafted_J = 1 + np.arange(max(1, min(MOST, costs.most_rows // n_rows - 1)))
         n_tokens_J = n_rows * (1 + np.cumsum(right**n_drafted_J))

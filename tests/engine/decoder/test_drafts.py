@@ -272,7 +272,7 @@ def test_drafts_are_looked_for_only_if_they_can_pay() -> None:
             drafter._right[length], drafter._tried[length] = right * tried, tried
         return any(drafter.is_due(8) for _ in range(100))
 
-    assert [is_due(right, 400) for right in (0.2, 0.5, 0.6, 0.9)] == [False, False, True, True]
+    assert [is_due(right, 400) for right in (0.2, 0.5, 0.7, 0.9)] == [False, False, True, True]
     assert is_due(0.2, 0)  # unknown
     assert is_due(0.2, 2)  # long ago
 
