@@ -402,6 +402,11 @@ def row_micro_batches(
         passes = [n_computed([row for unit in batch for row in units[unit]]) for batch in apart]
         return [[batch] for batch in apart], is_faster(passes)
     most = spec.max_tokens_per_mb * cp_size
+    if order is not None:  # dividing thousands of short rows takes longer than to see that it would be of no use
+        n_least = sum(lengths) - sum(n_common for _, n_common in order)
+        n_passes = -(-n_least // max(most, *lengths))
+        if not is_faster([n_least - n_passes + 1] + [1] * (n_passes - 1)):
+            return [[batch] for batch in apart], False
     if cp_size == 1:
         found = linked_pieces(units, most, sharing, order)
     else:
