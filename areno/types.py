@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
@@ -193,26 +193,18 @@ class GenerationRequest:
         """Whether sampling needs changes of the logits that the sampling kernel does not compute."""
         return bool(self.logit_bias) or self.params.edits_logits
 
-    def differs_only_in_seed(self, other: GenerationRequest) -> bool:
-        """Return whether samples of this request differ from samples of another one only by their random numbers.
+    def shares_prefill(self, other: GenerationRequest) -> bool:
+        """Return whether one prefill serves both requests: they differ only in seeds, numbers of samples and hints.
 
         Args:
             other: The other request.
         """
-        return all(getattr(self, name) == getattr(other, name) for name in _DECIDES_SAMPLES)
+        return all(getattr(self, name) == getattr(other, name) for name in _OF_PREFILL)
 
 
-_DECIDES_SAMPLES = (
-    "params",
-    "stream",
-    "pieces",
-    "grammar",
-    "logit_bias",
-    "top_logprobs",
-    "prompt_logprobs",
-    "begun",
-    "prompt",
-)
+_OF_SAMPLES = ("request_id", "n_samples", "seed", "first_sample", "expected_tokens", "draft_scope")
+_OF_PREFILL = [each.name for each in fields(GenerationRequest) if each.name not in _OF_SAMPLES]
+
 
 RETURNED = -1
 """The `sample` of an output that says: this copy of the model has not begun the request, and does not have it now."""

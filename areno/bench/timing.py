@@ -118,7 +118,7 @@ def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up:
         seconds = _once(contender, kind, (warm_up or work) if repeat < 0 else work, repeat, timed)
         if repeat < 0:
             timed.warm_up_s, timed.stats = time.perf_counter() - started, []
-            gc.freeze()  # as in a run: a garbage collection that scans all imported modules takes 0.1 s
+            gc.freeze()  # as runs do; otherwise a garbage collection scans all imported modules for 0.1 s
         else:
             for phase, value in seconds.items():
                 timed.seconds.setdefault(phase, []).append(value)

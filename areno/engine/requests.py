@@ -203,6 +203,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+_TAIL = 32  # tokens at the end of a prompt
 _AHEAD = 16  # a copy gets 1/16 more samples than it can run at once, so that its batch stays full
 _ASK_EVERY_S = 0.1  # least time between questions to a copy, which answers after a step
 
@@ -228,6 +229,21 @@ class Part:
     missing: int
     rank: int | None = None
     added_at: int = 0
+
+
+def _by_prompt(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+    """Sort requests so that equal prompts are neighbours, because the scheduler shares prefills between neighbours.
+
+    The first requests of prompts keep their order, and interrupted samples keep their places among them.
+    """
+    places: dict[object, int] = {}
+
+    def place(request: GenerationRequest) -> int:
+        # The end of a prompt tells prompts apart. Reading all of it would take long for 100,000 tokens.
+        key = id(request) if request.begun is not None else (len(request.prompt), *request.prompt[-_TAIL:])
+        return places.setdefault(key, len(places))
+
+    return sorted(requests, key=place)
 
 
 class Dispatcher:
@@ -337,7 +353,7 @@ class Dispatcher:
             part = self._queue.popleft()
             self._place(part, rank)
             found.setdefault(rank, []).append(part.request)
-        return list(found.items())
+        return [(rank, _by_prompt(requests)) for rank, requests in found.items()]
 
     def _place(self, part: Part, rank: int | None) -> None:
         """Assign a part of a request to the copy `rank`, or to the queue if `rank` is None, and update the counts."""

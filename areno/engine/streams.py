@@ -399,8 +399,6 @@ class RequestBatcher:
         alone = self._alone[burst.loop]
         alone.n_bursts = alone.n_bursts + 1 if len(burst.waiting) == 1 else 0
         waiting = [(stream, future) for stream, future in burst.waiting if not future.done()]  # not cancelled
-        places = dict[tuple[int, ...], int]()  # equal prompts come one after the other, and are then computed once
-        waiting.sort(key=lambda each: places.setdefault(tuple(each[0][0].prompt), len(places)))
         if not waiting:
             return None
         try:

@@ -58,9 +58,9 @@ def gspo_loss_fn(
     if weights_T is not None:
         weights_R = pack.mean_rows(weights_T)
         policy_R = policy_R * weights_R
-        stats["weights"] = weights_R.detach().index_select(0, pack.trained_rows)
+        stats["weights"] = pack.of_trained_rows(weights_R.detach())
 
     policy_loss = pack.row_mean(policy_R)
     cut = {name: pack.row_mean(mask_R) for name, mask_R in cut_R.items()}
-    stats |= surrogate_stats(cut, policy_loss, ratio_R.index_select(0, pack.trained_rows))
+    stats |= surrogate_stats(cut, policy_loss, pack.of_trained_rows(ratio_R))
     return add_kl(pack, policy_loss, logprobs_T, stats, kl_coef, kl_estimator, "seq_mean_token_mean")

@@ -52,8 +52,8 @@ class DataPack:
         teacher_top_logprobs: (N, J) float32, log-probabilities of these tokens under the teacher.
         trained_T: (T,) int64, the indices where loss_mask is True. None computes them from loss_mask. The train
             backend passes them in, because indexing with a mask would make the host wait for the device.
-        trained_rows: int64, the indices of the rows with at least one trained token, in ascending order. None computes
-            them. The train backend passes them in, for the same reason.
+        trained_rows: int64, the indices of the rows with trained tokens, ascending. None computes them in each call of
+            `of_trained_rows`, which makes the host wait for a GPU.
     """
 
     tokens: Tensor
@@ -78,13 +78,11 @@ class DataPack:
     teacher_top_tokens: Tensor | None = None
     teacher_top_logprobs: Tensor | None = None
     trained_T: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
-    trained_rows: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
+    trained_rows: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.trained_T is None:
             self.trained_T = self.loss_mask.nonzero().squeeze(-1)
-        if self.trained_rows is None:
-            self.trained_rows = self.row_of_token[self.trained_T].unique()
 
     def need(self, name: str) -> Tensor:
         """Return a tensor of the pack, or raise DataError if it is None.
@@ -177,6 +175,19 @@ class DataPack:
             (T,) values of the trained tokens.
         """
         return values_R.index_select(0, self.row_of_token.index_select(0, self.trained_T))
+
+    def of_trained_rows(self, values_R: Tensor) -> Tensor:
+        """Select the values of the rows that have trained tokens.
+
+        Args:
+            values_R: (R,) values of rows.
+
+        Returns:
+            The values of these rows, 1-dim.
+        """
+        if self.trained_rows is None:
+            return values_R[self.row_lengths() > 0]
+        return values_R.index_select(0, self.trained_rows)
 
     def row_lengths(self) -> Tensor:
         """Count the trained tokens of each row: (R,) float32, 0 for rows without any."""

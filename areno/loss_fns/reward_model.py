@@ -79,6 +79,6 @@ def reward_model_loss_fn(
         "accuracy": mean((torch.sign(apart_UKK) + 1) / 2),
         "margin": mean(apart_UKK),
         "confidence": mean(apart_UKK.abs().sigmoid()),
-        "rewards": scores_R.detach()[lengths_R > 0],
+        "rewards": pack.of_trained_rows(scores_R.detach()),
     }
     return mean(losses_UKK), stats

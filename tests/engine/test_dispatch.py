@@ -16,7 +16,7 @@ from areno.engine.decoder.sequence import Sequence as Sample
 from areno.engine.engine import Engine
 from areno.engine.requests import Dispatcher
 from areno.engine.spec import RolloutSpec, RolloutStats
-from areno.types import RETURNED, GenerationOutput, GenerationRequest
+from areno.types import RETURNED, Begun, GenerationOutput, GenerationRequest
 from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, spec, tokens_of
 
 
@@ -52,6 +52,15 @@ def test_the_longest_go_first_and_each_to_the_copy_with_least_to_do() -> None:
     assert sent(out) == {0: [(1, 0, 1), (0, 0, 1)], 1: [(3, 0, 1), (2, 0, 1), (4, 0, 1)]}
     # Lengths that a run does not know again when it goes on decide nothing where all samples run at once.
     assert sent(dispatcher(2, 3, requests)) == {0: [(0, 0, 1), (2, 0, 1), (4, 0, 1)], 1: [(1, 0, 1), (3, 0, 1)]}
+
+
+def test_equal_prompts_become_neighbours_except_for_interrupted_samples() -> None:
+    requests = [replace(asked(number, 10), prompt=[7, number % 3]) for number in range(7)]
+    requests[1] = replace(requests[1], begun=Begun(tokens=[1], logprobs=[0.0], versions=[0]))
+    assert sent(dispatcher(1, 9, requests)) == {0: [(number, 0, 1) for number in (0, 3, 6, 1, 2, 5, 4)]}
+    by_copy = {0: [(0, 0, 1), (6, 0, 1), (2, 0, 1), (4, 0, 1)], 1: [(1, 0, 1), (3, 0, 1), (5, 0, 1)]}
+    requests[1].begun = None
+    assert sent(dispatcher(2, 9, requests)) == by_copy
 
 
 def test_what_there_is_no_room_for_goes_to_the_copy_that_is_done_first() -> None:

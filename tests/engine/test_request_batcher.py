@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +72,6 @@ class Workers:
     async def one(self, number: int, after_s: float = 0.0) -> None:
         await asyncio.sleep(after_s)
         await self.batcher.submit(request(number), Consumer())
-
-
-def test_requests_of_a_burst_with_equal_prompts_come_one_after_the_other() -> None:
-    workers = Workers()
-
-    async def all_of_them() -> None:
-        items = [replace(request(number), prompt=[number % 3]) for number in range(7)]
-        await asyncio.gather(*(workers.batcher.submit(item, Consumer()) for item in items))
-
-    play(all_of_them())
-    assert workers.batches == [[0, 3, 6, 1, 4, 2, 5]]
 
 
 def test_a_burst_is_one_batch_and_what_comes_later_does_not_wait() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,7 @@ _INDEXED_AT_ONCE = 16_384  # tokens of finished samples that are indexed in a st
 _PROBED = 16  # sequences that are looked at first in a larger batch, to see whether drafts would pay
 _LEAST_GAIN = 1.03  # least expected speed with drafts, relative to the speed without
 _SHORT_PAUSE, _LONGEST_PAUSE = 8, 128  # steps
+_KEPT = 0.75  # part of the counts of right and wrong tokens that is kept when the bound refuses a search
 
 
 @dataclass(slots=True)
@@ -289,6 +291,23 @@ class StepCosts:
     most_rows: int
     host: float = 0.0
 
+    def plain_rate(self, n_rows: int) -> float:
+        """Return the tokens per time of a step without drafts.
+
+        Args:
+            n_rows: Number of sequences.
+        """
+        return n_rows / (self.fixed + n_rows)
+
+    def time(self, n_rows: int, n_drafted: Any) -> Any:
+        """Return the time of a step with drafts.
+
+        Args:
+            n_rows: Number of sequences.
+            n_drafted: Number of drafted tokens of all sequences together, or an array of such numbers.
+        """
+        return self.fixed + self.verification + (1 + self.host) * n_rows + n_drafted
+
 
 def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -> StepCosts:
     """Return rough costs of a decoding step for a model.
@@ -330,8 +349,9 @@ class SuffixDrafter:
 
     The share of right tokens is measured for each length of the suffix, on drafts that were verified and on drafts that
     were not. If drafts would not pay, the drafter pauses, at first for 8 steps and finally for 128, or until the batch
-    has shrunk to half. After a pause, only some sequences of a large batch are looked up at first, and none if
-    drafts were so often wrong that they cannot pay. So a batch that does not draft loses next to no time.
+    has shrunk to half. After a pause, 16 sequences of a large batch are looked up at first. No sequence is looked up
+    if even the most reliable suffix length is too often wrong to pay. So a batch that does not draft loses next to no
+    time.
 
     Args:
         remembers: Whether samples of earlier rollouts are kept. If not, a rollout makes the same drafts whether or not
@@ -394,23 +414,28 @@ class SuffixDrafter:
         if self._waits >= 0:
             return False
         if not self._may_pay(n_running):
-            self._waits = _SHORT_PAUSE
+            self._wait(n_running)
+            for counts in (self._tried, self._right):
+                counts *= _KEPT  # so that drafts are tried again after a while
             return False
         return True
 
     def _may_pay(self, n_rows: int) -> bool:
-        """Return whether drafts would pay if all rows had long ones, which are right as often as the best so far.
+        """Return whether drafts can pay, by an upper bound that needs no search for drafts.
 
-        This takes much less time than a search for drafts. The fewer tokens were tried, the more the share of right
-        tokens is overestimated, so that drafts are tried again from time to time.
+        In the bound, each row has a full draft, with the highest share of right tokens of any suffix length. The share
+        is overestimated if few tokens were tried.
         """
-        costs = self._costs
-        right_L = (self._right + 2) / (self._tried + 4) + 0.5 / np.sqrt(self._tried + 1)
-        right = min(1.0, right_L[_LENGTHS].max())
-        n_drafted_J = 1 + np.arange(max(1, min(MOST, costs.most_rows // n_rows - 1)))
-        n_tokens_J = n_rows * (1 + np.cumsum(right**n_drafted_J))
-        time_J = costs.fixed + costs.verification + (1 + costs.host + n_drafted_J) * n_rows
-        return bool((n_tokens_J / time_J).max() > n_rows / (costs.fixed + n_rows) * _LEAST_GAIN)
+        right_L = self._right_shares() + 0.5 / np.sqrt(self._tried + 1)
+        right = min(1.0, float(right_L[_LENGTHS].max()))
+        n_most = max(1, min(MOST, self._costs.most_rows // n_rows - 1))
+        n_tokens_J = n_rows * (1 + np.cumsum(np.cumprod(np.full(n_most, right))))
+        time_J = self._costs.time(n_rows, n_rows * (1 + np.arange(n_most)))
+        return bool((n_tokens_J / time_J).max() > self._costs.plain_rate(n_rows) * _LEAST_GAIN)
+
+    def _right_shares(self) -> np.ndarray:
+        """Return the share of right tokens for each length of a suffix. 0.5 for a length without a try."""
+        return (self._right + 2) / (self._tried + 4)
 
     def finished(self, sequence: Sequence) -> None:
         """Keep a completion for the index.
@@ -484,16 +509,14 @@ class SuffixDrafter:
         number of tokens of the step per time. The sequences are a sample of all `n_rows` sequences of the step.
         """
         costs, weight = self._costs, n_rows / len(lengths_R)
-        right_L = (self._right + 2) / (self._tried + 4)  # without a try: as likely right as wrong
-        right_RJ = np.cumprod(np.repeat(right_L[lengths_R][:, None], MOST, 1), axis=1)
+        right_RJ = np.cumprod(np.repeat(self._right_shares()[lengths_R][:, None], MOST, 1), axis=1)
         right_RJ[np.arange(MOST) >= np.minimum(available_R, costs.most_rows // n_rows - 1)[:, None]] = 0
-        plain = rate = n_rows / (costs.fixed + n_rows)
+        plain = rate = costs.plain_rate(n_rows)
         counts_R = np.zeros(len(lengths_R), dtype=np.int64)
         for _ in range(3):
             is_drafted_RJ = right_RJ > max(rate, plain)
             counts_R = is_drafted_RJ.sum(1)
-            time = costs.fixed + costs.verification + (1 + costs.host) * n_rows + weight * counts_R.sum()
-            rate = (n_rows + weight * right_RJ[is_drafted_RJ].sum()) / time
+            rate = (n_rows + weight * right_RJ[is_drafted_RJ].sum()) / costs.time(n_rows, weight * counts_R.sum())
         return counts_R if rate > plain * _LEAST_GAIN else None
 
     def _scope(self, request: GenerationRequest) -> int:

@@ -34,7 +34,9 @@ _LONGEST_WAIT = 16  # but after at most this many steps
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """A prompt that is being prefilled, once for one or several samples of a request or of equal requests.
+    """A prompt that is being prefilled, once for all samples that share the prefill.
+
+    These are samples of one request, or of requests that differ only in their seeds.
 
     The first sample (the leader) owns the blocks into which the prompt is computed. When the prompt is complete, the
     other samples (the followers) share its full blocks, and each gets a copy of a partly filled last block.
@@ -51,11 +53,6 @@ class Prefill:
     def sequences(self) -> list[Sequence]:
         """The samples that use this prefill: the leader, then the followers."""
         return [self.leader, *self.followers]
-
-    @property
-    def request_ids(self) -> set[int]:
-        """The ids of the requests whose samples use this prefill."""
-        return {sequence.request.request_id for sequence in self.sequences}
 
     def slot_pairs(self) -> list[tuple[int, int]]:
         """Return (leader's slot, follower's slot) pairs, for copying recurrent states when the prompt is complete."""
@@ -302,15 +299,16 @@ class Scheduler:
             The removed sequences, with the finish reason "abort". Empty for an unknown id.
         """
         dropped: list[Sequence] = []
-        # Samples of other requests that share a prefill with the request wait again.
-        for prefill in [each for each in self.prefilling if request_id in each.request_ids]:
-            self.prefilling.remove(prefill)
-            for sequence in reversed(prefill.sequences):
-                self._release(sequence)
-                if sequence.request.request_id == request_id:
-                    dropped.insert(0, sequence)
-                else:
+        for prefill in list(self.prefilling):
+            dropped += [each for each in prefill.sequences if each.request.request_id == request_id]
+            prefill.followers = [each for each in prefill.followers if each.request.request_id != request_id]
+            if prefill.leader in dropped:  # which owns the blocks; samples of other requests return to the queue
+                self.prefilling.remove(prefill)
+                for sequence in reversed(prefill.followers):
+                    self._release(sequence)
                     self._wait_again(sequence)
+        for sequence in dropped:
+            self._release(sequence)
         dropped += [each for each in (*self.running, *self.waiting) if each.request.request_id == request_id]
         for sequence in dropped:
             sequence.finish_reason = "abort"
@@ -474,7 +472,8 @@ class Scheduler:
     def _admit(self) -> Prefill | None:
         """Admit the oldest waiting sequence, together with the next samples that can share its prompt.
 
-        These are samples of its request, and of requests that differ only in their seeds, as agents of a prompt send.
+        These belong to the same request, or to requests that differ only in their seeds, such as those of several
+        agents with one prompt.
 
         Returns:
             The new prefill. None if no sequence waits, no slot is free, or too few blocks are available.
@@ -514,6 +513,9 @@ class Scheduler:
                     follower.block_tables.allocate_last_block()
                 follower.join_like(leader, slots[-1])
                 follower.n_cached = leader.n_cached
+                if follower.request is not leader.request and self.reuses_prefixes:
+                    follower.n_cached = n_matched * size  # as if the prompt of the leader had been computed before
+                    self.n_cached_tokens += follower.n_cached
                 follower.enter("prefill")
                 prefill.followers.append(follower)
             if slots:
@@ -532,11 +534,11 @@ class Scheduler:
         return n_blocks
 
     def _can_follow(self, leader: Sequence) -> bool:
-        """Return whether the next waiting sequence is unstarted and differs from `leader` only in random numbers."""
+        """Return whether the next waiting sequence is unstarted and can share the prefill and settings of `leader`."""
         if not self.waiting or not self.waiting[0].is_fresh:
             return False
         request = self.waiting[0].request
-        return request is leader.request or request.differs_only_in_seed(leader.request)
+        return request is leader.request or request.shares_prefill(leader.request)
 
     def _preempt_youngest(self) -> None:
         """Preempt the youngest sequence, or all sequences of the youngest prefill."""
@@ -549,7 +551,7 @@ class Scheduler:
         self.n_preemptions += len(victims)
 
     def _wait_again(self, sequence: Sequence) -> None:
-        """Put a sequence that has left the batch before all waiting sequences."""
+        """Return a sequence that left the batch to the front of the queue."""
         sequence.enter("preempted")
         self.waiting.appendleft(sequence)
 

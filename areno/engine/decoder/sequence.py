@@ -169,7 +169,7 @@ class Sequence:
         """Enter the batch in a slot whose numbers `SlotTable.take_like` has set.
 
         Args:
-            leader: Another sample of the request, which is in the batch.
+            leader: The sample whose prefill the sequence shares, which is in the batch.
             slot: The slot.
         """
         self.table, self.slot = leader.table, slot

@@ -32,7 +32,7 @@ class SlotTable:
         register_at: Number of tokens at which the next KV block is full and enters the prefix cache. NEVER if this
             waits until the sequence has left the batch.
         needs_host: Whether the sequence must see each of its tokens, as with a grammar, stop strings or streaming.
-        in_pieces: Whether new tokens are reported at the end of each piece.
+        in_pieces: Whether new tokens are reported every 64 steps, as a request with `pieces` asks.
         has_grammar: Whether the sequence has a grammar.
         is_filtered: Whether top-k or top-p restricts the sampled tokens.
         is_penalized: Whether a frequency or presence penalty changes the logits.
@@ -71,7 +71,7 @@ class SlotTable:
         self.stop_ids[slot, : len(stop_ids)] = list(stop_ids)
 
     def take_like(self, slots: list[int], like: int) -> None:
-        """Give free slots to new samples of the request to which another slot belongs.
+        """Give free slots to samples that share the prefill of another slot.
 
         Args:
             slots: The free slots.

@@ -227,7 +227,7 @@ class StepStats:
             value = value.detach().double()
             if value.dim():
                 self.maximum(f"{name}_max", value)
-                count = torch.full((), value.numel(), dtype=value.dtype, device=value.device)  # without waiting for it
+                count = value.new_full((), value.numel())  # new_tensor would copy from the host, and wait
                 value = torch.stack([count, value.sum(), value.square().sum()])
             self._sums[name] = self._sums.get(name, 0.0) + value
 

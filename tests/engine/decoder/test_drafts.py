@@ -265,6 +265,22 @@ def test_aborted_samples_are_forgotten() -> None:
     assert len(drafter._loaded) <= 1
 
 
+def test_a_text_that_begins_to_repeat_is_drafted_again() -> None:
+    rng, drafter = random.Random(2), begun(StepCosts(fixed=320, verification=450, most_rows=1024, host=4))
+    rows = [sequence([rng.randrange(1000) for _ in range(50)]) for _ in range(8)]
+    searches: list[int] = []
+    for step in range(3000):
+        for each in rows:
+            at = rng.randrange(len(each.tokens) - 3)
+            repeated = each.tokens[-40:-39] if step > 1000 else [rng.randrange(1000), *each.tokens[at : at + 3]]
+            each.tokens += repeated
+        if drafter.is_due(8):
+            searches.append(step)
+            drafter.propose(rows)
+    assert 0 < len([step for step in searches if step < 1000]) < 60
+    assert len([step for step in searches if step > 2000]) > 500
+
+
 def test_drafts_are_looked_for_only_if_they_can_pay() -> None:
     def is_due(right: float, tried: float) -> bool:
         drafter = begun(StepCosts(fixed=320, verification=450, most_rows=1024, host=4))
@@ -274,7 +290,6 @@ def test_drafts_are_looked_for_only_if_they_can_pay() -> None:
 
     assert [is_due(right, 400) for right in (0.2, 0.5, 0.7, 0.9)] == [False, False, True, True]
     assert is_due(0.2, 0)  # unknown
-    assert is_due(0.2, 2)  # long ago
 
 
 def test_a_large_batch_that_does_not_draft_costs_next_to_nothing() -> None:

@@ -145,10 +145,12 @@ def test_requests_that_differ_only_in_seeds_are_prefilled_once_like_samples_of_a
     assert second.prefill.sequences == requests[2]
     assert len({tuple(sequence.blocks[:2]) for sequence in first.prefill.sequences}) == 1
     assert len({sequence.blocks[2] for sequence in first.prefill.sequences}) == 3
+    assert [sequence.n_cached for sequence in first.prefill.sequences] == [0, 8, 8]  # its two full blocks
+    assert scheduler.n_cached_tokens == 16
 
 
-@pytest.mark.parametrize("aborted", [1, 2])
-def test_an_abort_in_a_shared_prefill_lets_the_samples_of_other_requests_wait_again(aborted: int) -> None:
+@pytest.mark.parametrize(("aborted", "waits"), [(1, True), (2, False)])
+def test_a_shared_prefill_goes_on_without_aborted_samples_unless_they_own_its_blocks(aborted: int, waits: bool) -> None:
     scheduler = make_scheduler(max_prefill_tokens=4)
     requests = {1: make_request(1, 10), 2: make_request(2, 10, prompt_id=1)}
     add(scheduler, *requests.values())
@@ -157,7 +159,7 @@ def test_an_abort_in_a_shared_prefill_lets_the_samples_of_other_requests_wait_ag
     assert not chunk.is_last
     assert scheduler.abort(aborted) == requests.pop(aborted)
     [[left]] = requests.values()
-    assert list(scheduler.waiting) == [left]
+    assert list(scheduler.waiting) == [left] * waits
     while scheduler.has_work:
         arrive(scheduler, scheduler.schedule())
     assert left.finish_reason == "length"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -189,6 +190,9 @@ def test_tensors():
     assert pack.row_of_token.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
     assert pack.loss_mask.tolist() == [False, True, True, False, False, False, True, False, True]
     assert pack.trained_T.tolist() == [1, 2, 6, 8]
+    assert pack.trained_rows.tolist() == [0, 2]
+    assert pack.of_trained_rows(torch.tensor([5, 6, 7])).tolist() == [5, 7]
+    assert replace(pack, trained_rows=None).of_trained_rows(torch.tensor([5, 6, 7])).tolist() == [5, 7]
     assert pack.row_lengths().tolist() == [2, 0, 2]
     assert (pack.n_rows, pack.step_tokens, pack.step_rows) == (3, 11, 7)
     assert pack.rollout_logprobs.tolist() == [0, -1, -2, -9, 0, 0, -3, 0, -4]

@@ -101,7 +101,7 @@ def models() -> tuple[Any, Any]:
 def test_hidden_states_and_all_gradients_are_those_of_rows_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64 to 1e-12. The error of float32 gradients is 2e-6 or, where larger, 1.5 times that of rows apart.
 
-    Errors of rounding differ between losses and between processors, so this is about the medians of five losses.
+    Rounding errors depend on the loss and the processor, so medians over five losses are compared.
     """
     rows = cases(VOCAB)[name]
     single, double = models()
