@@ -414,7 +414,7 @@ class SuffixDrafter:
         if self._waits >= 0:
             return False
         if not self._may_pay(n_running):
-            self._wait(n_running)
+            self._wait(n_running, longer=True)
             for counts in (self._tried, self._right):
                 counts *= _KEPT  # so that drafts are tried again after a while
             return False
@@ -468,19 +468,19 @@ class SuffixDrafter:
             # Neighbours, and the same sequences after each pause, so that few scopes are indexed.
             start = self._n_rollouts * _PROBED % (n_rows - _PROBED + 1)
             if self._worthwhile(*self._drafts_of(sequences[start : start + _PROBED])[1:], n_rows) is None:
-                self._wait(n_rows)
+                self._wait(n_rows, longer=not self._pending)  # more drafts are found when all samples are indexed
                 return none
         drafts, lengths_R, available_R = self._drafts_of(sequences)
         counts_R = self._worthwhile(lengths_R, available_R, n_rows)
         if counts_R is None:
-            self._wait(n_rows)
+            self._wait(n_rows, longer=not self._pending)
             return none
         self._is_on, self._waits, self._pause, self._paused_at = True, 0, 0, 0
         return [draft[:n] for draft, n in zip(drafts, counts_R.tolist(), strict=True)]
 
-    def _wait(self, n_rows: int) -> None:
-        """Begin a pause, twice as long as the last one unless samples wait to be indexed."""
-        if not self._pending:
+    def _wait(self, n_rows: int, *, longer: bool) -> None:
+        """Begin a pause, twice as long as the last one if `longer` is True."""
+        if longer:
             self._pause = min(max(_SHORT_PAUSE, 2 * self._pause), _LONGEST_PAUSE)
         self._is_on, self._waits, self._paused_at = False, self._pause, n_rows
 
