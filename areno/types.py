@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
@@ -199,11 +199,17 @@ class GenerationRequest:
         Args:
             other: The other request.
         """
-        return all(getattr(self, name) == getattr(other, name) for name in _OF_PREFILL)
-
-
-_OF_SAMPLES = ("request_id", "n_samples", "seed", "first_sample", "expected_tokens", "draft_scope")
-_OF_PREFILL = [each.name for each in fields(GenerationRequest) if each.name not in _OF_SAMPLES]
+        if self.prompt != other.prompt:
+            return False
+        return self == replace(
+            other,
+            request_id=self.request_id,
+            n_samples=self.n_samples,
+            seed=self.seed,
+            first_sample=self.first_sample,
+            expected_tokens=self.expected_tokens,
+            draft_scope=self.draft_scope,
+        )
 
 
 RETURNED = -1
