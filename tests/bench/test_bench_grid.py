@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -63,7 +64,16 @@ def test_a_point_that_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.slow
-def test_points_after_the_limit_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_points_after_the_limit_are_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = grid.choose
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(1)  # a fast machine measures several points in the second of the limit
+        return choose(*given)
+
+    monkeypatch.setattr(grid, "choose", slowly)
     chosen, *others = found(capsys, "--limit-s 1")["points"]
     assert chosen["step_s"] > 0
     assert {point["failed"] for point in others} == {"not measured, see --limit-s"}
