@@ -234,7 +234,7 @@ class Part:
 def _by_prompt(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
     """Sort requests so that equal prompts are neighbours, because the scheduler shares prefills between neighbours.
 
-    The first requests of prompts keep their order, and interrupted samples keep their places among them.
+    Prompts keep the order of their first requests. Interrupted samples count as prompts of their own.
     """
     places: dict[object, int] = {}
 

@@ -382,7 +382,7 @@ class RequestBatcher:
         await submitted
 
     def _wants_others(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Return whether a request that comes now waits for others, and record what the answer depends on next time."""
+        """Return whether a new request waits for others, and update the record of requests that came alone."""
         alone, now = self._alone.setdefault(loop, _Alone()), loop.time()
         if not self._is_idle():
             if now < alone.submitted_at + _MOST_S:  # the request before did not come alone

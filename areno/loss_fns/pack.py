@@ -183,7 +183,7 @@ class DataPack:
             values_R: (R,) values of rows.
 
         Returns:
-            The values of these rows, 1-dim.
+            1-dim tensor of the values of these rows, in the order of the rows.
         """
         if self.trained_rows is None:
             return values_R[self.row_lengths() > 0]

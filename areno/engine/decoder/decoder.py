@@ -386,11 +386,11 @@ class Decoder:
         for row in sorted([*reasons, *by_host]):
             sequence = pending.sequences[row]
             if row in reasons:
-                stopped, is_long = reasons[row]
-                ended = stopped or is_long
+                stopped, at_limit = reasons[row]
+                ended = stopped or at_limit
                 if sequence.completion is None:
                     sequence.settle()
-                sequence.finish_reason = "stop" if stopped else "length" if ended else None
+                sequence.finish_reason = "stop" if stopped else "length" if at_limit else None
             elif not math.isfinite(logprobs_B[row]):
                 self._fail(sequence)
                 finished.append(sequence)

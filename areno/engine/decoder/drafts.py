@@ -292,7 +292,7 @@ class StepCosts:
     host: float = 0.0
 
     def plain_rate(self, n_rows: int) -> float:
-        """Return the tokens per time of a step without drafts.
+        """Return how many tokens a step without drafts samples in the time of one more row.
 
         Args:
             n_rows: Number of sequences.
@@ -300,7 +300,7 @@ class StepCosts:
         return n_rows / (self.fixed + n_rows)
 
     def time(self, n_rows: int, n_drafted: Any) -> Any:
-        """Return the time of a step with drafts.
+        """Return the time of a step with drafts, as a multiple of the time of one more row.
 
         Args:
             n_rows: Number of sequences.
@@ -401,7 +401,7 @@ class SuffixDrafter:
         self._is_on, self._pause, self._waits, self._paused_at = False, self._pause // 4, 0, 0
 
     def is_due(self, n_running: int) -> bool:
-        """Return whether the next step may draft. False in a pause, and if the batch is too large.
+        """Return whether the next step may draft. False in a pause, for a large batch, and if drafts cannot pay.
 
         Args:
             n_running: Number of sequences in the batch.
@@ -415,16 +415,16 @@ class SuffixDrafter:
             return False
         if not self._may_pay(n_running):
             self._wait(n_running, longer=True)
-            for counts in (self._tried, self._right):
-                counts *= _KEPT  # so that drafts are tried again after a while
+            self._tried *= _KEPT  # so that drafts are tried again after a while
+            self._right *= _KEPT
             return False
         return True
 
     def _may_pay(self, n_rows: int) -> bool:
-        """Return whether drafts can pay, by an upper bound that needs no search for drafts.
+        """Return whether drafts could be faster than none, without a search for drafts.
 
-        In the bound, each row has a full draft, with the highest share of right tokens of any suffix length. The share
-        is overestimated if few tokens were tried.
+        Their speed is bounded as if each row had a draft of the best length, whose tokens are right as often as those
+        of the most reliable suffix length. This share is overestimated if few tokens were tried.
         """
         right_L = self._right_shares() + 0.5 / np.sqrt(self._tried + 1)
         right = min(1.0, float(right_L[_LENGTHS].max()))

@@ -15,7 +15,7 @@ import numpy as np
 from areno.config.models import MicroBatchSpec
 from areno.engine.spec import EngineInfo, Sharing, UpdateSpec
 from areno.engine.train.prefixes import LinkedPieces, Rows, linked_pieces, n_computed, order_to_share, pieces
-from areno.engine.train.rows import FlatRows, Row, read_tokens
+from areno.engine.train.rows import FlatRows, Row, read_tokens, starts_of
 from areno.errors import DataError, EngineError, Key
 from areno.models.cost import Cost, forward_flops, train_flops
 from areno.types import TrainSequence
@@ -179,7 +179,7 @@ def share_steps(
     units, update_of_units = _units(rows, update)
     # Counts of all rows are taken at once, because a batch may have thousands of short rows.
     row_lengths = np.fromiter((len(row.tokens) for row in rows), np.int64, len(rows))
-    row_trained = np.add.reduceat(np.concatenate([row.trained for row in rows], dtype=np.int64), _starts(row_lengths))
+    row_trained = np.add.reduceat(np.concatenate([row.trained for row in rows], dtype=np.int64), starts_of(row_lengths))
     lengths = row_lengths.reshape(len(units), -1).sum(1).tolist()
     trained_of_unit = row_trained.reshape(len(units), -1)
     shares: list[list[StepMicroBatches]] = [[] for _ in range(dp_size)]
@@ -267,11 +267,6 @@ def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, s
     if not all(shares):  # each rank needs a unit, if there are enough
         return split_balanced(costs, n_shares)
     return [sorted(i for place in share for i in found[place].units) for share in shares]
-
-
-def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Return the index of the first token of each row, given the lengths of all rows."""
-    return np.cumsum(lengths) - lengths
 
 
 def _untrained(rows: Iterable[Row]) -> Row:
@@ -405,7 +400,7 @@ def row_micro_batches(
     if order is not None:  # dividing thousands of short rows takes longer than to see that it would be of no use
         n_least = sum(lengths) - sum(n_common for _, n_common in order)
         n_passes = -(-n_least // max(most, *lengths))
-        if not is_faster([n_least - n_passes + 1] + [1] * (n_passes - 1)):
+        if not is_faster([n_least // n_passes] * n_passes):
             return [[batch] for batch in apart], False
     if cp_size == 1:
         found = linked_pieces(units, most, sharing, order)

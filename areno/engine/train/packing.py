@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from areno.engine.train.micro_batches import StepMicroBatches
 from areno.engine.train.prefixes import Forest, distinct, divide_forest, forest_of, shared_routes
-from areno.engine.train.rows import Row
+from areno.engine.train.rows import Row, starts_of
 from areno.kernels.copies import copy_rows
 from areno.layers.attention import PackedAttend, PrefixKeys, SharedKeys
 from areno.layers.parallel import ParallelGroup
@@ -316,7 +316,7 @@ def _pack_rows(rows: Sequence[Row], packed: PackedTokens, step: StepMicroBatches
     arrays = {
         "row_of_token": np.repeat(np.arange(len(rows)), n_tokens_R),
         "loss_mask": trained,
-        "trained_rows": np.flatnonzero(np.logical_or.reduceat(trained, np.cumsum(n_tokens_R) - n_tokens_R)),
+        "trained_rows": np.flatnonzero(np.logical_or.reduceat(trained, starts_of(n_tokens_R))),
         "rewards": np.array([row.reward for row in rows], dtype=np.float32),
         "staleness": np.array([row.staleness for row in rows], dtype=np.float32),
         **{name: np.concatenate([row.fields[name] for row in rows]) for name in rows[0].fields if name != "routes"},

@@ -141,6 +141,15 @@ class FlatRows:
         ]
 
 
+def starts_of(lengths: np.ndarray) -> np.ndarray:
+    """Return the index of the first token of each row among the concatenated tokens of all rows.
+
+    Args:
+        lengths: Number of tokens of each row.
+    """
+    return np.cumsum(lengths) - lengths
+
+
 def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None = None) -> np.ndarray:
     """Check the token ids of one row, and convert them to an (n,) int64 array.
 
@@ -245,7 +254,7 @@ def _read_arrays(
     tokens, prompt_mask = (np.concatenate(columns[name]) for name in ("tokens", "prompt_mask"))
     fields = {FIELDS[name]: np.concatenate(columns[name], dtype=np.float32) for name in given}
     trained = ~prompt_mask
-    trained[np.cumsum(lengths) - lengths] = False
+    trained[starts_of(lengths)] = False
     is_good = tokens.min() >= 0 and tokens.max() < vocab_size
     # Selecting the trained tokens is slow and rarely needed, so all tokens are checked first.
     finite = (np.isfinite(values).all() or np.isfinite(values[trained]).all() for values in fields.values())
