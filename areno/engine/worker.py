@@ -26,7 +26,7 @@ from areno.engine import memory, profiling
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
 from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
-from areno.engine.decoder.drafts import SuffixDrafter, step_costs
+from areno.engine.decoder.drafts import NgramDrafter, step_costs
 from areno.engine.deterministic import nondeterministic_operations_named, without_deterministic_mode
 from areno.engine.memory import (
     free_unused,
@@ -194,7 +194,7 @@ class Worker:
                 runs_ahead=self.context.device.type != "cpu",
             )
 
-    def _begun_drafter(self, spec: RolloutSpec, decoder: Decoder) -> SuffixDrafter | None:
+    def _begun_drafter(self, spec: RolloutSpec, decoder: Decoder) -> NgramDrafter | None:
         """Return the drafter for a rollout. None if the rollout does not draft."""
         on_cuda = self.context.device.type == "cuda"
         if not may_draft(spec.decoder, on_cuda=on_cuda):
@@ -209,7 +209,7 @@ class Worker:
         return self._drafter
 
     @cached_property
-    def _drafter(self) -> SuffixDrafter:
+    def _drafter(self) -> NgramDrafter:
         """The drafter of all rollouts.
 
         It keeps samples of earlier rollouts with engine.exact, where drafts change no bit, and on GPUs without
@@ -218,7 +218,7 @@ class Worker:
         """
         on_cuda, config = self.context.device.type == "cuda", self.spec.engine
         remembers = config.exact or (on_cuda and not config.deterministic)
-        return SuffixDrafter(remembers=remembers)
+        return NgramDrafter(self.context.device, remembers=remembers)
 
     def _max_running(self, spec: RolloutSpec) -> int:
         """Return the largest number of samples that decode at the same time on this data-parallel rank."""

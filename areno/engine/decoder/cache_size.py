@@ -137,4 +137,4 @@ def verification_rows(max_running: int) -> int:
     Args:
         max_running: Largest number of samples that decode at the same time on this data-parallel rank.
     """
-    return min(1024, max(64, 4 * max_running))
+    return min(1024, 8 * max_running)

@@ -12,13 +12,14 @@ import torch
 
 from areno.engine.decoder.block_manager import BlockManager, KVLayout
 from areno.engine.decoder.caches import PendingRoutes
+from areno.engine.decoder.drafts import NgramDrafter
 from areno.engine.decoder.grammar import Grammar
 from areno.engine.decoder.runner import Runner
 from areno.engine.decoder.sampler import PendingTokens
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Detokenize, Sequence, StopStrings
 from areno.engine.decoder.slots import STAGED
-from areno.engine.decoder.verification import Drafter
+from areno.engine.decoder.verification import Drafter, Drafts, TableDrafts
 from areno.engine.requests import RequestLimits
 from areno.engine.spec import RolloutStats
 from areno.errors import EngineError, non_finite_logits
@@ -181,6 +182,8 @@ class Decoder:
                 the same as without. None: each step computes one token of each sequence.
         """
         self.drafter = drafter if self.runner.model.config.delta is None else None
+        if isinstance(self.drafter, NgramDrafter):
+            self.runner.use_ngrams(self.drafter.table)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. It joins the batch in one of the next steps.
@@ -338,8 +341,12 @@ class Decoder:
         self._n_collected += bool(in_flight)
         streams = _Streams(tells, self._n_collected % PIECE_STEPS == 0)
         for pending in in_flight:
-            accept = self._accept if pending.drafts is None else self._accept_drafted
-            finished += accept(pending, streams)
+            if isinstance(pending.drafts, TableDrafts):
+                finished += self._accept_rows(pending, pending.drafts, streams)
+            elif pending.drafts is not None:
+                finished += self._accept_drafted(pending, pending.drafts, streams)
+            else:
+                finished += self._accept(pending, streams)
         if finished:
             cache = self.runner.routes
             if self.drafter is not None:
@@ -371,40 +378,121 @@ class Decoder:
         plain_slots = slots_B[plain]
         table.stage(plain_slots, tokens_B[plain], logprobs_B[plain], self._in_flight_version)
         self._n_generated += len(plain)
-        n_new = table.n_new[plain_slots]
-        stops, is_last = table.has_stopped(plain_slots, tokens_B[plain]), n_new >= table.max_new[plain_slots]
-        # The last token is an input of the next step, so its own keys and values are not in the cache yet.
-        fills_block = table.n_prompt[plain_slots] + n_new - 1 >= table.register_at[plain_slots]
-        needed = stops | is_last | fills_block | (table.n_staged[plain_slots] == STAGED)
-        if streams.ends_piece:
-            needed |= table.in_pieces[plain_slots]
-        reasons = dict(zip(plain[needed].tolist(), zip(stops[needed], is_last[needed], strict=True), strict=True))
+        touched = self._touched(pending, plain, table.has_stopped(plain_slots, tokens_B[plain]), streams)
         by_host = np.flatnonzero(by_host_B).tolist()
         top = pending.top() if by_host else []
-        self._keep_completions([pending.sequences[row] for row, ends in reasons.items() if any(ends)])
-        finished: list[Sequence] = []
-        for row in sorted([*reasons, *by_host]):
-            sequence = pending.sequences[row]
-            if row in reasons:
-                stopped, at_limit = reasons[row]
-                ended = stopped or at_limit
-                if sequence.completion is None:
-                    sequence.settle()
-                sequence.finish_reason = "stop" if stopped else "length" if at_limit else None
-            elif not math.isfinite(logprobs_B[row]):
+        for row in by_host:
+            touched[row] = sequence = pending.sequences[row]
+            if not math.isfinite(logprobs_B[row]):
                 self._fail(sequence)
-                finished.append(sequence)
-                continue
             else:
                 self._n_generated += 1
-                ended = sequence.accept(int(tokens_B[row]), float(logprobs_B[row]), self._in_flight_version, top[row])
-            if ended:
+                sequence.accept(int(tokens_B[row]), float(logprobs_B[row]), self._in_flight_version, top[row])
+        return self._after_accepted(touched, streams)
+
+    def _touched(
+        self, pending: PendingTokens, plain: np.ndarray, stops: np.ndarray, streams: _Streams
+    ) -> dict[int, Sequence]:
+        """Return the sequences that end with their new tokens, or need their tokens for another reason.
+
+        The tokens have been written to the slots' table. The `finish_reason` of the sequences that end is set.
+
+        Args:
+            pending: The pass that sampled the tokens.
+            plain: Rows of the sequences in `pending`.
+            stops: bool, whether the last token of each of these rows is a stop token.
+            streams: Which sequences report their new tokens.
+
+        Returns:
+            Row -> sequence.
+        """
+        table, slots = self._scheduler.table, pending.slots_B[plain]
+        n_new = table.n_new[slots]
+        is_last = n_new >= table.max_new[slots]
+        # The last token is an input of the next step, so its own keys and values are not in the cache yet.
+        fills_block = table.n_prompt[slots] + n_new - 1 >= table.register_at[slots]
+        needed = stops | is_last | fills_block | (table.n_staged[slots] == STAGED)
+        if streams.ends_piece:
+            needed |= table.in_pieces[slots]
+        touched = {row: pending.sequences[row] for row in plain[needed].tolist()}
+        ends = zip(touched.values(), stops[needed].tolist(), is_last[needed].tolist(), strict=True)
+        for sequence, has_stopped, is_at_limit in ends:
+            sequence.finish_reason = "stop" if has_stopped else "length" if is_at_limit else None
+        self._keep_completions([each for each in touched.values() if each.finish_reason is not None])
+        for sequence in touched.values():
+            if sequence.completion is None:
+                sequence.settle()
+        return touched
+
+    def _after_accepted(self, touched: dict[int, Sequence], streams: _Streams) -> list[Sequence]:
+        """Queue partial outputs of sequences with new tokens, and enter full blocks in the prefix cache.
+
+        Args:
+            touched: Row -> sequence.
+            streams: Which sequences report their new tokens.
+
+        Returns:
+            The sequences that have ended, in the order of the rows.
+        """
+        finished: list[Sequence] = []
+        for _, sequence in sorted(touched.items()):
+            if sequence.finish_reason is not None:
                 finished.append(sequence)
             elif streams.reports(sequence):
                 self._outputs.append(sequence.output())
-            if self._scheduler.caches_early:
+            if sequence.finish_reason != "error" and self._scheduler.caches_early:
                 self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
         return finished
+
+    def _accept_rows(self, pending: PendingTokens, drafts: TableDrafts, streams: _Streams) -> list[Sequence]:
+        """Give the arrived tokens of a step that drafted on the device to their sequences, and queue partial outputs.
+
+        A sequence gets the tokens of its rows up to the first one that differs from its draft.
+
+        Returns:
+            The sequences that end, in the order of the batch.
+        """
+        table, slots_B = self._scheduler.table, pending.slots_B
+        number, n_sequences = np.arange(1 + drafts.n_tokens), len(slots_B)
+        tokens_N, logprobs_N = pending.wait()
+        tokens_BR, logprobs_BR = tokens_N.reshape(n_sequences, -1), logprobs_N.reshape(n_sequences, -1)
+        drafts_BJ = pending.inputs().reshape(n_sequences, -1)[:, 1:]
+        has_room_BJ = number[:-1] < drafts.rooms_B[:, None]
+        right_BJ = np.logical_and.accumulate((tokens_BR[:, :-1] == drafts_BJ) & has_room_BJ, axis=1)
+        counts_B = 1 + right_BJ.sum(1)
+        stops_BR = (table.stop_ids[slots_B][:, None] == tokens_BR[:, :, None]).any(2) & (number < counts_B[:, None])
+        stops_B = stops_BR.any(1)
+        counts_B = np.where(stops_B, stops_BR.argmax(1) + 1, counts_B)
+        is_taken_BR = number < counts_B[:, None]
+        is_wanted_B = table.owner[slots_B] == pending.owners_B
+        is_finite_B = (np.isfinite(logprobs_BR) | ~is_taken_BR).all(1)
+        by_host_B = is_wanted_B & (table.needs_host[slots_B] | ~is_finite_B)
+        wanted, plain = np.flatnonzero(is_wanted_B), np.flatnonzero(is_wanted_B & ~by_host_B)
+        plain_slots, counts = slots_B[plain], counts_B[plain]
+        for row in plain[table.n_staged[plain_slots] + counts > STAGED].tolist():
+            pending.sequences[row].settle()
+        table.stage_several(plain_slots, tokens_BR[plain], logprobs_BR[plain], counts, self._in_flight_version)
+        self._n_generated += int(counts.sum())
+        for row in np.flatnonzero(by_host_B).tolist():
+            sequence = pending.sequences[row]
+            n_before, new = sequence.n_new, range(int(counts_B[row]))
+            for token, logprob, _ in zip(tokens_BR[row].tolist(), logprobs_BR[row].tolist(), new, strict=False):
+                if not math.isfinite(logprob):
+                    self._fail(sequence)
+                elif not sequence.accept(token, logprob, self._in_flight_version):
+                    continue
+                break
+            counts_B[row] = sequence.n_new - n_before
+            self._n_generated += int(counts_B[row])
+        drafts.verified(drafts, tokens_BR, counts_B, right_BJ)
+        table.take_back(slots_B[wanted])
+        self._n_drafted += int(((drafts_BJ >= 0) & has_room_BJ)[wanted].sum())
+        self._n_accepted += int((right_BJ & is_taken_BR[:, :-1])[wanted].sum())
+        # A rejected row may have left numbers in the cache that are not finite.
+        self._has_bad_blocks |= not np.isfinite(logprobs_BR).all()
+        touched = self._touched(pending, plain, stops_B[plain], streams)
+        touched |= {row: pending.sequences[row] for row in np.flatnonzero(by_host_B).tolist()}
+        return self._after_accepted(touched, streams)
 
     def _keep_completions(self, finished: list[Sequence]) -> None:
         """Take the tokens of finished sequences from the slot table as arrays.
@@ -417,30 +505,38 @@ class Decoder:
             for sequence, completion in zip(whole, arrays, strict=True):
                 sequence.completion = completion
 
-    def _propose(self, sequences: list[Sequence]) -> list[list[int]]:
-        """Return a draft of the drafter for each sequence."""
+    def _propose(self, sequences: list[Sequence]) -> Drafts:
+        """Return the drafts of the drafter for some sequences.
+
+        Drafts are looked up at once if the host must read them, for a grammar, or for settings of the sampler that
+        depend on the tokens before.
+        """
         assert self.drafter is not None
-        drafts = self.drafter.propose(sequences)
+        drafts, table = self.drafter.propose(sequences), self._scheduler.table
+        if isinstance(drafts, TableDrafts):
+            slots = drafts.slots_B
+            if not (table.has_grammar[slots] | table.is_penalized[slots] | table.needs_edits[slots]).any():
+                return drafts
+            drafts = self.runner.look_up(drafts)
         if any(drafts):
             for sequence in sequences:
                 sequence.settle()
         return drafts
 
-    def _accept_drafted(self, pending: PendingTokens, streams: _Streams) -> list[Sequence]:
-        """Give the arrived tokens of a verification to their sequences, and queue partial outputs.
+    def _accept_drafted(self, pending: PendingTokens, drafts: list[list[int]], streams: _Streams) -> list[Sequence]:
+        """Give the tokens that arrived for drafts on the host to their sequences, and queue partial outputs.
 
         A sequence gets the tokens of its rows up to the first one that differs from its draft.
 
         Returns:
             The sequences that end, in the order of the batch.
         """
-        assert pending.drafts is not None
         tokens_N, logprobs_N = pending.wait()
         tokens, logprobs, top = tokens_N.tolist(), logprobs_N.tolist(), pending.top()
         is_wanted_B = self._scheduler.table.owner[pending.slots_B] == pending.owners_B
         finished: list[Sequence] = []
         row = 0
-        for sequence, draft, is_wanted in zip(pending.sequences, pending.drafts, is_wanted_B.tolist(), strict=True):
+        for sequence, draft, is_wanted in zip(pending.sequences, drafts, is_wanted_B.tolist(), strict=True):
             first, row = row, row + 1 + len(draft)
             if not is_wanted:
                 continue

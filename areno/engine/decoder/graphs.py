@@ -31,12 +31,12 @@ def bucket_sizes(max_running: int) -> list[int]:
     return [*sizes, max_running]
 
 
-def verification_sizes(max_rows: int) -> list[int]:
-    """Return the batch sizes of the CUDA graphs of steps with drafts: powers of two from 8 on, and last `max_rows`.
+def drafting_sizes(max_running: int) -> list[int]:
+    """Return the numbers of sequences of the CUDA graphs of steps with drafts: powers of two, and last `max_running`.
 
-    There are few, because the number of rows changes in each step.
+    There are few, because there is a graph for each number of drafted tokens as well.
     """
-    return [*(1 << i for i in range(3, (max_rows - 1).bit_length())), max_rows]
+    return [*(1 << i for i in range((max_running - 1).bit_length())), max_running]
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,19 @@ from torch.nn import functional as F
 
 from areno.engine.decoder.attention_split import PrefixGroups, split_attention
 from areno.engine.decoder.block_manager import BlockEntries, BlockManager, KVLayout
-from areno.engine.decoder.cache_size import verification_rows
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
-from areno.engine.decoder.graphs import Captures, DecodeGraphs, GraphCache, bucket_sizes, verification_sizes
+from areno.engine.decoder.graphs import Captures, DecodeGraphs, GraphCache, bucket_sizes, drafting_sizes
 from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillTensors
 from areno.engine.decoder.sampler import LogitEdits, PendingTokens, SlotSampler, sample_edited, scores_of
 from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
-from areno.engine.decoder.verification import DraftedRows
+from areno.engine.decoder.verification import DraftedRows, TableDrafts
 from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
 from areno.kernels.delta import DeltaWeights, RowChunks
+from areno.kernels.drafts import CONTEXT, NgramTable, draft_tokens
 from areno.kernels.paged import PagedBatch, decode_attention, max_group_rows
 from areno.kernels.sampling import SamplingFlags, can_sample_columns, can_sample_hidden
 from areno.layers.adapter import sampling
@@ -95,14 +96,14 @@ class Runner:
         )
         self.n_multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
-        self.verification_graphs: DecodeGraphs | None = None
+        self._drafting_graphs: dict[int, DecodeGraphs] = {}  # by the number of rows of a sequence
+        self._captures: Captures | None = None
+        self._ngrams: NgramTable | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
-            captures = Captures(self.device, may_fail=model.tp.size == 1)
+            captures = self._captures = Captures(self.device, may_fail=model.tp.size == 1)
             sizes = sorted({*bucket_sizes(max_running), usual_running or max_running})
             self.graphs = DecodeGraphs(self._decode, sizes, (max_running, 0, 0, 0), captures)
-            sizes, padding = verification_sizes(verification_rows(max_running)), (max_running, 0, 0, 0, 0)
-            self.verification_graphs = DecodeGraphs(self._verify, sizes, padding, captures, at_once=False)
             if self._pads_prefills:
                 scratch = blocks.scratch * blocks.block_size
                 n_params = sum(parameter.numel() for parameter in model.layers.parameters())
@@ -125,7 +126,7 @@ class Runner:
     @property
     def all_graphs(self) -> list[GraphCache[Any]]:
         """The CUDA graphs of decode steps, steps with drafts, and prefills. Empty if passes run without graphs."""
-        found = (self.graphs, self.verification_graphs, self.prefill_graphs)
+        found = (self.graphs, *self._drafting_graphs.values(), self.prefill_graphs)
         return [each.graphs for each in found if each is not None]
 
     def _sample(
@@ -250,9 +251,7 @@ class Runner:
                 pending.append(PendingTokens(prefilled, slots_of_prefilled, owners_B, *self._download(out)))
         if scheduled.decode:
             with phase("decode", samples=len(scheduled.decode)):
-                out = (
-                    self._launch_decode(scheduled) if scheduled.drafts is None else self._launch_verification(scheduled)
-                )
+                out = self._launch_decode(scheduled)
             owners_B = table.owner[scheduled.slots_B]
             sampled = self._download(out)
             pending.append(PendingTokens(scheduled.decode, scheduled.slots_B, owners_B, *sampled, scheduled.drafts))
@@ -454,8 +453,13 @@ class Runner:
 
         Returns:
             (2, B) float64, tokens and log-probabilities. If a sequence needs LogitEdits, (2 + 2K, B): the ids and
-            the log-probabilities of the K most likely tokens follow.
+            the log-probabilities of the K most likely tokens follow. With drafts, there are more columns, as
+            PendingTokens describes.
         """
+        if isinstance(scheduled.drafts, TableDrafts):
+            return self._launch_drafting(scheduled, scheduled.drafts)
+        if scheduled.drafts is not None:
+            return self._launch_verification(scheduled, scheduled.drafts)
         sequences, slots_B, table = scheduled.decode, scheduled.slots_B, scheduled.table
         n_rows, lengths_B = len(sequences), table.n_kv[slots_B]
         rows = np.empty((4, n_rows), dtype=np.int64)
@@ -489,36 +493,29 @@ class Runner:
         """Return the edits of the logits of some sequences, given their slots. None if none of them needs edits."""
         return LogitEdits.of(sequences, self._upload) if table.needs_edits[slots_B].any() else None
 
-    def _launch_verification(self, scheduled: SchedulerOutput) -> Tensor:
-        """Launch the decode pass of a step with drafts.
+    def _launch_verification(self, scheduled: SchedulerOutput, drafts: list[list[int]]) -> Tensor:
+        """Launch the decode pass of a step with drafts that are on the host.
 
         Returns:
             (2, N) float64, token and log-probability of each of the N rows of a DraftedRows, in further rows the most
             likely tokens as in `_launch_decode`.
         """
-        assert scheduled.drafts is not None
-        drafted = DraftedRows.of(scheduled.decode, scheduled.drafts, scheduled.table)
-        slots_N, table = drafted.slots_N, scheduled.table
-        lengths_N, graphs = drafted.positions_N + 1, self.verification_graphs
+        drafted = DraftedRows.of(scheduled.decode, drafts, scheduled.table)
+        slots_N, table, lengths_N = drafted.slots_N, scheduled.table, drafted.positions_N + 1
         flags = self.sampler.flags(table, slots_N, drafted.index_N)
         needs_edits = table.needs_edits[scheduled.slots_B].any()
-        if graphs is not None and (needs_edits or flags.masked or flags.penalized or len(slots_N) > graphs.most):
-            graphs = None  # the inputs of such a step have no fixed size
-        size = len(slots_N) if graphs is None else graphs.size_for(len(slots_N))
         may_group = self.uses_prefix_groups and not self.blocks.has_windows  # rows are not sorted by their own length
         split = split_attention(
             drafted.sequences,
             self.cache.block_size,
             group_size=self.group_size,
             n_multiprocessors=self.n_multiprocessors,
-            max_groups=max(1, 2 * size // self.group_size) if may_group else 0,
+            max_groups=max(1, 2 * len(slots_N) // self.group_size) if may_group else 0,
             n_heads=self.cache.n_heads,
             fixed_order=self.fixed_order,
             lengths_B=lengths_N,
         )
         rows = np.stack([slots_N, drafted.positions_N, drafted.index_N, split.shared_lens_B, drafted.tokens_N])
-        if graphs is not None:
-            return graphs.run(rows, split, flags)
         edits = LogitEdits.of(drafted.sequences, self._upload) if needs_edits else None
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
         masks_NW = drafted.masks(self.sampler.n_words) if flags.masked else None
@@ -534,17 +531,134 @@ class Runner:
             rows_5N, self._upload(split.split_lens), groups, split.splits, flags, max_len, edits, sampler
         )
 
-    def _verify(
+    def use_ngrams(self, table: NgramTable | None) -> None:
+        """Set the table from which steps with TableDrafts draft.
+
+        Args:
+            table: The table. CUDA graphs that read another one are dropped.
+        """
+        if table is not self._ngrams:
+            self._ngrams = table
+            self._drafting_graphs.clear()
+
+    def look_up(self, drafts: TableDrafts) -> list[list[int]]:
+        """Return the drafts of a table as lists. Waits for the device.
+
+        Args:
+            drafts: The drafts.
+        """
+        found_BJ = draft_tokens(
+            drafts.table,
+            self._upload(drafts.contexts_BW[:, ::-1].T.copy()),
+            self._upload(drafts.scopes_B),
+            self._upload(drafts.slots_B),
+            self._upload(drafts.positions_B),
+            self.sampler.tensors,
+            drafts.n_tokens,
+        )
+        return [[token for token in draft if token >= 0] for draft in found_BJ.tolist()]
+
+    def _launch_drafting(self, scheduled: SchedulerOutput, drafts: TableDrafts) -> Tensor:
+        """Launch the decode pass of a step that drafts from a table of n-grams, as a CUDA graph if possible.
+
+        Returns:
+            (3, B (1 + J)) float64: token, log-probability and input token of each row, -1 for a row without a draft.
+        """
+        slots_B, table, n_rows = scheduled.slots_B, scheduled.table, 1 + drafts.n_tokens
+        number, scratch = np.arange(n_rows), self.sampler.n_slots - 1
+        is_row_BR = number <= drafts.rooms_B[:, None]
+        before_B = table.n_kv[slots_B] - drafts.rooms_B - 1  # positions before the rows of a sequence
+        positions_BR = np.where(is_row_BR, before_B[:, None] + number, 0)
+        index_BR = np.where(is_row_BR, (table.n_sampled[slots_B] - drafts.rooms_B - 1)[:, None] + number, 0)
+        slots_N = np.where(is_row_BR, slots_B[:, None], scratch).ravel()
+        groups = self._groups_of_drafting(is_row_BR, before_B)
+        split = split_attention(
+            [],
+            self.cache.block_size,
+            group_size=self.group_size,
+            n_multiprocessors=self.n_multiprocessors,
+            max_groups=0,
+            n_heads=self.cache.n_heads,
+            fixed_order=self.fixed_order,
+            lengths_B=positions_BR.ravel() + 1,
+            groups=groups,
+        )
+        flags = self.sampler.flags(table, slots_B, index_BR[:, 0])
+        rows = np.zeros((4 + CONTEXT + 1, len(slots_N)), dtype=np.int64)
+        rows[0], rows[1], rows[2], rows[3] = slots_N, positions_BR.ravel(), index_BR.ravel(), split.shared_lens_B
+        rows[4:-1, : len(slots_B)] = drafts.contexts_BW[:, ::-1].T
+        rows[-1, : len(slots_B)] = drafts.scopes_B
+        if (graphs := self._graphs_of_drafting(n_rows)) is not None:
+            return graphs.run(rows, split, flags)
+        rows_IN, split_lens = self._upload(rows), self._upload(split.split_lens)
+        groups_GR = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
+        max_len = int(positions_BR.max()) + 1
+        return self._draft_and_verify(n_rows, rows_IN, split_lens, groups_GR, split.splits, flags, max_len)
+
+    def _groups_of_drafting(self, is_row_BR: np.ndarray, before_B: np.ndarray) -> PrefixGroups:
+        """Return the prefix groups of a step that drafts: the rows of a sequence share the blocks before them.
+
+        Args:
+            is_row_BR: bool, whether the sequence has a row for the token.
+            before_B: int64, number of positions before the rows of a sequence.
+        """
+        n_sequences, n_rows = is_row_BR.shape
+        if not self.uses_prefix_groups or self.fixed_order or self.blocks.has_windows:
+            return PrefixGroups(np.zeros(is_row_BR.size, dtype=np.int64), None, [])
+        shared_B = before_B // self.cache.block_size * self.cache.block_size
+        rows_BG = np.full((n_sequences, self.group_size), -1, dtype=np.int64)
+        rows_BG[:, :n_rows] = np.where(is_row_BR, np.arange(is_row_BR.size).reshape(is_row_BR.shape), -1)
+        return PrefixGroups(np.where(is_row_BR, shared_B[:, None], 0).ravel(), rows_BG, shared_B.tolist())
+
+    def _graphs_of_drafting(self, n_rows: int) -> DecodeGraphs | None:
+        """Return the CUDA graphs of steps that draft, with `n_rows` rows for a sequence. None if no graphs are used."""
+        if self._captures is not None and n_rows not in self._drafting_graphs:
+            sizes = [n_rows * n for n in drafting_sizes(self.sampler.n_slots - 1)]
+            padding = (self.sampler.n_slots - 1, *[0] * (3 + CONTEXT + 1))
+            body = partial(self._draft_and_verify, n_rows)
+            self._drafting_graphs[n_rows] = DecodeGraphs(body, sizes, padding, self._captures, at_once=False)
+        return self._drafting_graphs.get(n_rows)
+
+    def _draft_and_verify(
         self,
+        n_rows: int,
         rows: Tensor,
         split_lens: Tensor,
         prefix_groups_GR: Tensor | None,
         splits: tuple[int, int],
         flags: SamplingFlags,
+        max_len: int | None = None,
     ) -> Tensor:
-        """Run a step with drafts whose rows have no penalties, masks or edits. The arguments are those of `_decode`."""
+        """Draft the next tokens of B sequences, run the model on them, and sample the tokens that they should be.
+
+        Args:
+            n_rows: Number R of rows of a sequence: its last token, then the drafted tokens.
+            rows: (4 + W + 1, B R) int64. The first four are those of `_decode`. Rows of the scratch slot have no room.
+                In the first B columns, the W last tokens of each sequence follow, the last one first, and its scope.
+            split_lens: As for `_decode`.
+            prefix_groups_GR: As for `_decode`.
+            splits: As for `_decode`.
+            flags: Sampling operations that at least one row needs. Penalties, masks and edits are not supported.
+            max_len: As for `_decode`.
+
+        Returns:
+            (3, B R) float64: token, log-probability and input token of each row, -1 for a row without a draft.
+        """
+        assert self._ngrams is not None
+        n_sequences, settings = rows.shape[1] // n_rows, self.sampler.tensors
+        slots_BR, contexts_WB = rows[0].view(-1, n_rows), rows[4:-1, :n_sequences]
+        slots_B, index_B = slots_BR[:, 0].contiguous(), rows[2].view(-1, n_rows)[:, 0].contiguous()
+        scopes_B = rows[-1, :n_sequences]
+        drafts_BJ = draft_tokens(self._ngrams, contexts_WB, scopes_B, slots_B, index_B, settings, n_rows - 1)
+        inputs_BR = torch.cat((contexts_WB[0, :, None], drafts_BJ), dim=1)
+        rows_5N = torch.cat((rows[:4], inputs_BR.clamp(min=0).view(1, -1)))
         of_rows = self.sampler.at_rows(rows[0], flags)
-        return self._decode(rows, split_lens, prefix_groups_GR, splits, flags, of_rows=of_rows)
+        out_2N = self._decode(rows_5N, split_lens, prefix_groups_GR, splits, flags, max_len, of_rows=of_rows)
+        tokens_BR = out_2N[0].long().view(-1, n_rows)
+        is_right_BJ = (tokens_BR[:, :-1] == drafts_BJ) & (slots_BR[:, 1:] < self.sampler.n_slots - 1)
+        n_right_B1 = is_right_BJ.long().cumprod(1).sum(1, keepdim=True)
+        settings.last_token[slots_B] = tokens_BR.gather(1, n_right_B1).squeeze(1)
+        return torch.cat((out_2N, inputs_BR.double().view(1, -1)))
 
     def _known_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
         """Return the shared-prefix groups of the last decode step if this step has the same sequences, else None.

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from areno.engine.decoder.grammar import masks
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
+from areno.engine.decoder.verification import Drafts
 from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_columns, sample_hidden, sample_slots
 from areno.kernels.sampling.reference import apply_masks, policy_logprobs, without_banned
@@ -523,8 +524,9 @@ class PendingTokens:
             log-probabilities of the K most likely tokens. K is 0 if no sequence requests most likely tokens. Valid
             after `ready`.
         ready: CUDA event that marks the end of the copy. None on a CPU.
-        drafts: For each sequence, the drafted tokens that the pass verified. `sampled` then has a column for each row
-            of a DraftedRows. None if no draft was verified.
+        drafts: The drafts that the pass verified. `sampled` then has a column for each row of a DraftedRows. With
+            TableDrafts, it has 1 + J columns for each sequence, and a third row with their input tokens, -1 for none.
+            None if no draft was verified.
     """
 
     sequences: list[Sequence]
@@ -532,7 +534,7 @@ class PendingTokens:
     owners_B: np.ndarray
     sampled: Tensor
     ready: torch.cuda.Event | None
-    drafts: list[list[int]] | None = None
+    drafts: Drafts | None = None
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the copy, and return the sampled tokens (int64) and their log-probabilities (float64), (B,) each."""
@@ -540,6 +542,10 @@ class PendingTokens:
             self.ready.synchronize()
         sampled = self.sampled.numpy()
         return sampled[0].astype(np.int64), sampled[1]
+
+    def inputs(self) -> np.ndarray:
+        """Return the input token of each row of a pass with TableDrafts, int64. Call `wait` first."""
+        return self.sampled.numpy()[2].astype(np.int64)
 
     def top(self) -> list[TokenScores]:
         """Return the most likely tokens at the position of each sampled token, as (token id, log-probability) pairs.

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from areno.engine.decoder.block_manager import BlockManager, BlockTables, PrefixMatch
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import NEVER, SlotTable
-from areno.engine.decoder.verification import fitting_draft
+from areno.engine.decoder.verification import Drafts, TableDrafts, fitting_draft
 from areno.types import GenerationRequest
 
 _BULK = 8  # a full batch admits sequences again when it has shrunk to (_BULK - 1) / _BULK of its size,
@@ -111,8 +111,8 @@ class SchedulerOutput:
         slots_B: int64, slot of each sequence in `decode`. The same array as in the last step if the batch is the same.
         grown: Those of `decode` that got a KV block in this step.
         table: The numbers of all slots.
-        drafts: For each sequence in `decode`, the drafted tokens that the decode pass verifies. None if no sequence has
-            a draft.
+        drafts: The drafts of the sequences in `decode`, which the decode pass verifies. None if no sequence has a
+            draft.
     """
 
     chunks: list[Chunk]
@@ -120,7 +120,7 @@ class SchedulerOutput:
     slots_B: np.ndarray
     grown: list[Sequence]
     table: SlotTable
-    drafts: list[list[int]] | None = None
+    drafts: Drafts | None = None
 
 
 class Scheduler:
@@ -196,29 +196,31 @@ class Scheduler:
             self.cache_left()
         return n_needed > self.blocks.n_available
 
-    def schedule(self, propose: Callable[[list[Sequence]], list[list[int]]] | None = None) -> SchedulerOutput:
+    def schedule(self, propose: Callable[[list[Sequence]], Drafts] | None = None) -> SchedulerOutput:
         """Plan the next step.
 
         The caller must launch the plan, because `n_kv` and `n_sampled` of the sequences already count the tokens of
         the planned step, all drafted tokens included.
 
         Args:
-            propose: Returns drafted tokens for each of the sequences that decode. It may only be given if all sampled
-                tokens have arrived. None plans a step without drafts.
+            propose: Returns the drafts of the sequences that decode. It may only be given if all sampled tokens have
+                arrived. None plans a step without drafts.
         """
         self._step += 1
         self._release_skipped_of_prefilled()
         decode, slots_B, grown = self._grow_running()
         drafts = None if propose is None or not decode else self._drafts_with_room(decode, propose(decode), grown)
         chunks = self._next_chunks()
-        n_rows_B = 1 if drafts is None else np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
+        n_rows_B: int | np.ndarray = 1
+        if isinstance(drafts, TableDrafts):
+            n_rows_B = 1 + drafts.rooms_B
+        elif drafts is not None:
+            n_rows_B = np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
         self.table.n_kv[slots_B] += n_rows_B
         self.table.n_sampled[slots_B] += n_rows_B
         return SchedulerOutput(chunks, decode, slots_B, grown, self.table, drafts)
 
-    def _drafts_with_room(
-        self, decode: list[Sequence], drafts: list[list[int]], grown: list[Sequence]
-    ) -> list[list[int]] | None:
+    def _drafts_with_room(self, decode: list[Sequence], drafts: Drafts, grown: list[Sequence]) -> Drafts | None:
         """Allocate the KV blocks of drafted tokens, and shorten the drafts for which too few blocks are available.
 
         One available block is left for each running sequence, so that drafts preempt no sequence. `grown` gets the
@@ -228,6 +230,19 @@ class Scheduler:
             The drafts that have room. None if all are empty.
         """
         reserve, table = len(self.running) * self.blocks.blocks_over_all_groups, self.table
+        if isinstance(drafts, TableDrafts):
+            slots_B = drafts.slots_B
+            wanted_B = np.minimum(drafts.n_tokens, table.max_new[slots_B] - table.n_new[slots_B] - 1)
+            while len(rows := np.flatnonzero(wanted_B >= table.capacity[slots_B] - table.n_kv[slots_B])):
+                if self.blocks.n_available - len(rows) * self.blocks.blocks_over_all_groups < reserve:
+                    break
+                needy = [decode[row] for row in rows.tolist()]
+                BlockTables.append_blocks([sequence.block_tables for sequence in needy])
+                table.capacity[slots_B[rows]] += self.blocks.block_size
+                known = set(map(id, grown))
+                grown += [sequence for sequence in needy if id(sequence) not in known]
+            rooms_B = np.minimum(wanted_B, table.capacity[slots_B] - table.n_kv[slots_B] - 1)
+            return replace(drafts, rooms_B=rooms_B)
         found: list[list[int]] = []
         for sequence, proposed in zip(decode, drafts, strict=True):
             draft = fitting_draft(sequence, proposed) if proposed else []

@@ -124,6 +124,36 @@ class SlotTable:
         self.n_staged[slots_B] = staged_B + 1
         self.n_new[slots_B] += 1
 
+    def stage_several(
+        self, slots_B: np.ndarray, tokens_BR: np.ndarray, logprobs_BR: np.ndarray, counts_B: np.ndarray, version: int
+    ) -> None:
+        """Append arrived tokens to each of B slots, which have room for them.
+
+        Args:
+            slots_B: The slots, each at most once.
+            tokens_BR: int64 tokens.
+            logprobs_BR: float64 log-probabilities.
+            counts_B: int64, how many of its R tokens each slot gets.
+            version: Version of the weights that sampled the tokens.
+        """
+        rows, columns = np.nonzero(np.arange(tokens_BR.shape[1]) < counts_B[:, None])
+        slots, places = slots_B[rows], (self.n_staged[slots_B])[rows] + columns
+        self.tokens[slots, places] = tokens_BR[rows, columns]
+        self.logprobs[slots, places] = logprobs_BR[rows, columns]
+        self.versions[slots, places] = version
+        self.n_staged[slots_B] += counts_B
+        self.n_new[slots_B] += counts_B
+
+    def take_back(self, slots_B: np.ndarray) -> None:
+        """Remove tokens that have not arrived from the plan, because their drafts were rejected.
+
+        Args:
+            slots_B: Slots of sequences of which nothing else is in flight.
+        """
+        n_new_B = self.n_new[slots_B]
+        self.n_sampled[slots_B] = n_new_B
+        self.n_kv[slots_B] = self.n_prompt[slots_B] + n_new_B - 1
+
     def has_stopped(self, slots_B: np.ndarray, tokens_B: np.ndarray) -> np.ndarray:
         """Return whether a token ends its sequence, (B,) bool.
 

@@ -3,13 +3,14 @@
 The batch of such a pass has one row for each of these positions. Each row draws its token with the random number of its
 position, as a step without drafts would do. So a drafted token is accepted exactly if the draw of the row before it
 gives the same token. The first draw that differs from the draft is itself the next token, and the rows after it are
-dropped. Their keys and values lie beyond the end of the sequence, where later tokens overwrite them. No tensors.
+dropped. Their keys and values lie beyond the end of the sequence, where later tokens overwrite them.
 
-Shape letters: B sequences, N rows, W words of 32 tokens.
+Shape letters: B sequences, N rows, W words of 32 tokens (in TableDrafts, W = CONTEXT last tokens), J drafted tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,41 @@ import numpy as np
 from areno.engine.decoder.grammar import masks_along
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
+from areno.kernels.drafts import NgramTable
+
+# Numbers of drafted tokens of a sequence. With its last token, these are 2, 4 and 8 rows, at most a group of rows that
+# share prefixes.
+DRAFT_LENGTHS = (1, 3, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class TableDrafts:
+    """Drafts that the device looks up in a table of n-grams, at the beginning of the step that verifies them.
+
+    Attributes:
+        table: The table.
+        n_tokens: Number J of drafted tokens of each sequence.
+        slots_B: int64, slots of the B sequences.
+        contexts_BW: int64, the last W tokens of each sequence, the last one at the end. -1 before the text begins.
+        scopes_B: int64, scope of each sequence.
+        positions_B: int64, index in the completion of the first drafted token of each sequence.
+        rooms_B: int64, how many drafted tokens of each sequence can be verified.
+        verified: Called with (these drafts, sampled tokens (B, 1 + J) int64, number of them that each sequence got (B,)
+            int64, whether each drafted token and all before it were right (B, J) bool) when the tokens have arrived.
+    """
+
+    table: NgramTable
+    n_tokens: int
+    slots_B: np.ndarray
+    contexts_BW: np.ndarray
+    scopes_B: np.ndarray
+    positions_B: np.ndarray
+    rooms_B: np.ndarray
+    verified: Callable[[TableDrafts, np.ndarray, np.ndarray, np.ndarray], None]
+
+
+Drafts = list[list[int]] | TableDrafts
+"""The drafted tokens of each sequence, or where the device finds them."""
 
 
 class Drafter(Protocol):
@@ -31,7 +67,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, sequences: list[Sequence]) -> list[list[int]]:
+    def propose(self, sequences: list[Sequence]) -> Drafts:
         """Return a draft for each sequence: the tokens that may follow. Empty for no draft.
 
         Args:

@@ -292,8 +292,24 @@ def sample_key(seed: int, sample: int) -> int:
     return _signed(_mix(_mix(seed + _GOLDEN) + (sample + 1) * _GOLDEN))
 
 
-def _shift(value_B: Tensor, bits: int) -> Tensor:
-    """Shift int64 right by `bits` and fill with zeros. torch's own shift fills with the sign."""
+def mixed_bits(value_B: Tensor) -> Tensor:
+    """Return the splitmix64 hash of int64 numbers, in which each bit of a number changes about half of the bits.
+
+    Args:
+        value_B: int64 numbers, of any shape.
+    """
+    value_B = (value_B ^ shifted_right(value_B, 30)) * _signed(_MIX_1)
+    value_B = (value_B ^ shifted_right(value_B, 27)) * _signed(_MIX_2)
+    return value_B ^ shifted_right(value_B, 31)
+
+
+def shifted_right(value_B: Tensor, bits: int) -> Tensor:
+    """Shift int64 numbers right by `bits` and fill with zeros. torch's own shift fills with the sign.
+
+    Args:
+        value_B: int64 numbers, of any shape.
+        bits: number of bits, at least 1.
+    """
     return (value_B >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -307,11 +323,7 @@ def uniform(key_B: Tensor, position_B: Tensor) -> Tensor:
     Returns:
         (B,) float64 with 53 random bits.
     """
-    value = key_B + (position_B + 1) * _signed(_GOLDEN)
-    value = (value ^ _shift(value, 30)) * _signed(_MIX_1)
-    value = (value ^ _shift(value, 27)) * _signed(_MIX_2)
-    value = value ^ _shift(value, 31)
-    return _shift(value, 11).double() * 2.0**-53
+    return shifted_right(mixed_bits(key_B + (position_B + 1) * _signed(_GOLDEN)), 11).double() * 2.0**-53
 
 
 # Finite, so that a row without allowed tokens still samples a token. The grammar rejects the token and ends the sample.

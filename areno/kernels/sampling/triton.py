@@ -284,12 +284,17 @@ def _join(stats_ptr, n_cells, cell, real, rate):
 
 
 @triton.jit
-def _uniform(key, position):
-    """Return a random float64 in [0, 1), the splitmix64 hash of key and position, as the torch reference does."""
-    value = key.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+def _mixed_bits(value):
+    """Return the splitmix64 hash of uint64 numbers, as the torch reference does."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
-    value = value ^ (value >> 31)
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def _uniform(key, position):
+    """Return a random float64 in [0, 1), the splitmix64 hash of key and position, as the torch reference does."""
+    value = _mixed_bits(key.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     return (value >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from areno.engine.decoder.drafts import SEGMENT, StepCosts, SuffixDrafter
+from areno.engine.decoder.drafts import NgramDrafter, StepCosts
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.exact import make_exact
 from areno.models.registry import build_model
@@ -185,15 +185,21 @@ def test_banned_tokens(wrong: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index_tokens", [1 << 14, 24 * SEGMENT])
-@pytest.mark.parametrize("scope", [None, 5])
-def test_drafts_of_the_index_change_no_bit(scope: int | None, index_tokens: int) -> None:
-    """In rollouts that repeat, with few blocks and slots. A small index overwrites texts that are in use."""
+@pytest.mark.parametrize("has_grammar", [False, True])
+@pytest.mark.parametrize(("scope", "table_bits"), [(None, 16), (5, 16), (None, 9)])
+def test_drafts_of_the_table_change_no_bit(scope: int | None, table_bits: int, has_grammar: bool) -> None:
+    """In rollouts that repeat, with few blocks and slots. A small table overwrites entries that are in use."""
     grammar = edited(request(30, 9, n_samples=3, max_new_tokens=22), grammar="start: /[a-z]{3}(,[a-z]{3})*/")
-    requests = [edited(item, draft_scope=scope) for item in [*REQUESTS, *BANNED, grammar]]
+    chosen = [*REQUESTS, *BANNED, grammar]
+    if not has_grammar:  # all steps may then draft on the device
+        chosen = [item for item in chosen if not (item.grammar or item.edits_logits or item.top_logprobs)]
+        chosen = [item for item in chosen if not item.params.frequency_penalty]
+    requests = [edited(item, draft_scope=scope) for item in chosen]
     how = {**EXACT, "compile_grammar": compiler().compile, "detokenize": detokenize}
-    expected = without_index()
-    drafter = SuffixDrafter(index_tokens=index_tokens, memory_tokens=4000)
+    expected = {
+        key: output for key, output in without_table().items() if key[0] in {each.request_id for each in chosen}
+    }
+    drafter = NgramDrafter(torch.device("cpu"), table_bits=table_bits, memory_tokens=4000)
     decoder = make_decoder(exact_model(), drafter=drafter, n_blocks=26, max_running=10, **how)
     decoder.weights_version, n_accepted = 3, 0
     for _ in range(2):
@@ -213,7 +219,7 @@ def test_drafts_of_the_index_change_no_bit(scope: int | None, index_tokens: int)
 
 
 @functools.cache
-def without_index() -> Outputs:
+def without_table() -> Outputs:
     grammar = edited(request(30, 9, n_samples=3, max_new_tokens=22), grammar="start: /[a-z]{3}(,[a-z]{3})*/")
     return sampled(exact_model(), [*REQUESTS, *BANNED, grammar], compile_grammar=compiler().compile, **EXACT)
 
