@@ -1,9 +1,10 @@
 """Compare the speed of rollouts with drafts (rollout.speculation=on) and without, over the same prompts and seeds.
 
-Before the timed rollouts, other rollouts sample the same prompts with other seeds, as earlier epochs would, and fill
-the index of drafts. The weights stay the same, so drafts are right more often than in a training with large updates.
-With --turns above 1, each sample is a conversation: the prompt of its next turn is its last prompt, its completion and
-a made-up result of a tool. All conversations about a prompt share drafts, as the conversations of agents do.
+Before the timed rollouts, rollouts with other seeds sample the prompts of a whole training step three times, as earlier
+epochs would, and fill the table of drafts. The weights stay the same, so drafts are right more often than in a training
+with large updates. With --turns above 1, each sample is a conversation: the prompt of its next turn is its last prompt,
+its completion and a made-up result of a tool. All conversations about a prompt share drafts, as the conversations of
+agents do.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from areno.plan.plan import sampling_params
 from areno.recipes import grpo
 from areno.types import GenerationRequest, SamplingParams
 
-_EPOCHS = 2  # rollouts of the same prompts before the timed ones
+_EPOCHS = 3  # rollouts of all prompts before the timed ones
+_WARM_UP = 4  # rollouts of each number of samples before the timed ones
 _RESULT_TOKENS = 12  # tokens of a tool's made-up result
 
 
 @dataclass(frozen=True)
 class _Prompts:
-    """The prompts as token ids, the largest number of samples of a prompt, and the sampling settings."""
+    """The prompts of a training step as token ids, the largest number of samples of a prompt, and sampling settings."""
 
     tokens: Sequence[list[int]]
     n_samples: int
@@ -66,6 +68,9 @@ def run_speculation(settings: Settings, folder: str, random_init: bool) -> dict[
     with ours.engine:
         prompts = _prompts(settings, folder, ours.vocab_size)
         _check_room(settings, prompts, ours.engine.info.context_len)
+        for epoch in range(_EPOCHS):
+            _roll_out(ours.engine, settings, prompts, "on", seed=epoch)
+            log_progress(f"{len(prompts.tokens) * prompts.n_samples} samples, epoch {epoch + 1}")
         return {"batches": [_compare(ours.engine, settings, prompts, n_rows) for n_rows in settings.batches]}
 
 
@@ -82,23 +87,22 @@ def _prompts(settings: Settings, folder: str, vocab_size: int) -> _Prompts:
     n_prompts = max(-(-n_rows // n_samples) for n_rows in settings.batches)
     n_steps = -(-n_prompts // config.train_dataset.batch_size)
     tokens = [list(map(int, item.tokens)) for item in prompts_of(config, n_steps)]
-    return _Prompts(tokens[:n_prompts], n_samples, sampling_params(config.gconfig))
+    return _Prompts(tokens, n_samples, sampling_params(config.gconfig))
 
 
 def _compare(engine: Engine, settings: Settings, prompts: _Prompts, n_rows: int) -> dict[str, Any]:
     """Return the figures of one number of samples."""
     n_samples = min(n_rows, prompts.n_samples)
     chosen = replace(prompts, tokens=prompts.tokens[: -(-n_rows // n_samples)], n_samples=n_samples)
-    # These rollouts also capture the CUDA graphs, so that no timed rollout has to.
-    _roll_out(engine, settings, chosen, "off", seed=0)
-    for epoch in range(_EPOCHS):
-        _roll_out(engine, settings, chosen, "on", seed=epoch)
+    for number in range(_WARM_UP):  # they capture the CUDA graphs, so that no timed rollout has to
+        _roll_out(engine, settings, chosen, "off" if number == 0 else "on", seed=_EPOCHS + number)
     speeds: dict[str, list[float]] = {"off": [], "on": []}
     counts, n_same, n_all = DraftCounts(), 0, 0
     for number in range(settings.repeats):
         found: dict[str, list[list[int]]] = {}
         for mode, measured in list(speeds.items())[:: 1 if number % 2 else -1]:
-            seconds, found[mode], drafts = _roll_out(engine, settings, chosen, mode, seed=_EPOCHS + number)
+            seed = _EPOCHS + _WARM_UP + number
+            seconds, found[mode], drafts = _roll_out(engine, settings, chosen, mode, seed=seed)
             measured.append(sum(map(len, found[mode])) / seconds)
             counts = drafts if mode == "on" else counts
             log_progress(f"{n_rows} samples, speculation {mode}, repeat {number + 1}: {measured[-1]:,.0f} tokens/s")

@@ -20,7 +20,7 @@ import torch
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.engine.decoder.verification import DRAFT_LENGTHS, TableDrafts
-from areno.kernels.drafts import CONTEXT, NgramTable, add_texts
+from areno.kernels.drafts import CONTEXT, LEVELS, NgramTable, add_texts
 from areno.types import GenerationRequest
 
 MAX_SEQUENCES = 256  # larger batches do not draft: their time grows in proportion to the number of rows
@@ -271,8 +271,9 @@ class _SlotTexts:
 class NgramDrafter:
     """Drafts from the table of n-grams.
 
-    Before a step with drafts, the table gets the finished samples, the samples of earlier rollouts in the scopes of the
-    running sequences, and their prompts. Each 16 such steps, it gets the new tokens of the running sequences.
+    Before a step with drafts, the table gets the finished samples of all scopes, and the prompts of the running
+    sequences. It also gets earlier samples in the scopes of the running sequences, if it may have replaced them. Each
+    16 such steps, it gets the new tokens of the running sequences.
 
     Args:
         device: Device of the table.
@@ -300,10 +301,11 @@ class NgramDrafter:
         self.length = DraftLength(StepCosts(fixed=0, verification=0, most_rows=0))
         self._device, self._remembers = device, remembers
         self._scope_of: dict[int, tuple[GenerationRequest, int]] = {}  # by request id, so that prompts are hashed once
-        self._loaded = set[int]()  # scopes whose samples in the memory were entered in this rollout
+        # Scope -> number of tokens that had been entered in the table when the samples of the scope were.
+        self._loaded: dict[int, int] = {}
         self._chunks = set[int]()  # hashes of prompts, each up to the end of a chunk, that were entered
         self._pending = deque[_Text]()
-        self._n_pending = self._n_steps = 0
+        self._n_pending = self._n_steps = self._n_entered = 0
         self._texts: _SlotTexts | None = None
         self._n_tokens = 0
 
@@ -313,12 +315,15 @@ class NgramDrafter:
         Args:
             costs: Time of a step.
         """
-        for known in (self._scope_of, self._loaded, self._chunks, self._pending):
+        for known in (self._scope_of, self._chunks):
             known.clear()
-        self._texts, self._n_pending, self._n_steps = None, 0, 0
+        self._texts, self._n_steps = None, 0
         if not self._remembers:
             self.table.clear()
             self.memory.clear()
+            self._loaded.clear()
+            self._pending.clear()
+            self._n_pending = 0
         self.length.begin(costs, kept=0.5 if self._remembers else 0.0)
 
     def is_due(self, n_running: int) -> bool:
@@ -344,8 +349,7 @@ class NgramDrafter:
         n_known = 0
         if texts is not None and sequence.table is not None and texts.owner[slot] == sequence.table.owner[slot]:
             n_known = int(texts.n_entered[slot]) - sequence.n_prompt
-        elif scope not in self._loaded:
-            return  # the memory has it, should the scope be drafted for
+        self._load(scope, but_newest=True)
         before = [*prompt[-CONTEXT:], *tokens[max(0, n_known - CONTEXT) : n_known].tolist()]
         self._await(_Text(scope, before[-CONTEXT:], tokens[n_known:]))
 
@@ -405,16 +409,28 @@ class NgramDrafter:
         sequence.settle()
         if is_new:
             scope = texts.scope[slot] = self._scope(sequence.request)
-            if scope not in self._loaded:
-                self._loaded.add(scope)
-                for before, tokens in self.memory.of(scope):
-                    self._await(_Text(scope, before, tokens))
+            self._load(scope)
             self._await_prompt(scope, sequence.request.prompt)
             texts.n_entered[slot] = sequence.n_prompt
         last = sequence.tokens[-CONTEXT:]
         texts.last[slot, : CONTEXT - len(last)] = -1
         texts.last[slot, CONTEXT - len(last) :] = last
         texts.owner[slot], texts.n_new[slot] = slots.owner[slot], slots.n_new[slot]
+
+    def _load(self, scope: int, *, but_newest: bool = False) -> None:
+        """Await the samples of a scope in the memory, unless the table is likely to have them.
+
+        Args:
+            scope: The scope.
+            but_newest: Whether the newest sample is left out.
+        """
+        n_before, room = self._loaded.get(scope), len(self.table.counts) // (2 * len(LEVELS))
+        if n_before is None or self._n_entered - n_before > room:
+            for before, tokens in self.memory.of(scope)[: -1 if but_newest else None]:
+                self._await(_Text(scope, before, tokens))
+        if len(self._loaded) > room:
+            self._loaded.clear()
+        self._loaded[scope] = self._n_entered
 
     def _scope(self, request: GenerationRequest) -> int:
         """Return the scope of a request: `draft_scope` if given, otherwise a hash of its prompt."""
@@ -464,6 +480,7 @@ class NgramDrafter:
             chosen.append(self._pending.popleft())
             budget -= len(chosen[-1].new)
             self._n_pending -= len(chosen[-1].new)
+            self._n_entered += len(chosen[-1].new)
         if chosen:
             host = torch.from_numpy(_packed(chosen))
             if self._device.type == "cuda":

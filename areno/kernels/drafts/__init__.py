@@ -12,10 +12,10 @@ from torch import Tensor
 
 from areno.kernels.backend import use_triton
 from areno.kernels.drafts import reference
-from areno.kernels.drafts.reference import CONTEXT, NgramTable, add_texts
+from areno.kernels.drafts.reference import CONTEXT, LEVELS, NgramTable, add_texts
 from areno.kernels.sampling import SamplingSettings
 
-__all__ = ["CONTEXT", "NgramTable", "add_texts", "draft_tokens"]
+__all__ = ["CONTEXT", "LEVELS", "NgramTable", "add_texts", "draft_tokens"]
 
 
 def draft_tokens(
