@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -284,7 +284,9 @@ class Decoder:
             self._collect()
         drafts = self.drafter is not None and self.drafter.is_due(self._scheduler.n_running)
         # The length of a sequence after a verification is known only when its tokens have been read.
-        if drafts or any(pending.drafts is not None for pending in self._in_flight):
+        if not (drafts and self._may_draft_ahead()) and (
+            drafts or any(pending.drafts is not None for pending in self._in_flight)
+        ):
             self._collect()
         if self._has_bad_blocks:
             self.reset_cache()
@@ -292,7 +294,7 @@ class Decoder:
         self._n_decode_steps += bool(scheduled.decode)
         self._n_draft_steps += scheduled.drafts is not None
         launched = self.runner.launch(scheduled)
-        self._collect()
+        self._collect(scheduled.drafts if isinstance(scheduled.drafts, TableDrafts) else None)
         self._in_flight, self._in_flight_version = launched, self.weights_version
         if not self._runs_ahead:
             self._collect()
@@ -331,8 +333,17 @@ class Decoder:
         for graphs in self.runner.all_graphs:
             graphs.n_replays = 0
 
-    def _collect(self) -> None:
-        """Wait for the tokens of the previous step, append them to their sequences, and queue outputs for `step`."""
+    def _may_draft_ahead(self) -> bool:
+        """Return whether the next step may draft before the tokens of the step in flight have arrived."""
+        are_drafts = [isinstance(pending.drafts, TableDrafts) for pending in self._in_flight]
+        return self._runs_ahead and are_drafts == [True] and self._scheduler.may_draft_ahead()
+
+    def _collect(self, ahead: TableDrafts | None = None) -> None:
+        """Wait for the tokens of the previous step, append them to their sequences, and queue outputs for `step`.
+
+        Args:
+            ahead: The drafts of a later step that has been launched. None if there is none, or it has no drafts.
+        """
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
         now = time.monotonic()
@@ -342,7 +353,7 @@ class Decoder:
         streams = _Streams(tells, self._n_collected % PIECE_STEPS == 0)
         for pending in in_flight:
             if isinstance(pending.drafts, TableDrafts):
-                finished += self._accept_rows(pending, pending.drafts, streams)
+                finished += self._accept_rows(pending, pending.drafts, streams, ahead)
             elif pending.drafts is not None:
                 finished += self._accept_drafted(pending, pending.drafts, streams)
             else:
@@ -444,55 +455,63 @@ class Decoder:
                 self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
         return finished
 
-    def _accept_rows(self, pending: PendingTokens, drafts: TableDrafts, streams: _Streams) -> list[Sequence]:
+    def _accept_rows(
+        self, pending: PendingTokens, drafts: TableDrafts, streams: _Streams, ahead: TableDrafts | None
+    ) -> list[Sequence]:
         """Give the arrived tokens of a step that drafted on the device to their sequences, and queue partial outputs.
 
         A sequence gets the tokens of its rows up to the first one that differs from its draft.
 
+        Args:
+            pending: The pass that sampled the tokens.
+            drafts: The drafts of the pass.
+            streams: Which sequences report their new tokens.
+            ahead: The drafts of a later step that has been launched, or None.
+
         Returns:
             The sequences that end, in the order of the batch.
         """
-        table, slots_B = self._scheduler.table, pending.slots_B
-        number, n_sequences = np.arange(1 + drafts.n_tokens), len(slots_B)
-        tokens_N, logprobs_N = pending.wait()
-        tokens_BR, logprobs_BR = tokens_N.reshape(n_sequences, -1), logprobs_N.reshape(n_sequences, -1)
-        drafts_BJ = pending.inputs().reshape(n_sequences, -1)[:, 1:]
-        has_room_BJ = number[:-1] < drafts.rooms_B[:, None]
-        right_BJ = np.logical_and.accumulate((tokens_BR[:, :-1] == drafts_BJ) & has_room_BJ, axis=1)
-        counts_B = 1 + right_BJ.sum(1)
-        stops_BR = (table.stop_ids[slots_B][:, None] == tokens_BR[:, :, None]).any(2) & (number < counts_B[:, None])
-        stops_B = stops_BR.any(1)
-        counts_B = np.where(stops_B, stops_BR.argmax(1) + 1, counts_B)
-        is_taken_BR = number < counts_B[:, None]
+        table, slots_B, number = self._scheduler.table, pending.slots_B, np.arange(drafts.n_rows)
+        tokens_BR, logprobs_BR, inputs_BR = pending.rows(drafts.n_rows)
+        # An input of -1 or -2 differs from all tokens, so a row without a draft or without room ends the accepted ones.
+        right_BJ = np.logical_and.accumulate(tokens_BR[:, :-1] == inputs_BR[:, 1:], axis=1)
+        counts_B = np.where(inputs_BR[:, 0] >= 0, 1 + right_BJ.sum(1), 0)
+        is_stop_BR = (table.stop_ids[slots_B][:, None] == tokens_BR[:, :, None]).any(2) & (number < counts_B[:, None])
+        stops_B = is_stop_BR.any(1)
+        counts_B = np.where(stops_B, is_stop_BR.argmax(1) + 1, counts_B)
         is_wanted_B = table.owner[slots_B] == pending.owners_B
-        is_finite_B = (np.isfinite(logprobs_BR) | ~is_taken_BR).all(1)
-        by_host_B = is_wanted_B & (table.needs_host[slots_B] | ~is_finite_B)
+        by_host_B = is_wanted_B & table.needs_host[slots_B]
+        if not np.isfinite(logprobs_BR).all():
+            self._has_bad_blocks = True  # a rejected row, too, may have left numbers in the cache
+            by_host_B |= is_wanted_B & (~np.isfinite(logprobs_BR) & (number < counts_B[:, None])).any(1)
         wanted, plain = np.flatnonzero(is_wanted_B), np.flatnonzero(is_wanted_B & ~by_host_B)
         plain_slots, counts = slots_B[plain], counts_B[plain]
         for row in plain[table.n_staged[plain_slots] + counts > STAGED].tolist():
             pending.sequences[row].settle()
         table.stage_several(plain_slots, tokens_BR[plain], logprobs_BR[plain], counts, self._in_flight_version)
-        self._n_generated += int(counts.sum())
-        for row in np.flatnonzero(by_host_B).tolist():
-            sequence = pending.sequences[row]
-            n_before, new = sequence.n_new, range(int(counts_B[row]))
-            for token, logprob, _ in zip(tokens_BR[row].tolist(), logprobs_BR[row].tolist(), new, strict=False):
-                if not math.isfinite(logprob):
-                    self._fail(sequence)
-                elif not sequence.accept(token, logprob, self._in_flight_version):
-                    continue
-                break
-            counts_B[row] = sequence.n_new - n_before
-            self._n_generated += int(counts_B[row])
+        by_host = {row: pending.sequences[row] for row in np.flatnonzero(by_host_B).tolist()}
+        for row, sequence in by_host.items():
+            counts_B[row] = self._accept_some(sequence, tokens_BR[row], logprobs_BR[row], int(counts_B[row]))
         drafts.verified(drafts, tokens_BR, counts_B, right_BJ)
-        table.take_back(slots_B[wanted])
-        self._n_drafted += int(((drafts_BJ >= 0) & has_room_BJ)[wanted].sum())
-        self._n_accepted += int((right_BJ & is_taken_BR[:, :-1])[wanted].sum())
-        # A rejected row may have left numbers in the cache that are not finite.
-        self._has_bad_blocks |= not np.isfinite(logprobs_BR).all()
-        touched = self._touched(pending, plain, stops_B[plain], streams)
-        touched |= {row: pending.sequences[row] for row in np.flatnonzero(by_host_B).tolist()}
-        return self._after_accepted(touched, streams)
+        n_ahead = np.zeros(len(table.owner), dtype=np.int64)
+        if ahead is not None:
+            n_ahead[ahead.slots_B] = ahead.n_rows
+        table.take_back(slots_B[wanted], n_ahead[slots_B[wanted]])
+        self._n_generated += int(counts_B[wanted].sum())
+        self._n_drafted += int((inputs_BR[wanted, 1:] >= 0).sum())
+        self._n_accepted += int((right_BJ & (number[:-1] < counts_B[:, None]))[wanted].sum())
+        return self._after_accepted(self._touched(pending, plain, stops_B[plain], streams) | by_host, streams)
+
+    def _accept_some(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, n: int) -> int:
+        """Give a sequence up to `n` tokens, until it ends. Return how many it got."""
+        n_before = sequence.n_new
+        for token, logprob in zip(tokens[:n].tolist(), logprobs[:n].tolist(), strict=True):
+            if not math.isfinite(logprob):
+                self._fail(sequence)
+                break
+            if sequence.accept(token, logprob, self._in_flight_version):
+                break
+        return sequence.n_new - n_before
 
     def _keep_completions(self, finished: list[Sequence]) -> None:
         """Take the tokens of finished sequences from the slot table as arrays.
@@ -512,10 +531,12 @@ class Decoder:
         depend on the tokens before.
         """
         assert self.drafter is not None
-        drafts, table = self.drafter.propose(sequences), self._scheduler.table
+        drafts = self.drafter.propose(sequences)
         if isinstance(drafts, TableDrafts):
-            slots = drafts.slots_B
-            if not (table.has_grammar[slots] | table.is_penalized[slots] | table.needs_edits[slots]).any():
+            if not self._scheduler.table.needs_lists(drafts.slots_B):
+                if self._in_flight:
+                    follows_B = np.isin(drafts.slots_B, self._in_flight[0].slots_B)
+                    drafts = replace(drafts, follows_B=follows_B)
                 return drafts
             drafts = self.runner.look_up(drafts)
         if any(drafts):

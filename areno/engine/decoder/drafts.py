@@ -357,7 +357,8 @@ class NgramDrafter:
         """Return the drafts of the next step, which the device looks up.
 
         Args:
-            sequences: The sequences of the step, all of whose tokens have arrived.
+            sequences: The sequences of the step. All of their tokens have arrived, except those of a step with
+                TableDrafts.
         """
         slots = sequences[0].table
         assert slots is not None
@@ -378,8 +379,9 @@ class NgramDrafter:
             slots_B=slots_B,
             contexts_BW=texts.last[slots_B],
             scopes_B=texts.scope[slots_B],
-            positions_B=slots.n_new[slots_B],
-            rooms_B=np.full(len(slots_B), self._n_tokens),
+            n_new_B=slots.n_new[slots_B],
+            limits_B=slots.capacity[slots_B],
+            follows_B=np.zeros(len(slots_B), dtype=bool),
             verified=self._note,
         )
 
@@ -395,12 +397,11 @@ class NgramDrafter:
         texts, slots_B = self._texts, drafts.slots_B
         assert texts is not None
         both = np.concatenate((texts.last[slots_B], tokens_BR), axis=1)
-        texts.last[slots_B] = np.take_along_axis(both, n_new_B[:, None] + np.arange(CONTEXT), axis=1)
+        texts.last[slots_B] = both[np.arange(len(both))[:, None], n_new_B[:, None] + np.arange(CONTEXT)]
         texts.n_new[slots_B] += n_new_B
-        has_room_BJ = np.arange(drafts.n_tokens) < drafts.rooms_B[:, None]
-        tried_BJ = has_room_BJ.copy()
-        tried_BJ[:, 1:] &= right_BJ[:, :-1]
-        self.length.count(tried_BJ.sum(0), right_BJ.sum(0))
+        n_right_J = right_BJ.sum(0)
+        # A draft of a sequence at its limit counts as wrong. There are few.
+        self.length.count(np.concatenate(([len(right_BJ)], n_right_J[:-1])), n_right_J)
 
     def _read(self, sequence: Sequence, slots: SlotTable, *, is_new: bool) -> None:
         """Read the last tokens of a sequence. If it is new, the texts of its scope await entry in the table."""

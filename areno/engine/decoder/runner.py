@@ -99,6 +99,9 @@ class Runner:
         self._drafting_graphs: dict[int, DecodeGraphs] = {}  # by the number of rows of a sequence
         self._captures: Captures | None = None
         self._ngrams: NgramTable | None = None
+        # Of the last step that drafted: tokens that each slot got, and its last tokens afterwards, the last one first.
+        self._gained = torch.zeros(n_slots, dtype=torch.int64, device=self.device)
+        self._last_tokens = torch.zeros(CONTEXT, n_slots, dtype=torch.int64, device=self.device)
         self.prefill_graphs: PrefillGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
             captures = self._captures = Captures(self.device, may_fail=model.tp.size == 1)
@@ -552,7 +555,7 @@ class Runner:
             self._upload(drafts.contexts_BW[:, ::-1].T.copy()),
             self._upload(drafts.scopes_B),
             self._upload(drafts.slots_B),
-            self._upload(drafts.positions_B),
+            self._upload(drafts.n_new_B),
             self.sampler.tensors,
             drafts.n_tokens,
         )
@@ -562,67 +565,53 @@ class Runner:
         """Launch the decode pass of a step that drafts from a table of n-grams, as a CUDA graph if possible.
 
         Returns:
-            (3, B (1 + J)) float64: token, log-probability and input token of each row, -1 for a row without a draft.
+            (3, B (1 + J)) float64: token, log-probability and input token of each row. The input token is -1 for a row
+            without a draft, and -2 for a row without room.
         """
-        slots_B, table, n_rows = scheduled.slots_B, scheduled.table, 1 + drafts.n_tokens
-        number, scratch = np.arange(n_rows), self.sampler.n_slots - 1
-        is_row_BR = number <= drafts.rooms_B[:, None]
-        before_B = table.n_kv[slots_B] - drafts.rooms_B - 1  # positions before the rows of a sequence
-        positions_BR = np.where(is_row_BR, before_B[:, None] + number, 0)
-        index_BR = np.where(is_row_BR, (table.n_sampled[slots_B] - drafts.rooms_B - 1)[:, None] + number, 0)
-        slots_N = np.where(is_row_BR, slots_B[:, None], scratch).ravel()
-        groups = self._groups_of_drafting(is_row_BR, before_B)
+        slots_B, table, n_rows, block_size = drafts.slots_B, scheduled.table, drafts.n_rows, self.cache.block_size
+        before_B = table.n_prompt[slots_B] + drafts.n_new_B - 1  # positions before the rows of a sequence, at least
+        shared_B, groups_BG = np.zeros_like(before_B), None
+        if self.uses_prefix_groups and not self.fixed_order and not self.blocks.has_windows:
+            shared_B = before_B // block_size * block_size  # the rows of a sequence are a prefix group
+            groups_BG = np.full((len(slots_B), self.group_size), -1, dtype=np.int64)
+            groups_BG[:, :n_rows] = np.arange(len(slots_B) * n_rows).reshape(-1, n_rows)
         split = split_attention(
             [],
-            self.cache.block_size,
+            block_size,
             group_size=self.group_size,
             n_multiprocessors=self.n_multiprocessors,
             max_groups=0,
             n_heads=self.cache.n_heads,
             fixed_order=self.fixed_order,
-            lengths_B=positions_BR.ravel() + 1,
-            groups=groups,
+            lengths_B=table.n_kv[slots_B],
+            groups=PrefixGroups(shared_B, groups_BG, shared_B.tolist()),
         )
-        flags = self.sampler.flags(table, slots_B, index_BR[:, 0])
-        rows = np.zeros((4 + CONTEXT + 1, len(slots_N)), dtype=np.int64)
-        rows[0], rows[1], rows[2], rows[3] = slots_N, positions_BR.ravel(), index_BR.ravel(), split.shared_lens_B
-        rows[4:-1, : len(slots_B)] = drafts.contexts_BW[:, ::-1].T
-        rows[-1, : len(slots_B)] = drafts.scopes_B
+        inputs = np.empty((6 + CONTEXT, len(slots_B)), dtype=np.int64)
+        inputs[0], inputs[1], inputs[2], inputs[3] = slots_B, drafts.n_new_B, before_B, drafts.limits_B
+        inputs[4], inputs[5], inputs[6:] = drafts.follows_B, drafts.scopes_B, drafts.contexts_BW[:, ::-1].T
+        flags = self.sampler.flags(table, slots_B, drafts.n_new_B)
         if (graphs := self._graphs_of_drafting(n_rows)) is not None:
-            return graphs.run(rows, split, flags)
-        rows_IN, split_lens = self._upload(rows), self._upload(split.split_lens)
-        groups_GR = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
-        max_len = int(positions_BR.max()) + 1
-        return self._draft_and_verify(n_rows, rows_IN, split_lens, groups_GR, split.splits, flags, max_len)
-
-    def _groups_of_drafting(self, is_row_BR: np.ndarray, before_B: np.ndarray) -> PrefixGroups:
-        """Return the prefix groups of a step that drafts: the rows of a sequence share the blocks before them.
-
-        Args:
-            is_row_BR: bool, whether the sequence has a row for the token.
-            before_B: int64, number of positions before the rows of a sequence.
-        """
-        n_sequences, n_rows = is_row_BR.shape
-        if not self.uses_prefix_groups or self.fixed_order or self.blocks.has_windows:
-            return PrefixGroups(np.zeros(is_row_BR.size, dtype=np.int64), None, [])
-        shared_B = before_B // self.cache.block_size * self.cache.block_size
-        rows_BG = np.full((n_sequences, self.group_size), -1, dtype=np.int64)
-        rows_BG[:, :n_rows] = np.where(is_row_BR, np.arange(is_row_BR.size).reshape(is_row_BR.shape), -1)
-        return PrefixGroups(np.where(is_row_BR, shared_B[:, None], 0).ravel(), rows_BG, shared_B.tolist())
+            return graphs.run(inputs, split, flags).flatten(1)
+        groups_GR = None if groups_BG is None else self._upload(groups_BG)
+        given = self._upload(inputs), self._upload(split.split_lens), groups_GR
+        most = int(table.n_kv[slots_B].max())
+        return self._draft_and_verify(n_rows, *given, split.splits, flags, most).flatten(1)
 
     def _graphs_of_drafting(self, n_rows: int) -> DecodeGraphs | None:
         """Return the CUDA graphs of steps that draft, with `n_rows` rows for a sequence. None if no graphs are used."""
         if self._captures is not None and n_rows not in self._drafting_graphs:
-            sizes = [n_rows * n for n in drafting_sizes(self.sampler.n_slots - 1)]
-            padding = (self.sampler.n_slots - 1, *[0] * (3 + CONTEXT + 1))
+            most = self.sampler.n_slots - 1
+            padding = (most, *[0] * (5 + CONTEXT))
             body = partial(self._draft_and_verify, n_rows)
-            self._drafting_graphs[n_rows] = DecodeGraphs(body, sizes, padding, self._captures, at_once=False)
+            self._drafting_graphs[n_rows] = DecodeGraphs(
+                body, drafting_sizes(most), padding, self._captures, at_once=False
+            )
         return self._drafting_graphs.get(n_rows)
 
     def _draft_and_verify(
         self,
         n_rows: int,
-        rows: Tensor,
+        inputs: Tensor,
         split_lens: Tensor,
         prefix_groups_GR: Tensor | None,
         splits: tuple[int, int],
@@ -631,10 +620,13 @@ class Runner:
     ) -> Tensor:
         """Draft the next tokens of B sequences, run the model on them, and sample the tokens that they should be.
 
+        A sequence has R rows: its last token, then the drafted tokens. Its rows are a prefix group.
+
         Args:
-            n_rows: Number R of rows of a sequence: its last token, then the drafted tokens.
-            rows: (4 + W + 1, B R) int64. The first four are those of `_decode`. Rows of the scratch slot have no room.
-                In the first B columns, the W last tokens of each sequence follow, the last one first, and its scope.
+            n_rows: R.
+            inputs: (6 + W, B) int64. For each sequence: its slot, number of completion tokens, number of positions
+                before its rows, first position without room, 1 if it has got more tokens from the last step that
+                drafted and 0 otherwise, scope, and its W last tokens, the last one first.
             split_lens: As for `_decode`.
             prefix_groups_GR: As for `_decode`.
             splits: As for `_decode`.
@@ -642,23 +634,49 @@ class Runner:
             max_len: As for `_decode`.
 
         Returns:
-            (3, B R) float64: token, log-probability and input token of each row, -1 for a row without a draft.
+            (3, B, R) float64: token, log-probability and input token of each row. The input token is -1 for a row
+            without a draft, and -2 for a row without room.
         """
         assert self._ngrams is not None
-        n_sequences, settings = rows.shape[1] // n_rows, self.sampler.tensors
-        slots_BR, contexts_WB = rows[0].view(-1, n_rows), rows[4:-1, :n_sequences]
-        slots_B, index_B = slots_BR[:, 0].contiguous(), rows[2].view(-1, n_rows)[:, 0].contiguous()
-        scopes_B = rows[-1, :n_sequences]
+        settings, scratch, device = self.sampler.tensors, self.sampler.n_slots - 1, inputs.device
+        slots_B, index_B, before_B, limits_B, follows_B, scopes_B = inputs[:6]
+        gained_B = follows_B * self._gained[slots_B]
+        index_B = index_B + gained_B
+        contexts_WB = torch.where(follows_B > 0, self._last_tokens[:, slots_B], inputs[6:])
         drafts_BJ = draft_tokens(self._ngrams, contexts_WB, scopes_B, slots_B, index_B, settings, n_rows - 1)
+        number = torch.arange(n_rows, device=device)
+        positions_BR = (before_B + gained_B)[:, None] + number
+        has_room_BR = positions_BR < limits_B[:, None]
         inputs_BR = torch.cat((contexts_WB[0, :, None], drafts_BJ), dim=1)
-        rows_5N = torch.cat((rows[:4], inputs_BR.clamp(min=0).view(1, -1)))
+        shared_B1 = torch.zeros_like(before_B)[:, None]
+        if prefix_groups_GR is not None:
+            shared_B1 = (before_B - before_B % self.cache.block_size)[:, None]
+        rows = torch.where(
+            has_room_BR,
+            torch.stack(
+                (
+                    slots_B[:, None].expand_as(positions_BR),
+                    positions_BR,
+                    index_B[:, None] + number,
+                    shared_B1.expand_as(positions_BR),
+                    inputs_BR.clamp(min=0),
+                )
+            ),
+            0,
+        ).view(5, -1)
+        rows[0].masked_fill_(~has_room_BR.view(-1), scratch)
         of_rows = self.sampler.at_rows(rows[0], flags)
-        out_2N = self._decode(rows_5N, split_lens, prefix_groups_GR, splits, flags, max_len, of_rows=of_rows)
+        out_2N = self._decode(rows, split_lens, prefix_groups_GR, splits, flags, max_len, of_rows=of_rows)
         tokens_BR = out_2N[0].long().view(-1, n_rows)
-        is_right_BJ = (tokens_BR[:, :-1] == drafts_BJ) & (slots_BR[:, 1:] < self.sampler.n_slots - 1)
-        n_right_B1 = is_right_BJ.long().cumprod(1).sum(1, keepdim=True)
-        settings.last_token[slots_B] = tokens_BR.gather(1, n_right_B1).squeeze(1)
-        return torch.cat((out_2N, inputs_BR.double().view(1, -1)))
+        is_right_BJ = (tokens_BR[:, :-1] == drafts_BJ) & has_room_BR[:, 1:]
+        gained_B = (1 + is_right_BJ.long().cumprod(1).sum(1)) * has_room_BR[:, 0]
+        both_BL = torch.cat((contexts_WB.flip(0).T, tokens_BR), dim=1)
+        back_W = torch.arange(CONTEXT - 1, -1, -1, device=device)
+        last_BW = both_BL.gather(1, gained_B[:, None] + back_W)
+        self._gained[slots_B] = gained_B
+        self._last_tokens[:, slots_B] = last_BW.T
+        settings.last_token[slots_B] = last_BW[:, 0]
+        return torch.cat((out_2N.view(2, -1, n_rows), inputs_BR.masked_fill(~has_room_BR, -2).double()[None]))
 
     def _known_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
         """Return the shared-prefix groups of the last decode step if this step has the same sequences, else None.

@@ -525,8 +525,8 @@ class PendingTokens:
             after `ready`.
         ready: CUDA event that marks the end of the copy. None on a CPU.
         drafts: The drafts that the pass verified. `sampled` then has a column for each row of a DraftedRows. With
-            TableDrafts, it has 1 + J columns for each sequence, and a third row with their input tokens, -1 for none.
-            None if no draft was verified.
+            TableDrafts, it has 1 + J columns for each sequence, and a third row with their input tokens: -1 without a
+            draft, -2 without room. None if no draft was verified.
     """
 
     sequences: list[Sequence]
@@ -543,9 +543,18 @@ class PendingTokens:
         sampled = self.sampled.numpy()
         return sampled[0].astype(np.int64), sampled[1]
 
-    def inputs(self) -> np.ndarray:
-        """Return the input token of each row of a pass with TableDrafts, int64. Call `wait` first."""
-        return self.sampled.numpy()[2].astype(np.int64)
+    def rows(self, n_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Wait for the copy of a pass with TableDrafts.
+
+        Args:
+            n_rows: Number R of rows of a sequence.
+
+        Returns:
+            The sampled tokens, their log-probabilities and the input tokens, (B, R) each. Tokens are int64.
+        """
+        tokens_N, logprobs_N = self.wait()
+        inputs_N = self.sampled.numpy()[2].astype(np.int64)
+        return tokens_N.reshape(-1, n_rows), logprobs_N.reshape(-1, n_rows), inputs_N.reshape(-1, n_rows)
 
     def top(self) -> list[TokenScores]:
         """Return the most likely tokens at the position of each sampled token, as (token id, log-probability) pairs.

@@ -204,7 +204,7 @@ class Scheduler:
 
         Args:
             propose: Returns the drafts of the sequences that decode. It may only be given if all sampled tokens have
-                arrived. None plans a step without drafts.
+                arrived, or if `may_draft_ahead` is True. None plans a step without drafts.
         """
         self._step += 1
         self._release_skipped_of_prefilled()
@@ -213,12 +213,22 @@ class Scheduler:
         chunks = self._next_chunks()
         n_rows_B: int | np.ndarray = 1
         if isinstance(drafts, TableDrafts):
-            n_rows_B = 1 + drafts.rooms_B
+            n_rows_B = drafts.n_rows
         elif drafts is not None:
             n_rows_B = np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
         self.table.n_kv[slots_B] += n_rows_B
         self.table.n_sampled[slots_B] += n_rows_B
         return SchedulerOutput(chunks, decode, slots_B, grown, self.table, drafts)
+
+    def may_draft_ahead(self) -> bool:
+        """Return whether a step may draft while the tokens of a step with TableDrafts are in flight.
+
+        The lengths of the sequences are then not known, so blocks must be plentiful, and none may be freed behind a
+        sliding window. Settings for which the host looks up the drafts need all tokens.
+        """
+        slots_B, table = self._slots_of_running(), self.table
+        has_blocks = self.blocks.n_available >= 4 * len(slots_B) * self.blocks.blocks_over_all_groups
+        return has_blocks and not self.blocks.has_windows and not table.needs_lists(slots_B)
 
     def _drafts_with_room(self, decode: list[Sequence], drafts: Drafts, grown: list[Sequence]) -> Drafts | None:
         """Allocate the KV blocks of drafted tokens, and shorten the drafts for which too few blocks are available.
@@ -232,8 +242,10 @@ class Scheduler:
         reserve, table = len(self.running) * self.blocks.blocks_over_all_groups, self.table
         if isinstance(drafts, TableDrafts):
             slots_B = drafts.slots_B
-            wanted_B = np.minimum(drafts.n_tokens, table.max_new[slots_B] - table.n_new[slots_B] - 1)
-            while len(rows := np.flatnonzero(wanted_B >= table.capacity[slots_B] - table.n_kv[slots_B])):
+            # The last token is sampled, but never an input.
+            most_B = table.n_prompt[slots_B] + table.max_new[slots_B] - 1
+            wanted_B = np.minimum(table.n_kv[slots_B] + drafts.n_rows, most_B)
+            while len(rows := np.flatnonzero(table.capacity[slots_B] < wanted_B)):
                 if self.blocks.n_available - len(rows) * self.blocks.blocks_over_all_groups < reserve:
                     break
                 needy = [decode[row] for row in rows.tolist()]
@@ -241,8 +253,7 @@ class Scheduler:
                 table.capacity[slots_B[rows]] += self.blocks.block_size
                 known = set(map(id, grown))
                 grown += [sequence for sequence in needy if id(sequence) not in known]
-            rooms_B = np.minimum(wanted_B, table.capacity[slots_B] - table.n_kv[slots_B] - 1)
-            return replace(drafts, rooms_B=rooms_B)
+            return replace(drafts, limits_B=np.minimum(table.capacity[slots_B], most_B))
         found: list[list[int]] = []
         for sequence, proposed in zip(decode, drafts, strict=True):
             draft = fitting_draft(sequence, proposed) if proposed else []

@@ -144,15 +144,24 @@ class SlotTable:
         self.n_staged[slots_B] += counts_B
         self.n_new[slots_B] += counts_B
 
-    def take_back(self, slots_B: np.ndarray) -> None:
+    def take_back(self, slots_B: np.ndarray, n_ahead_B: np.ndarray | int = 0) -> None:
         """Remove tokens that have not arrived from the plan, because their drafts were rejected.
 
         Args:
-            slots_B: Slots of sequences of which nothing else is in flight.
+            slots_B: Slots of the sequences.
+            n_ahead_B: Largest number of tokens of each sequence that are in flight.
         """
-        n_new_B = self.n_new[slots_B]
-        self.n_sampled[slots_B] = n_new_B
-        self.n_kv[slots_B] = self.n_prompt[slots_B] + n_new_B - 1
+        n_sampled_B = self.n_new[slots_B] + n_ahead_B
+        self.n_sampled[slots_B] = n_sampled_B
+        self.n_kv[slots_B] = self.n_prompt[slots_B] + n_sampled_B - 1
+
+    def needs_lists(self, slots_B: np.ndarray) -> bool:
+        """Return whether the host must read the drafts of some sequence: for a grammar, penalties or edits of logits.
+
+        Args:
+            slots_B: The slots.
+        """
+        return bool((self.has_grammar[slots_B] | self.is_penalized[slots_B] | self.needs_edits[slots_B]).any())
 
     def has_stopped(self, slots_B: np.ndarray, tokens_B: np.ndarray) -> np.ndarray:
         """Return whether a token ends its sequence, (B,) bool.

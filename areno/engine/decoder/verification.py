@@ -34,10 +34,13 @@ class TableDrafts:
         table: The table.
         n_tokens: Number J of drafted tokens of each sequence.
         slots_B: int64, slots of the B sequences.
-        contexts_BW: int64, the last W tokens of each sequence, the last one at the end. -1 before the text begins.
+        contexts_BW: int64, the last W arrived tokens of each sequence, the last one at the end. -1 before the text
+            begins.
         scopes_B: int64, scope of each sequence.
-        positions_B: int64, index in the completion of the first drafted token of each sequence.
-        rooms_B: int64, how many drafted tokens of each sequence can be verified.
+        n_new_B: int64, number of completion tokens of each sequence that have arrived.
+        limits_B: int64, for each sequence the first position that has no KV block, or lies beyond its largest length.
+        follows_B: bool, whether the sequence gets more tokens from a step with TableDrafts that is in flight. The
+            numbers above are then those before that step.
         verified: Called with (these drafts, sampled tokens (B, 1 + J) int64, number of them that each sequence got (B,)
             int64, whether each drafted token and all before it were right (B, J) bool) when the tokens have arrived.
     """
@@ -47,9 +50,15 @@ class TableDrafts:
     slots_B: np.ndarray
     contexts_BW: np.ndarray
     scopes_B: np.ndarray
-    positions_B: np.ndarray
-    rooms_B: np.ndarray
+    n_new_B: np.ndarray
+    limits_B: np.ndarray
+    follows_B: np.ndarray
     verified: Callable[[TableDrafts, np.ndarray, np.ndarray, np.ndarray], None]
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows of a sequence in the step: its last token, and the drafted tokens."""
+        return 1 + self.n_tokens
 
 
 Drafts = list[list[int]] | TableDrafts
