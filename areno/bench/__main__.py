@@ -31,10 +31,10 @@ from areno.bench.parity import run_parity, trl_page
 from areno.bench.report import page, record
 from areno.bench.rows import run_sft, sft_page
 from areno.bench.serving import run_agents, run_serving, serving_page
-from areno.bench.shapes import model_folder
 from areno.bench.speculation import run_speculation, speculation_page
 from areno.bench.states import run_states, states_page
 from areno.bench.timing import log_progress, measure
+from areno.bench.work import model_folder
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files import interrupts
 from areno.models.cost import Cost

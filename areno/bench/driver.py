@@ -22,9 +22,8 @@ from typing import Any
 from unittest import mock
 
 from areno.bench.arguments import Settings
-from areno.bench.shapes import Texts
 from areno.bench.timing import log_progress
-from areno.bench.work import Work
+from areno.bench.work import Texts, Work
 from areno.engine import engine as engine_module
 from areno.engine.processes.messages import Outputs, pack
 from areno.engine.requests import RequestLimits

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from areno.bench.arguments import Settings
-from areno.bench.shapes import Texts, model_folder
 from areno.bench.timing import log_progress
-from areno.bench.work import Work
+from areno.bench.work import Texts, Work, model_folder
 from areno.config.datasets import DatasetConfig
 from areno.config.models import ModelConfig
 from areno.config.run import EngineConfig, SaverConfig

@@ -25,8 +25,8 @@ from areno.agents.proxy import SessionProxy
 from areno.agents.trajectories import AgentBatch, AgentContext
 from areno.bench.areno_contender import ArenoContender, requests, sampling_page, speeds
 from areno.bench.arguments import Settings
-from areno.bench.shapes import Texts
 from areno.bench.timing import log_progress, repeat_name
+from areno.bench.work import Texts
 from areno.config.rollout import AgentConfig
 from areno.server.app import build_server
 from areno.server.sampling import ServerLimits

@@ -30,7 +30,7 @@ from areno.recipes import grpo
 from areno.types import GenerationRequest, SamplingParams
 
 _EPOCHS = 3  # rollouts of all prompts before the timed ones
-_WARM_UP = 4  # rollouts of each number of samples before the timed ones
+_WARM_UP = 8  # rollouts of each number of samples before the timed ones
 _RESULT_TOKENS = 12  # tokens of a tool's made-up result
 
 

@@ -4,12 +4,14 @@ A worker applies them if the setting `engine.deterministic` is true. areno's own
 always add in a fixed order, and their random numbers depend on counters, not on earlier draws. The libraries need
 settings. Some CUDA operations of torch add in the order in which threads arrive. cuBLAS may split a product
 according to the workspace of the stream. NCCL may reduce inside the network switch.
+
+`Threads` sets the number of threads on a CPU. For small passes of a tiny model, one thread is faster than several.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -23,6 +25,8 @@ _KEY = Key("engine.deterministic")
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACES = (":4096:8", ":16:8")  # a fixed size for all streams; torch accepts only these values
 _memory: Any = torch.utils.deterministic  # Any, because type checkers do not know its settings
+_ONE_BELOW = 5_000_000  # parameters
+_ALL_FROM = 600_000_000  # parameters x tokens: where all threads began to pay in training of a tiny model
 _SAYS = " does not have a deterministic implementation"
 
 
@@ -144,3 +148,38 @@ def nondeterministic_operations_named() -> Iterator[None]:
             _KEY,
             _KEY,
         ) from error
+
+
+class Threads:
+    """Sets the number of threads of this process for the models of a rank. No effect on a CUDA device.
+
+    Args:
+        device: The device of the rank.
+        n_ranks: Number of ranks on this machine, which share its threads.
+        size: Returns the number of parameters of the rank's largest model.
+        one_number: Whether a model always has the same number of threads, as exact arithmetic needs.
+    """
+
+    def __init__(self, device: torch.device, n_ranks: int, size: Callable[[], int], one_number: bool):
+        self._on_cpu, self._size, self._one_number = device.type == "cpu", size, one_number
+        self._most = max(1, torch.get_num_threads() // n_ranks)
+        self.set()
+
+    def set(self) -> None:
+        """Set the number of threads for decoding, after the models have changed."""
+        if self._on_cpu:
+            torch.set_num_threads(1 if self._size() < _ONE_BELOW else self._most)
+
+    @contextmanager
+    def for_pass(self, n_tokens: int) -> Iterator[None]:
+        """Return a context with the number of threads for a pass of training or scoring.
+
+        Args:
+            n_tokens: Number of tokens that the pass computes.
+        """
+        if self._on_cpu and not self._one_number and self._size() * n_tokens >= _ALL_FROM:
+            torch.set_num_threads(self._most)
+        try:
+            yield
+        finally:
+            self.set()

@@ -27,7 +27,7 @@ from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, Want
 from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.drafts import NgramDrafter, step_costs
-from areno.engine.deterministic import nondeterministic_operations_named, without_deterministic_mode
+from areno.engine.deterministic import Threads, nondeterministic_operations_named, without_deterministic_mode
 from areno.engine.memory import (
     free_unused,
     host_bytes_free,
@@ -41,7 +41,6 @@ from areno.engine.requests import RequestLimits
 from areno.engine.roles import Roles
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, Sharing, UpdateSpec
 from areno.engine.state.checkpointer import StateCheckpointer
-from areno.engine.threads import Threads
 from areno.engine.token_budget import TokenBudgets
 from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepMicroBatches, TrainResult

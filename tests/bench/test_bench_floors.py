@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from areno.bench.device import decode_s, floors, prefill_s
-from areno.bench.shapes import model_folder
 from areno.bench.timing import Timed, measure
-from areno.bench.work import Work, row
+from areno.bench.work import Work, model_folder, row
 from areno.models.cost import Cost, forward_flops, pairs, train_flops
 from areno.models.registry import load_config
 from areno.models.speed import Rates

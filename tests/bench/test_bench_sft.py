@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areno.bench.__main__ import main
-from areno.bench.shapes import model_folder
+from areno.bench.work import model_folder
 from areno.models.cost import Cost
 from areno.models.registry import load_config
 from areno.user_processes.pool import usable_cores

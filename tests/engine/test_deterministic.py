@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from areno.bench import __main__ as bench
-from areno.bench.shapes import model_folder as shape_folder
+from areno.bench.work import model_folder as shape_folder
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig
 from areno.engine.deterministic import begin_deterministic, end_deterministic

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from areno.bench.shapes import model_folder as shape_folder
+from areno.bench.work import model_folder as shape_folder
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig, SamplingConfig
 from areno.engine.engine import Engine

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areno.bench.shapes import model_folder
+from areno.bench.work import model_folder
 from areno.config.rollout import DecoderConfig, SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import RolloutSpec

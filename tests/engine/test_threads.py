@@ -10,8 +10,8 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.engine import threads
+from areno.engine.deterministic import Threads
 from areno.engine.engine import Engine
-from areno.engine.threads import Threads
 from areno.engine.train.backend import TrainBackend
 from tests.helpers.tiny_engine import engine_spec
 

@@ -13,8 +13,7 @@ import torch
 import transformers
 
 from areno.bench.device import decode_s, prefill_s
-from areno.bench.shapes import model_folder
-from areno.bench.work import Work
+from areno.bench.work import Work, model_folder
 from areno.config.models import OptimizerConfig
 from areno.config.run import EngineConfig, Layout
 from areno.engine.engine import Engine

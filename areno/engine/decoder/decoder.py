@@ -183,7 +183,7 @@ class Decoder:
         """
         self.drafter = drafter if self.runner.model.config.delta is None else None
         if isinstance(self.drafter, NgramDrafter):
-            self.runner.use_ngrams(self.drafter.table)
+            self.runner.ngrams.use(self.drafter.table)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. It joins the batch in one of the next steps.
@@ -538,7 +538,7 @@ class Decoder:
                     follows_B = np.isin(drafts.slots_B, self._in_flight[0].slots_B)
                     drafts = replace(drafts, follows_B=follows_B)
                 return drafts
-            drafts = self.runner.look_up(drafts)
+            drafts = self.runner.ngrams.look_up(drafts)
         if any(drafts):
             for sequence in sequences:
                 sequence.settle()

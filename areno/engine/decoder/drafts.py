@@ -1,9 +1,9 @@
 """Drafts from repetition: the tokens that followed the last tokens of a sample when they occurred before.
 
-NgramDrafter keeps the table of `kernels/drafts` up to date, from which the device drafts. SampleMemory keeps finished
-samples until their scope is sampled again. A scope is a set of samples that resemble each other, such as the samples of
-a prompt. DraftLength decides how many tokens to draft. All decisions depend on counts only, so all ranks that share a
-model decide alike.
+NgramDrafter fills the table of `kernels/sampling/drafts.py`, from which the device drafts. SampleMemory keeps finished
+samples until their scope is sampled again. A scope is a set of samples that resemble each other, such as the
+samples of a prompt. DraftLength decides how many tokens to draft. All decisions depend on counts only, so all ranks
+that share a model decide alike.
 
 Shape letters: B sequences, R = 1 + J rows of a sequence in a step with J drafted tokens, W = CONTEXT last tokens.
 """
@@ -20,7 +20,7 @@ import torch
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.engine.decoder.verification import DRAFT_LENGTHS, TableDrafts
-from areno.kernels.drafts import CONTEXT, LEVELS, NgramTable, add_texts
+from areno.kernels.sampling import CONTEXT, LEVELS, NgramTable, add_texts
 from areno.types import GenerationRequest
 
 MAX_SEQUENCES = 256  # larger batches do not draft: their time grows in proportion to the number of rows
@@ -31,7 +31,8 @@ _MOST = max(DRAFT_LENGTHS)
 _SAMPLE_OVERHEAD = 64  # memory of a sample in addition to its tokens, in tokens
 _CHUNK = 64  # prompts are compared in chunks of this many tokens
 _PENDING_TOKENS = 1 << 18  # of texts that wait to be entered; the oldest are dropped
-_ENTERED_AT_ONCE = 1 << 15  # tokens that are entered before a step
+_FINISHED = 8192  # samples that wait for the next step with drafts; the oldest are dropped
+_ENTERED_AT_ONCE = 1 << 14  # tokens that are entered before a step
 _ENTERED_EVERY = 16  # steps with drafts, after which the new tokens of the sequences are entered
 _LEAST_GAIN = 1.03  # least expected speed with drafts, relative to the speed without
 _SHORT_PAUSE, _LONGEST_PAUSE = 8, 128  # steps
@@ -114,13 +115,11 @@ class StepCosts:
         fixed: Time of a step without rows, mostly for reading the weights.
         verification: Time that a step with drafts takes beyond that of a step with the same number of rows.
         most_rows: Largest number of rows of a step with drafts.
-        host: Time of the host for each sequence of a step with drafts, during which the device waits.
     """
 
     fixed: float
     verification: float
     most_rows: int
-    host: float = 0.0
 
     def plain_rate(self, n_rows: int) -> float:
         """Return how many tokens a step without drafts samples in the time of one more row.
@@ -137,7 +136,7 @@ class StepCosts:
             n_rows: Number of sequences.
             n_drafted: Number of drafted tokens of all sequences together, or an array of such numbers.
         """
-        return self.fixed + self.verification + (1 + self.host) * n_rows + n_drafted
+        return self.fixed + self.verification + n_rows + n_drafted
 
 
 def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -> StepCosts:
@@ -153,14 +152,11 @@ def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -
     """
     if not on_cuda:
         row_ms = 0.12 + 1e-7 * n_params
-        return StepCosts(fixed=(5 + 4e-7 * n_params) / row_ms, verification=0.5 / row_ms, most_rows=n_rows)
+        return StepCosts(fixed=(5 + 4e-7 * n_params) / row_ms, verification=2.5 / row_ms, most_rows=n_rows)
     row_us = 0.7 + 4e-9 * n_params  # sampling and attention, and two operations for each parameter
-    # Measured on an H100 with 0.6B: 1.1 ms without drafts for 1 to 60 rows, 2.6 ms with drafts.
+    # Measured on an H100 with 0.6B: 1.12 ms without drafts, with 7 drafted tokens 1.44 ms for 8 sequences.
     return StepCosts(
-        fixed=max(240, (1000 if use_graphs else 3000) / row_us),
-        verification=1400 / row_us,
-        most_rows=n_rows,
-        host=12 / row_us,
+        fixed=max(240, (1000 if use_graphs else 3000) / row_us), verification=250 / row_us, most_rows=n_rows
     )
 
 
@@ -306,6 +302,8 @@ class NgramDrafter:
         self._chunks = set[int]()  # hashes of prompts, each up to the end of a chunk, that were entered
         self._pending = deque[_Text]()
         self._n_pending = self._n_steps = self._n_entered = 0
+        # (sample, number of its tokens in the table). A rollout that never drafts spends no more time on them.
+        self._finished = deque[tuple[Sequence, int]](maxlen=_FINISHED)
         self._texts: _SlotTexts | None = None
         self._n_tokens = 0
 
@@ -322,6 +320,7 @@ class NgramDrafter:
             self.table.clear()
             self.memory.clear()
             self._loaded.clear()
+            self._finished.clear()
             self._pending.clear()
             self._n_pending = 0
         self.length.begin(costs, kept=0.5 if self._remembers else 0.0)
@@ -341,17 +340,22 @@ class NgramDrafter:
         Args:
             sequence: The sequence, all of whose tokens have arrived, and which is still in the batch.
         """
-        tokens, prompt = sequence.completion_tokens(), sequence.request.prompt
-        if not len(tokens):
-            return
-        scope, texts, slot = self._scope(sequence.request), self._texts, sequence.slot
-        self.memory.add(scope, prompt[-CONTEXT:], tokens)
-        n_known = 0
+        n_known, texts, slot = 0, self._texts, sequence.slot
         if texts is not None and sequence.table is not None and texts.owner[slot] == sequence.table.owner[slot]:
             n_known = int(texts.n_entered[slot]) - sequence.n_prompt
-        self._load(scope, but_newest=True)
-        before = [*prompt[-CONTEXT:], *tokens[max(0, n_known - CONTEXT) : n_known].tolist()]
-        self._await(_Text(scope, before[-CONTEXT:], tokens[n_known:]))
+        self._finished.append((sequence, n_known))
+
+    def _take_finished(self) -> None:
+        """Put finished samples into the memory, and await their tokens that the table does not have."""
+        for sequence, n_known in self._finished:
+            tokens, prompt = sequence.completion_tokens(), sequence.request.prompt
+            if len(tokens):
+                scope = self._scope(sequence.request)
+                self.memory.add(scope, prompt[-CONTEXT:], tokens)
+                self._load(scope, but_newest=True)
+                before = [*prompt[-CONTEXT:], *tokens[max(0, n_known - CONTEXT) : n_known].tolist()]
+                self._await(_Text(scope, before[-CONTEXT:], tokens[n_known:]))
+        self._finished.clear()
 
     def propose(self, sequences: list[Sequence]) -> TableDrafts:
         """Return the drafts of the next step, which the device looks up.
@@ -365,6 +369,7 @@ class NgramDrafter:
         if self._texts is None:
             self._texts = _SlotTexts(len(slots.owner))
         texts = self._texts
+        self._take_finished()
         slots_B = np.array([sequence.slot for sequence in sequences], dtype=np.int64)
         is_new_B = texts.owner[slots_B] != slots.owner[slots_B]
         for row in np.flatnonzero(is_new_B | (texts.n_new[slots_B] != slots.n_new[slots_B])).tolist():

@@ -20,18 +20,17 @@ from torch.nn import functional as F
 from areno.engine.decoder.attention_split import PrefixGroups, split_attention
 from areno.engine.decoder.block_manager import BlockEntries, BlockManager, KVLayout
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
-from areno.engine.decoder.graphs import Captures, DecodeGraphs, GraphCache, bucket_sizes, drafting_sizes
+from areno.engine.decoder.graphs import Captures, DecodeGraphs, GraphCache, bucket_sizes
 from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillTensors
 from areno.engine.decoder.sampler import LogitEdits, PendingTokens, SlotSampler, sample_edited, scores_of
 from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
-from areno.engine.decoder.verification import DraftedRows, TableDrafts
+from areno.engine.decoder.verification import DraftedRows, NgramSteps, TableDrafts
 from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
 from areno.kernels.delta import DeltaWeights, RowChunks
-from areno.kernels.drafts import CONTEXT, NgramTable, draft_tokens
 from areno.kernels.paged import PagedBatch, decode_attention, max_group_rows
 from areno.kernels.sampling import SamplingFlags, can_sample_columns, can_sample_hidden
 from areno.layers.adapter import sampling
@@ -95,22 +94,32 @@ class Runner:
             model.config.num_heads // model.tp.size // self.cache.n_heads, self.fixed_order
         )
         self.n_multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
+        groups_rows = self.uses_prefix_groups and not self.fixed_order and not blocks.has_windows
+        self.ngrams = NgramSteps(
+            self._decode,
+            self.sampler,
+            partial(
+                split_attention,
+                block_size=self.cache.block_size,
+                group_size=self.group_size,
+                n_multiprocessors=self.n_multiprocessors,
+                n_heads=self.cache.n_heads,
+                fixed_order=self.fixed_order,
+            ),
+            block_size=self.cache.block_size,
+            group_size=self.group_size if groups_rows else 0,
+        )
         self.graphs: DecodeGraphs | None = None
-        self._drafting_graphs: dict[int, DecodeGraphs] = {}  # by the number of rows of a sequence
-        self._captures: Captures | None = None
-        self._ngrams: NgramTable | None = None
-        # Of the last step that drafted: tokens that each slot got, and its last tokens afterwards, the last one first.
-        self._gained = torch.zeros(n_slots, dtype=torch.int64, device=self.device)
-        self._last_tokens = torch.zeros(CONTEXT, n_slots, dtype=torch.int64, device=self.device)
         self.prefill_graphs: PrefillGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
-            captures = self._captures = Captures(self.device, may_fail=model.tp.size == 1)
+            captures = Captures(self.device, may_fail=model.tp.size == 1)
             sizes = sorted({*bucket_sizes(max_running), usual_running or max_running})
             self.graphs = DecodeGraphs(self._decode, sizes, (max_running, 0, 0, 0), captures)
             if self._pads_prefills:
                 scratch = blocks.scratch * blocks.block_size
                 n_params = sum(parameter.numel() for parameter in model.layers.parameters())
                 self.prefill_graphs = PrefillGraphs(self._prefill_logits, scratch, captures, n_params)
+            self.ngrams.captures = captures
         elif use_graphs and on_cuda:  # the torch form of paged attention needs the longest length on the host
             logger.warning("decode without CUDA graphs, which need triton, and a GPU of compute capability 7.0 or more")
 
@@ -129,8 +138,8 @@ class Runner:
     @property
     def all_graphs(self) -> list[GraphCache[Any]]:
         """The CUDA graphs of decode steps, steps with drafts, and prefills. Empty if passes run without graphs."""
-        found = (self.graphs, *self._drafting_graphs.values(), self.prefill_graphs)
-        return [each.graphs for each in found if each is not None]
+        found = (self.graphs, self.prefill_graphs)
+        return [*(each.graphs for each in found if each is not None), *self.ngrams.graphs]
 
     def _sample(
         self,
@@ -460,7 +469,7 @@ class Runner:
             PendingTokens describes.
         """
         if isinstance(scheduled.drafts, TableDrafts):
-            return self._launch_drafting(scheduled, scheduled.drafts)
+            return self.ngrams.launch(scheduled.drafts, scheduled.table)
         if scheduled.drafts is not None:
             return self._launch_verification(scheduled, scheduled.drafts)
         sequences, slots_B, table = scheduled.decode, scheduled.slots_B, scheduled.table
@@ -533,150 +542,6 @@ class Runner:
         return self._decode(
             rows_5N, self._upload(split.split_lens), groups, split.splits, flags, max_len, edits, sampler
         )
-
-    def use_ngrams(self, table: NgramTable | None) -> None:
-        """Set the table from which steps with TableDrafts draft.
-
-        Args:
-            table: The table. CUDA graphs that read another one are dropped.
-        """
-        if table is not self._ngrams:
-            self._ngrams = table
-            self._drafting_graphs.clear()
-
-    def look_up(self, drafts: TableDrafts) -> list[list[int]]:
-        """Return the drafts of a table as lists. Waits for the device.
-
-        Args:
-            drafts: The drafts.
-        """
-        found_BJ = draft_tokens(
-            drafts.table,
-            self._upload(drafts.contexts_BW[:, ::-1].T.copy()),
-            self._upload(drafts.scopes_B),
-            self._upload(drafts.slots_B),
-            self._upload(drafts.n_new_B),
-            self.sampler.tensors,
-            drafts.n_tokens,
-        )
-        return [[token for token in draft if token >= 0] for draft in found_BJ.tolist()]
-
-    def _launch_drafting(self, scheduled: SchedulerOutput, drafts: TableDrafts) -> Tensor:
-        """Launch the decode pass of a step that drafts from a table of n-grams, as a CUDA graph if possible.
-
-        Returns:
-            (3, B (1 + J)) float64: token, log-probability and input token of each row. The input token is -1 for a row
-            without a draft, and -2 for a row without room.
-        """
-        slots_B, table, n_rows, block_size = drafts.slots_B, scheduled.table, drafts.n_rows, self.cache.block_size
-        before_B = table.n_prompt[slots_B] + drafts.n_new_B - 1  # positions before the rows of a sequence, at least
-        shared_B, groups_BG = np.zeros_like(before_B), None
-        if self.uses_prefix_groups and not self.fixed_order and not self.blocks.has_windows:
-            shared_B = before_B // block_size * block_size  # the rows of a sequence are a prefix group
-            groups_BG = np.full((len(slots_B), self.group_size), -1, dtype=np.int64)
-            groups_BG[:, :n_rows] = np.arange(len(slots_B) * n_rows).reshape(-1, n_rows)
-        split = split_attention(
-            [],
-            block_size,
-            group_size=self.group_size,
-            n_multiprocessors=self.n_multiprocessors,
-            max_groups=0,
-            n_heads=self.cache.n_heads,
-            fixed_order=self.fixed_order,
-            lengths_B=table.n_kv[slots_B],
-            groups=PrefixGroups(shared_B, groups_BG, shared_B.tolist()),
-        )
-        inputs = np.empty((6 + CONTEXT, len(slots_B)), dtype=np.int64)
-        inputs[0], inputs[1], inputs[2], inputs[3] = slots_B, drafts.n_new_B, before_B, drafts.limits_B
-        inputs[4], inputs[5], inputs[6:] = drafts.follows_B, drafts.scopes_B, drafts.contexts_BW[:, ::-1].T
-        flags = self.sampler.flags(table, slots_B, drafts.n_new_B)
-        if (graphs := self._graphs_of_drafting(n_rows)) is not None:
-            return graphs.run(inputs, split, flags).flatten(1)
-        groups_GR = None if groups_BG is None else self._upload(groups_BG)
-        given = self._upload(inputs), self._upload(split.split_lens), groups_GR
-        most = int(table.n_kv[slots_B].max())
-        return self._draft_and_verify(n_rows, *given, split.splits, flags, most).flatten(1)
-
-    def _graphs_of_drafting(self, n_rows: int) -> DecodeGraphs | None:
-        """Return the CUDA graphs of steps that draft, with `n_rows` rows for a sequence. None if no graphs are used."""
-        if self._captures is not None and n_rows not in self._drafting_graphs:
-            most = self.sampler.n_slots - 1
-            padding = (most, *[0] * (5 + CONTEXT))
-            body = partial(self._draft_and_verify, n_rows)
-            self._drafting_graphs[n_rows] = DecodeGraphs(
-                body, drafting_sizes(most), padding, self._captures, at_once=False
-            )
-        return self._drafting_graphs.get(n_rows)
-
-    def _draft_and_verify(
-        self,
-        n_rows: int,
-        inputs: Tensor,
-        split_lens: Tensor,
-        prefix_groups_GR: Tensor | None,
-        splits: tuple[int, int],
-        flags: SamplingFlags,
-        max_len: int | None = None,
-    ) -> Tensor:
-        """Draft the next tokens of B sequences, run the model on them, and sample the tokens that they should be.
-
-        A sequence has R rows: its last token, then the drafted tokens. Its rows are a prefix group.
-
-        Args:
-            n_rows: R.
-            inputs: (6 + W, B) int64. For each sequence: its slot, number of completion tokens, number of positions
-                before its rows, first position without room, 1 if it has got more tokens from the last step that
-                drafted and 0 otherwise, scope, and its W last tokens, the last one first.
-            split_lens: As for `_decode`.
-            prefix_groups_GR: As for `_decode`.
-            splits: As for `_decode`.
-            flags: Sampling operations that at least one row needs. Penalties, masks and edits are not supported.
-            max_len: As for `_decode`.
-
-        Returns:
-            (3, B, R) float64: token, log-probability and input token of each row. The input token is -1 for a row
-            without a draft, and -2 for a row without room.
-        """
-        assert self._ngrams is not None
-        settings, scratch, device = self.sampler.tensors, self.sampler.n_slots - 1, inputs.device
-        slots_B, index_B, before_B, limits_B, follows_B, scopes_B = inputs[:6]
-        gained_B = follows_B * self._gained[slots_B]
-        index_B = index_B + gained_B
-        contexts_WB = torch.where(follows_B > 0, self._last_tokens[:, slots_B], inputs[6:])
-        drafts_BJ = draft_tokens(self._ngrams, contexts_WB, scopes_B, slots_B, index_B, settings, n_rows - 1)
-        number = torch.arange(n_rows, device=device)
-        positions_BR = (before_B + gained_B)[:, None] + number
-        has_room_BR = positions_BR < limits_B[:, None]
-        inputs_BR = torch.cat((contexts_WB[0, :, None], drafts_BJ), dim=1)
-        shared_B1 = torch.zeros_like(before_B)[:, None]
-        if prefix_groups_GR is not None:
-            shared_B1 = (before_B - before_B % self.cache.block_size)[:, None]
-        rows = torch.where(
-            has_room_BR,
-            torch.stack(
-                (
-                    slots_B[:, None].expand_as(positions_BR),
-                    positions_BR,
-                    index_B[:, None] + number,
-                    shared_B1.expand_as(positions_BR),
-                    inputs_BR.clamp(min=0),
-                )
-            ),
-            0,
-        ).view(5, -1)
-        rows[0].masked_fill_(~has_room_BR.view(-1), scratch)
-        of_rows = self.sampler.at_rows(rows[0], flags)
-        out_2N = self._decode(rows, split_lens, prefix_groups_GR, splits, flags, max_len, of_rows=of_rows)
-        tokens_BR = out_2N[0].long().view(-1, n_rows)
-        is_right_BJ = (tokens_BR[:, :-1] == drafts_BJ) & has_room_BR[:, 1:]
-        gained_B = (1 + is_right_BJ.long().cumprod(1).sum(1)) * has_room_BR[:, 0]
-        both_BL = torch.cat((contexts_WB.flip(0).T, tokens_BR), dim=1)
-        back_W = torch.arange(CONTEXT - 1, -1, -1, device=device)
-        last_BW = both_BL.gather(1, gained_B[:, None] + back_W)
-        self._gained[slots_B] = gained_B
-        self._last_tokens[:, slots_B] = last_BW.T
-        settings.last_token[slots_B] = last_BW[:, 0]
-        return torch.cat((out_2N.view(2, -1, n_rows), inputs_BR.masked_fill(~has_room_BR, -2).double()[None]))
 
     def _known_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
         """Return the shared-prefix groups of the last decode step if this step has the same sequences, else None.

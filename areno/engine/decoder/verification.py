@@ -12,14 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from areno.engine.decoder.attention_split import AttentionSplit, PrefixGroups
 from areno.engine.decoder.grammar import masks_along
+from areno.engine.decoder.graphs import Captures, DecodeGraphs, GraphCache, GraphKey, drafting_sizes
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
-from areno.kernels.drafts import NgramTable
+from areno.kernels.sampling import CONTEXT, NgramTable, SamplingFlags, SamplingSettings, draft_tokens
 
 # Numbers of drafted tokens of a sequence. With its last token, these are 2, 4 and 8 rows, at most a group of rows that
 # share prefixes.
@@ -190,3 +195,189 @@ class DraftedRows:
                 masks_NW[row : row + 1 + len(draft)] = masks_along(grammar, draft)[:, :n_words]
             row += 1 + len(draft)
         return masks_NW
+
+
+class RowSampler(Protocol):
+    """The sampling settings on the device, as SlotSampler holds them."""
+
+    n_slots: int
+    tensors: SamplingSettings
+
+    def flags(self, table: SlotTable, slots_B: np.ndarray, index_B: np.ndarray | None = None) -> SamplingFlags:
+        """Return the sampling operations that at least one of some slots needs."""
+        ...
+
+    def at_rows(self, slots_N: Tensor, flags: SamplingFlags) -> RowSampler:
+        """Return settings with a slot for each of N rows."""
+        ...
+
+
+class NgramSteps:
+    """Runs the decode pass of steps with TableDrafts, as CUDA graphs if possible.
+
+    The device keeps what it needs to draft again before the host has read the tokens: how many tokens each slot got,
+    and its last tokens.
+
+    Args:
+        decode: Runs the model on rows, and samples a token for each, as `Runner._decode` does.
+        sampler: The sampling settings.
+        split: `split_attention` with all arguments that do not depend on the step.
+        block_size: Number of tokens in a KV block.
+        group_size: Largest number of rows of a prefix group, which the rows of a sequence form. 0 for no groups.
+
+    Attributes:
+        captures: Captures CUDA graphs. None for no graphs.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[..., Tensor],
+        sampler: RowSampler,
+        split: Callable[..., AttentionSplit],
+        *,
+        block_size: int,
+        group_size: int,
+    ):
+        self._decode, self._sampler, self._split = decode, sampler, split
+        self._block_size, self._group_size = block_size, group_size
+        self._device = sampler.tensors.key.device
+        self._table: NgramTable | None = None
+        self._gained = torch.zeros(sampler.n_slots, dtype=torch.int64, device=self._device)
+        self._last_tokens = torch.zeros(CONTEXT, sampler.n_slots, dtype=torch.int64, device=self._device)
+        self._graphs: dict[int, DecodeGraphs] = {}  # by the number of rows of a sequence
+        self.captures: Captures | None = None
+
+    @property
+    def graphs(self) -> list[GraphCache[GraphKey]]:
+        """The CUDA graphs."""
+        return [each.graphs for each in self._graphs.values()]
+
+    def use(self, table: NgramTable) -> None:
+        """Set the table.
+
+        Args:
+            table: The table. CUDA graphs that read another one are dropped.
+        """
+        if table is not self._table:
+            self._table = table
+            self._graphs.clear()
+
+    def look_up(self, drafts: TableDrafts) -> list[list[int]]:
+        """Return drafts as lists. Waits for the device.
+
+        Args:
+            drafts: The drafts. All tokens of the sequences have arrived.
+        """
+        given = (drafts.contexts_BW[:, ::-1].T.copy(), drafts.scopes_B, drafts.slots_B, drafts.n_new_B)
+        contexts_WB, scopes_B, slots_B, n_new_B = (self._upload(each) for each in given)
+        settings = self._sampler.tensors
+        found_BJ = draft_tokens(drafts.table, contexts_WB, scopes_B, slots_B, n_new_B, settings, drafts.n_tokens)
+        return [[token for token in draft if token >= 0] for draft in found_BJ.tolist()]
+
+    def launch(self, drafts: TableDrafts, table: SlotTable) -> Tensor:
+        """Launch the decode pass of a step.
+
+        Args:
+            drafts: The drafts of the step.
+            table: The numbers of all slots.
+
+        Returns:
+            (3, B (1 + J)) float64: token, log-probability and input token of each row. The input token is -1 for a row
+            without a draft, and -2 for a row without room.
+        """
+        slots_B, n_rows = drafts.slots_B, drafts.n_rows
+        before_B = table.n_prompt[slots_B] + drafts.n_new_B - 1  # positions before the rows of a sequence, at least
+        shared_B, groups_BG = np.zeros_like(before_B), None
+        if self._group_size:
+            shared_B = before_B // self._block_size * self._block_size
+            groups_BG = np.full((len(slots_B), self._group_size), -1, dtype=np.int64)
+            groups_BG[:, :n_rows] = np.arange(len(slots_B) * n_rows).reshape(-1, n_rows)
+        groups = PrefixGroups(shared_B, groups_BG, shared_B.tolist())
+        split = self._split([], max_groups=0, lengths_B=table.n_kv[slots_B], groups=groups)
+        if groups_BG is not None:  # few numbers of splits, so few graphs; a split without positions costs little
+            split.splits = split.splits[0], 4 if split.splits[1] <= 4 else 16
+        inputs = np.empty((6 + CONTEXT, len(slots_B)), dtype=np.int64)
+        inputs[0], inputs[1], inputs[2], inputs[3] = slots_B, drafts.n_new_B, before_B, drafts.limits_B
+        inputs[4], inputs[5], inputs[6:] = drafts.follows_B, drafts.scopes_B, drafts.contexts_BW[:, ::-1].T
+        flags = self._sampler.flags(table, slots_B, drafts.n_new_B)
+        if self.captures is not None:
+            return self._graphs_of(n_rows, self.captures).run(inputs, split, flags).flatten(1)
+        groups_GR = None if groups_BG is None else self._upload(groups_BG)
+        given = self._upload(inputs), self._upload(split.split_lens), groups_GR
+        most = int(table.n_kv[slots_B].max())
+        return self._draft_and_verify(n_rows, *given, split.splits, flags, most).flatten(1)
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        host = torch.from_numpy(array)
+        return host if self._device.type != "cuda" else host.pin_memory().to(self._device, non_blocking=True)
+
+    def _graphs_of(self, n_rows: int, captures: Captures) -> DecodeGraphs:
+        """Return the CUDA graphs of steps with `n_rows` rows for a sequence."""
+        if n_rows not in self._graphs:
+            most = self._sampler.n_slots - 1
+            padding, body = (most, *[0] * (5 + CONTEXT)), partial(self._draft_and_verify, n_rows)
+            self._graphs[n_rows] = DecodeGraphs(body, drafting_sizes(most), padding, captures)
+        return self._graphs[n_rows]
+
+    def _draft_and_verify(
+        self,
+        n_rows: int,
+        inputs: Tensor,
+        split_lens: Tensor,
+        prefix_groups_GR: Tensor | None,
+        splits: tuple[int, int],
+        flags: SamplingFlags,
+        max_len: int | None = None,
+    ) -> Tensor:
+        """Draft the next tokens of B sequences, run the model on them, and sample the tokens that they should be.
+
+        A sequence has R rows: its last token, then the drafted tokens.
+
+        Args:
+            n_rows: R.
+            inputs: (6 + W, B) int64. For each sequence: its slot, number of completion tokens, number of positions
+                before its rows, first position without room, 1 if it has got more tokens from the last step that
+                drafted and 0 otherwise, scope, and its W last tokens, the last one first.
+            split_lens: As for `Runner._decode`.
+            prefix_groups_GR: As for `Runner._decode`.
+            splits: As for `Runner._decode`.
+            flags: Sampling operations that at least one row needs. Penalties, masks and edits are not supported.
+            max_len: As for `Runner._decode`.
+
+        Returns:
+            (3, B, R) float64: token, log-probability and input token of each row. The input token is -1 for a row
+            without a draft, and -2 for a row without room.
+        """
+        assert self._table is not None
+        settings, scratch, device = self._sampler.tensors, self._sampler.n_slots - 1, inputs.device
+        slots_B, index_B, before_B, limits_B, follows_B, scopes_B = inputs[:6]
+        gained_B = follows_B * self._gained[slots_B]
+        index_B = index_B + gained_B
+        contexts_WB = torch.where(follows_B > 0, self._last_tokens[:, slots_B], inputs[6:])
+        drafts_BJ = draft_tokens(self._table, contexts_WB, scopes_B, slots_B, index_B, settings, n_rows - 1)
+        inputs_BR = torch.cat((contexts_WB[0, :, None], drafts_BJ), dim=1)
+        number = torch.arange(n_rows, device=device)
+        positions_BR = (before_B + gained_B)[:, None] + number
+        has_room_BR = positions_BR < limits_B[:, None]
+        shared_B = torch.zeros_like(before_B)
+        if prefix_groups_GR is not None:
+            shared_B = before_B - before_B % self._block_size
+        parts: list[Any] = [
+            torch.where(has_room_BR, slots_B[:, None], scratch),
+            *(
+                torch.where(has_room_BR, part, 0)
+                for part in (positions_BR, index_B[:, None] + number, shared_B[:, None], inputs_BR.clamp(min=0))
+            ),
+        ]
+        rows = torch.stack(parts).view(5, -1)
+        of_rows = self._sampler.at_rows(rows[0], flags)
+        out_2N = self._decode(rows, split_lens, prefix_groups_GR, splits, flags, max_len, of_rows=of_rows)
+        tokens_BR = out_2N[0].long().view(-1, n_rows)
+        is_right_BJ = (tokens_BR[:, :-1] == drafts_BJ) & has_room_BR[:, 1:]
+        gained_B = (1 + is_right_BJ.long().cumprod(1).sum(1)) * has_room_BR[:, 0]
+        both_BL = torch.cat((contexts_WB.flip(0).T, tokens_BR), dim=1)
+        last_BW = both_BL.gather(1, gained_B[:, None] + torch.arange(CONTEXT - 1, -1, -1, device=device))
+        self._gained[slots_B] = gained_B
+        self._last_tokens[:, slots_B] = last_BW.T
+        settings.last_token[slots_B] = last_BW[:, 0]
+        return torch.cat((out_2N.view(2, -1, n_rows), inputs_BR.masked_fill(~has_room_BR, -2).double()[None]))

@@ -1,4 +1,4 @@
-"""The table of n-grams in plain torch: which tokens followed the last tokens of a text before.
+"""Drafts of the next tokens of samples, from a table of the tokens that followed the same tokens before.
 
 For each suffix of some lengths (LEVELS), the table keeps the last C tokens that followed it. It is a hash table with
 one entry in each place: a new suffix replaces another one with the same place. An entry holds 31 more bits of the
@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.kernels.sampling import SamplingSettings
-from areno.kernels.sampling.reference import mixed_bits, shifted_right, uniform
+from areno.kernels.sampling.reference import SamplingSettings, mixed_bits, shifted_right, uniform
 
 # (tokens of the suffix, whether it counts only in texts of the same scope), the most reliable first. Among six orders
 # that were tried on searches for countdown, this one accepts the most: 1.56 tokens of 8, where 8, 5, 4 and 3 tokens of
@@ -151,7 +150,7 @@ def draft_tokens(
     settings: SamplingSettings,
     n_tokens: int,
 ) -> Tensor:
-    """Draft tokens in plain torch. The arguments are those of `kernels.drafts.draft_tokens`."""
+    """Draft tokens in plain torch. The arguments are those of `kernels.sampling.draft_tokens`."""
     context_BW = contexts_WB.T.contiguous()
     key_B, is_greedy_B = settings.key[slots_B], settings.greedy[slots_B]
     place_C = torch.arange(KEPT, device=scopes_B.device)

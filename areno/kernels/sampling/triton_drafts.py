@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Drafts as a Triton kernel with one program for each row. Shape letters as in `reference.py`."""
+"""Drafts as a Triton kernel with one program for each row. Shape letters as in `drafts.py`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.drafts.reference import CONTEXT, KEPT, NgramTable
 from areno.kernels.jit import kernel
-from areno.kernels.sampling import SamplingSettings
+from areno.kernels.sampling.drafts import CONTEXT, KEPT, NgramTable
+from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton import _mixed_bits, _uniform
 
 
@@ -23,7 +23,7 @@ def draft_tokens(
     settings: SamplingSettings,
     n_tokens: int,
 ) -> Tensor:
-    """Draft tokens with a Triton kernel. The arguments are those of `kernels.drafts.draft_tokens`."""
+    """Draft tokens with a Triton kernel. The arguments are those of `kernels.sampling.draft_tokens`."""
     n_rows = len(scopes_B)
     out = torch.empty((n_rows, n_tokens), dtype=torch.int64, device=scopes_B.device)
     _draft_tokens_kernel[(n_rows,)](
