@@ -89,7 +89,7 @@ class Worker:
         self.roles["actor"].backend.pass_threads = self._threads.for_pass
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
-        self._is_held = False
+        self._is_held = self._is_untidy = False
         self.states = StateCheckpointer(self.roles, context)
         self._writer = ThreadPoolExecutor(1, "areno-writer")
         self._saving: list[Future[None]] = []
@@ -144,7 +144,7 @@ class Worker:
         Raises:
             EngineError: There is too little memory for the KV cache.
         """
-        before = self._decoder_spec
+        before, self._is_untidy = self._decoder_spec, False
         if self.decoder is not None and before is not None and _of_decoder(before) == _of_decoder(spec):
             self.decoder.reset_cache()
             self.decoder.reset_stats()
@@ -369,9 +369,19 @@ class Worker:
         if self.decoder is None:
             return
         self.decoder.clear()
+        self._is_untidy = True
         if drop:
             self.decoder = self._decoder_spec = None
             free_unused()  # runner and graphs refer to each other, so only the collector frees them
+
+    def tidy(self) -> None:
+        """Free what an ended rollout phase has left behind on the host. Otherwise the next phase does so.
+
+        Thousands of samples take milliseconds, in which a device would wait.
+        """
+        if self._is_untidy and self.decoder is not None:
+            self.decoder.forget_left()
+        self._is_untidy = False
 
     def weights_version(self) -> int:
         """Return the number of optimizer updates applied to the actor."""

@@ -316,6 +316,10 @@ class Decoder:
             self.runner.cache.kv_blocks.zero_()  # attention reads blocks of others with weight 0, and 0 * nan is nan
             self._has_bad_blocks = False
 
+    def forget_left(self) -> None:
+        """Free the host's records of finished samples, so that their keys and values are not used for new requests."""
+        self._scheduler.forget_left()
+
     @property
     def n_tokens_of_waiting(self) -> list[int]:
         """The number of tokens of each sample that was interrupted after its first token and waits to continue."""

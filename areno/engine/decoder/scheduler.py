@@ -335,8 +335,7 @@ class Scheduler:
         """Preempt every sequence. They will be recomputed from their tokens, and their blocks cannot be found again."""
         while self.prefilling or self.running:
             self._preempt_youngest()
-        BlockTables.release([block_tables for block_tables, _, _ in self._left])
-        self._left = []
+        self.forget_left()
 
     def _slots_of_running(self) -> np.ndarray:
         """Return the slots of the running sequences, (B,) int64. The same array until `running` changes."""
@@ -592,6 +591,11 @@ class Scheduler:
             else:
                 released.append(block_tables)
         BlockTables.release(released)
+
+    def forget_left(self) -> None:
+        """Release the blocks of sequences that have left the batch, without adding them to the prefix cache."""
+        left, self._left = self._left, []
+        BlockTables.release([block_tables for block_tables, _, _ in left])
 
     def cache_left(self) -> None:
         """Add the blocks of sequences that have left the batch to the prefix cache, and release these blocks."""

@@ -371,15 +371,18 @@ class Sequence:
         numbers: Any = self.completion
         if numbers is None:
             numbers = self.tokens[self.n_prompt + start :], self.logprobs[start:], self.versions[start:]
-        return GenerationOutput(
-            request_id=self.request.request_id,
-            sample=self.sample,
-            tokens=numbers[0],
-            logprobs=numbers[1],
-            versions=numbers[2],
-            finish_reason=self.finish_reason,
-            cached_tokens=self.n_cached,
-            top_logprobs=self.top_logprobs[start:],
-            prompt_logprobs=[] if self.finish_reason is None else self.prompt_logprobs,
-            phases=phases,
+        return GenerationOutput.of_fields(
+            {
+                "request_id": self.request.request_id,
+                "sample": self.sample,
+                "tokens": numbers[0],
+                "logprobs": numbers[1],
+                "versions": numbers[2],
+                "finish_reason": self.finish_reason,
+                "cached_tokens": self.n_cached,
+                "top_logprobs": self.top_logprobs[start:],
+                "prompt_logprobs": [] if self.finish_reason is None else self.prompt_logprobs,
+                "routes": None,
+                "phases": phases,
+            }
         )

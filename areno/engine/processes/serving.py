@@ -114,7 +114,10 @@ def _fill(pipe: Any, inbox: SimpleQueue[Command | None]) -> None:
 
 
 def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: Any, own_heartbeat: Heartbeat) -> None:
-    """Execute commands until the driver closes the pipe, and decode while there are requests."""
+    """Execute commands until the driver closes the pipe, and decode while there are requests.
+
+    While the driver has no command, the worker tidies up, so that no command waits for that.
+    """
     last_stats = 0.0
     while True:
         for command in _commands(inbox, worker, context):
@@ -132,6 +135,8 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
             if command.id is not None or (reply.error is not None and context.is_leader):
                 reply.events, reply.host_bytes = trace.take(), resident_bytes()
                 pipe.send(reply)
+        if not worker.has_work and inbox.empty():
+            worker.tidy()
         if worker.has_work:
             outputs = worker.step()
             heartbeat.beat()
