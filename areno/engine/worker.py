@@ -432,7 +432,7 @@ class Worker:
         started = time.perf_counter()
         with ExitStack() as stack:
             teachers, divergence = None, update.divergence
-            if divergence is not None and TOP[0] not in steps[0].micro_batches[0][0].fields:
+            if divergence is not None and TOP[0] not in steps[0].rows.fields:
                 hold = partial(self._hold_teacher, divergence)
                 teachers = stack.enter_context(Teachers(hold, divergence.role))
             backend = stack.enter_context(self.roles[role].on_device(training=True))

@@ -132,10 +132,10 @@ def test_a_rank_without_a_row_has_one_in_which_nothing_is_trained():
 
 
 def test_a_unit_larger_than_the_micro_batch_is_one():
-    rows = read_rows([row([1, 2], [True, False])] * 6, vocab_size=10)
+    rows = read_rows([row([1, 2], [True, False], reward=float(i)) for i in range(6)], vocab_size=10)
     for spec in (MicroBatchSpec(mini_bs=2), MicroBatchSpec(max_tokens_per_mb=1)):
         ((step,),) = share_steps(rows, UpdateSpec(spec, rows_per_unit=3))
-        assert step.micro_batches == [rows[:3], rows[3:]]
+        assert [[one.reward for one in batch] for batch in step.micro_batches] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_rows_that_do_not_come_out_even():
@@ -147,7 +147,7 @@ def test_rows_that_do_not_come_out_even():
 
 
 def packed(rows, step_tokens=1, step_rows=1, rows_per_unit=1):
-    (packed,) = pack_step(StepMicroBatches([[rows]], step_tokens, step_rows, 1), rows_per_unit, CPU)
+    (packed,) = pack_step(StepMicroBatches(rows, [[len(rows)]], step_tokens, step_rows, 1), rows_per_unit, CPU)
     return packed
 
 
