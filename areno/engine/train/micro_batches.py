@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -362,17 +362,21 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1
     batches: list[list[int]] = []
     room: list[int] = []
     open_batches: list[int] = []  # with room for the shortest unit
-    shortest = min(lengths, default=0)
-    for unit in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fit = next((i for i in open_batches if room[i] >= lengths[unit]), len(room))
-        if fit == len(room):
-            batches.append([])
-            room.append(budget * cp_size)
-            open_batches.append(fit)
-        batches[fit].append(unit)
-        room[fit] -= lengths[unit]
-        if room[fit] < shortest:
-            open_batches.remove(fit)
+    capacity, shortest = budget * cp_size, min(lengths, default=0)
+    by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for length, of_length in groupby(by_length, key=lengths.__getitem__):
+        left = list(of_length)  # units of one length go into a batch together
+        for batch in open_batches:
+            n = room[batch] // length
+            batches[batch] += left[:n]
+            room[batch] -= length * len(left[:n])
+            left = left[n:]
+        n = max(1, capacity // length)
+        for first in range(0, len(left), n):
+            batches.append(left[first : first + n])
+            room.append(capacity - length * len(batches[-1]))
+            open_batches.append(len(batches) - 1)
+        open_batches = [batch for batch in open_batches if room[batch] >= shortest]
     return sorted(sorted(batch) for batch in batches)
 
 

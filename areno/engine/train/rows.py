@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
@@ -266,7 +266,7 @@ def _any_old(rows: Sequence[TrainSequence]) -> bool:
     return any(row.old_logprobs is not None for row in rows)
 
 
-_COLUMNS = itemgetter("tokens", "prompt_mask", *FIELDS)
+_COLUMNS, _SHAPE = itemgetter("tokens", "prompt_mask", *FIELDS), attrgetter("shape")
 
 
 def _read_arrays(
@@ -291,10 +291,10 @@ def _read_arrays(
     rewards, staleness = [row.reward for row in rows], [row.staleness for row in rows]
     if {*map(type, rewards)} != {float} or {*map(type, staleness)} != {int} or min(staleness) < 0:
         return None
-    shapes = [array.shape for array in columns["tokens"]]
+    shapes = list(map(_SHAPE, columns["tokens"]))
     if {*map(len, shapes)} != {1}:
         return None
-    if any([array.shape for array in columns[name]] != shapes for name in ("prompt_mask", *given)):
+    if any(list(map(_SHAPE, columns[name])) != shapes for name in ("prompt_mask", *given)):
         return None
     lengths = np.fromiter(map(len, columns["tokens"]), np.int64, len(rows))
     if lengths.min() < 1 or (context_len is not None and lengths.max() > context_len):
