@@ -477,6 +477,10 @@ class BlockTables:
 
     A group block is the KV blocks of one group of layers for `block_size` positions, identified by its first block.
 
+    Args:
+        blocks: Allocates the blocks.
+        group_blocks: For each group of layers, the first group blocks of the sequence. None for no blocks.
+
     Attributes:
         group_blocks: For each group of layers, one group block for every `block_size` positions.
         n_skipped: For each group of layers, how many of the first group blocks have been freed because they lie before
@@ -489,11 +493,10 @@ class BlockTables:
 
     __slots__ = ("_blocks", "capacity", "group_blocks", "n_registered", "n_skipped", "n_uploaded", "prefix_id")
 
-    def __init__(self, blocks: BlockManager):
-        n_groups = len(blocks.groups)
+    def __init__(self, blocks: BlockManager, group_blocks: list[list[int]] | None = None):
         self._blocks = blocks
-        self.group_blocks: list[list[int]] = [[] for _ in range(n_groups)]
-        self.n_skipped = [0] * n_groups
+        self.group_blocks: list[list[int]] = group_blocks or [[] for _ in blocks.groups]
+        self.n_skipped = [0] * len(self.group_blocks)
         self.capacity = 0
         self.n_uploaded = 0  # how many group blocks of each group are in the device's tables
         self.n_registered = 0  # how many of them can be found by content
@@ -536,11 +539,10 @@ class BlockTables:
             has_part: Whether the end of the prompt fills a part of a block. Each sequence then gets a block of its own
                 for this end, in all layers.
         """
-        found = [BlockTables(blocks) for _ in range(n)]
-        for group in range(len(blocks.groups)) if has_part else ():
-            for each, group_block in zip(found, blocks.allocate(n, group), strict=True):
-                each.group_blocks[group].append(group_block)
-        return found
+        if not has_part:
+            return [BlockTables(blocks) for _ in range(n)]
+        own = zip(*(blocks.allocate(n, group) for group in range(len(blocks.groups))), strict=True)
+        return [BlockTables(blocks, [[group_block] for group_block in of_groups]) for of_groups in own]
 
     def share_prefix(self, followers: Sequence[BlockTables], n_shared: int) -> None:
         """Add the full KV blocks of this sequence's prompt to sequences with the same prompt.

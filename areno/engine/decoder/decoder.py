@@ -22,7 +22,7 @@ from areno.engine.decoder.verification import Drafter
 from areno.engine.requests import RequestLimits
 from areno.engine.spec import RolloutStats
 from areno.errors import EngineError, non_finite_logits
-from areno.kernels.sampling import sample_key
+from areno.kernels.sampling import sample_keys
 from areno.models.transformer import Transformer
 from areno.types import RETURNED, GenerationOutput, GenerationRequest
 
@@ -207,11 +207,12 @@ class Decoder:
         if request.grammar is not None and self._compile_grammar is not None:
             grammar = self._compile_grammar(request.grammar)
         self.unfinished[request.request_id] = request.n_samples
-        for sample in range(request.first_sample, request.first_sample + request.n_samples):
+        samples = range(request.first_sample, request.first_sample + request.n_samples)
+        for sample, key in zip(samples, sample_keys(request.seed, samples), strict=True):
             sequence = Sequence(
                 request=request,
                 sample=sample,
-                key=sample_key(request.seed, sample),
+                key=key,
                 max_new=max_new,
                 stop_ids=stop_ids,
                 tokens=list(request.prompt),

@@ -397,9 +397,14 @@ class Scheduler:
         for prefill in self.prefilling:  # at most one: no prompt is admitted before it is complete
             budget = self._add_chunk(chunks, prefill, budget)
         if self._may_admit():
+            n_before = len(self.prefilling)
             while budget and (prefill := self._admit()) is not None:
                 self.prefilling.append(prefill)
                 budget = self._add_chunk(chunks, prefill, budget)
+            admitted = self.prefilling[n_before:]
+            pairs = [(each.slot, prefill.leader.slot) for prefill in admitted for each in prefill.followers]
+            if pairs:
+                self.table.take_like(*map(list, zip(*pairs, strict=True)))
             self._filled = (self.n_running, self._step) if budget and self.waiting else None
         if complete := [chunk.prefill for chunk in chunks if chunk.is_last]:
             self._begin_decode(complete)
@@ -538,7 +543,6 @@ class Scheduler:
             tables = BlockTables.of_followers(self.blocks, len(followers), has_part=n_own > 0)
             for follower, slot, block_tables in zip(followers, slots, tables, strict=True):
                 follower.join_like(leader, slot, block_tables)
-            self.table.take_like(slots, leader.slot)
         return followers
 
     def _max_new_blocks(self, match: PrefixMatch, n_tokens: int) -> int:

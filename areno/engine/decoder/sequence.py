@@ -255,7 +255,7 @@ class Sequence:
     @property
     def is_fresh(self) -> bool:
         """Whether no completion token has arrived. Such a sample can share the prefill of another sample."""
-        return self.completion is None and len(self.tokens) == self.n_prompt
+        return self.completion is None and len(self.tokens) == len(self.request.prompt)
 
     @property
     def is_filtered(self) -> bool:

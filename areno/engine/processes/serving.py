@@ -23,6 +23,7 @@ from areno.engine.spec import EngineSpec
 from areno.errors import ArenoError, Key, WorkerLost
 
 _STATS_EVERY_S = 0.5
+_OUTPUTS_AT_ONCE = 256  # of a step in a message, so that the driver reads one while the worker packs the next
 # Advice for an out-of-memory error in a command without advice of its own.
 _LESS_MEMORY = (
     ("lower {}", Key("rollout.mem_fraction")),
@@ -143,7 +144,9 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
             now = time.monotonic()
             if context.is_leader and (outputs or now - last_stats > _STATS_EVERY_S):
                 own_heartbeat.decodes(False)  # the send below may wait for the driver to read
-                pipe.send(Outputs(outputs, worker.rollout_stats()))
+                stats = worker.rollout_stats()
+                for first in range(0, len(outputs) or 1, _OUTPUTS_AT_ONCE):
+                    pipe.send(Outputs(outputs[first : first + _OUTPUTS_AT_ONCE], stats))
                 last_stats = now
             own_heartbeat.decodes(worker.has_work)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areno.kernels.backend import use_triton
 from areno.kernels.sampling import reference
-from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, sample_key
+from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, sample_key, sample_keys
 
 __all__ = [
     "SamplingFlags",
@@ -25,6 +25,7 @@ __all__ = [
     "sample_columns",
     "sample_hidden",
     "sample_key",
+    "sample_keys",
     "sample_slots",
 ]
 
