@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -156,6 +157,17 @@ class PrefixPass:
         self.keys = self._hidden_ND = self._leaf_ND = None
 
 
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array as a tensor on a device. The host does not wait for a GPU, which copies from pinned memory.
+
+    Args:
+        array: The array, which must not change afterwards: on a CPU, the tensor has the same memory.
+        device: The device.
+    """
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
 def pack_tokens(
     token_rows: Sequence[np.ndarray],
     device: torch.device,
@@ -182,9 +194,9 @@ def pack_tokens(
     starts = np.concatenate([[0], lengths.cumsum()])
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     arrays = np.concatenate(token_rows), positions, starts.astype(np.int32)
-    tokens_N, positions_N, cu_seqlens = (torch.as_tensor(array, device=device) for array in arrays)
-    routes_NLk = None if routes is None else torch.as_tensor(np.concatenate(routes), device=device)
-    predicted_T = None if trained is None else torch.as_tensor(np.flatnonzero(trained), device=device)
+    tokens_N, positions_N, cu_seqlens = (upload(array, device) for array in arrays)
+    routes_NLk = None if routes is None else upload(np.concatenate(routes), device)
+    predicted_T = None if trained is None else upload(np.flatnonzero(trained), device)
     return PackedTokens(tokens_N, positions_N, cu_seqlens, int(lengths.max()), routes_NLk, predicted_T)
 
 
@@ -246,7 +258,7 @@ def _pack_forest(
     """
 
     def on_device(array: np.ndarray | None) -> Tensor | None:
-        return None if array is None else torch.as_tensor(array, device=device)
+        return None if array is None else upload(array, device)
 
     longest, n_tokens = int(np.diff(forest.key_starts).max()), len(forest.tokens_N)
     keys = SharedKeys(on_device(forest.keys_M), on_device(forest.key_starts), longest, n_tokens)  # type: ignore[arg-type]
@@ -264,31 +276,88 @@ def _pack_forest(
     )
 
 
-def pack_step(
-    step: StepMicroBatches, rows_per_unit: int, device: torch.device, share: bool = False
-) -> list[tuple[PackedTokens, DataPack]]:
-    """Pack the micro-batches of a step.
+class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
+    """The micro-batches of a step: the input of the model and the input of the loss function for each of them.
+
+    A micro-batch is packed when it is first read, so that a GPU computes the first one while the host packs the others.
 
     Args:
         step: This rank's share of the step.
         rows_per_unit: Number of adjacent rows that belong together.
         device: Device of the tensors.
         share: Whether the model computes tokens of shared prefixes once.
-
-    Returns:
-        For each micro-batch, the input of the model and the input of the loss function.
     """
-    packs: list[tuple[PackedTokens, DataPack]] = []
-    for group in step.groups:
+
+    def __init__(self, step: StepMicroBatches, rows_per_unit: int, device: torch.device, share: bool = False):
+        self._step, self._rows_per_unit, self._device, self._share = step, rows_per_unit, device, share
+        self._groups = step.groups
+        self._n_groups = 0  # that are packed
+        self._packs: list[tuple[PackedTokens, DataPack]] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups))
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[PackedTokens, DataPack]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[PackedTokens, DataPack]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        most = max(range(len(self))[index], default=-1) if isinstance(index, slice) else range(len(self))[index]
+        while len(self._packs) <= most:
+            self._packs += self._pack(self._groups[self._n_groups])
+            self._n_groups += 1
+        return self._packs[index]
+
+    def _pack(self, group: list[FlatRows]) -> list[tuple[PackedTokens, DataPack]]:
+        """Pack the micro-batches of a group, whose common prefixes are computed once."""
         tokens, trained = [rows.per_row(rows.tokens) for rows in group], [rows.trained for rows in group]
         routes = None
-        if "routes" in step.rows.fields:
+        if "routes" in self._step.rows.fields:
             routes = [rows.per_row(rows.fields["routes"]) for rows in group]
-        packed = pack_group(tokens, device, routes, trained, share)
+        packed = pack_group(tokens, self._device, routes, trained, self._share)
         for rows, one in zip(group, packed, strict=True):
-            one.teacher, one.for_teacher = rows.teachers[0], _pack_for_teacher(rows, device)
-        packs += [(one, _pack_rows(rows, one, step, rows_per_unit)) for rows, one in zip(group, packed, strict=True)]
-    return packs
+            one.teacher, one.for_teacher = rows.teachers[0], _pack_for_teacher(rows, self._device)
+        pairs = zip(group, packed, strict=True)
+        return [(one, _pack_rows(rows, one, self._step, self._rows_per_unit)) for rows, one in pairs]
+
+    def halve(self, old_logprobs: Sequence[Tensor | None]) -> bool:
+        """Divide each micro-batch into two with about as many tokens. The order of the rows stays the same.
+
+        The `sizes` of the step become those of the new micro-batches.
+
+        Args:
+            old_logprobs: The (N,) old log-probabilities of each micro-batch, or None. They become those of the new
+                ones.
+
+        Returns:
+            Whether a micro-batch was divided. One with a single unit of adjacent rows is not.
+        """
+        olds: list[Tensor | None] = []
+        sizes: list[list[int]] = []
+        left = iter(old_logprobs)
+        for group in self._groups:
+            divided = [_halves(rows, self._rows_per_unit) for rows in group]
+            for parts, old_N in zip(divided, left):  # noqa: B905  (continues with the next group)
+                n_tokens = [len(part.tokens) for part in parts]
+                olds += [None] * len(parts) if old_N is None else old_N.split(n_tokens)
+            n_rows = list(map(len, chain(*divided)))
+            sizes += [n_rows] if len(group) > 1 else [[n] for n in n_rows]
+        if len(olds) == len(self):
+            return False
+        self._step.sizes = sizes
+        self._groups, self._n_groups, self._packs = self._step.groups, 0, []
+        for (_, pack), old_N in zip(self, olds, strict=True):
+            pack.old_logprobs = old_N
+        return True
+
+
+def pack_step(
+    step: StepMicroBatches, rows_per_unit: int, device: torch.device, share: bool = False
+) -> list[tuple[PackedTokens, DataPack]]:
+    """Pack the micro-batches of a step at once. The arguments are those of `StepBatches`."""
+    return list(StepBatches(step, rows_per_unit, device, share))
 
 
 def _pack_for_teacher(rows: FlatRows, device: torch.device) -> PackedTokens | None:
@@ -330,7 +399,7 @@ def _pack_rows(rows: FlatRows, packed: PackedTokens, step: StepMicroBatches, row
         step_tokens=step.step_tokens,
         step_rows=step.step_rows,
         rows_per_unit=rows_per_unit,
-        **{name: torch.as_tensor(array, device=device) for name, array in arrays.items()},  # type: ignore[arg-type]
+        **{name: upload(array, device) for name, array in arrays.items()},  # type: ignore[arg-type]
     )
 
 
@@ -345,42 +414,6 @@ def not_masked(prompt_masks: Sequence[np.ndarray], batch: Sequence[int]) -> np.n
     for of_row in asked:
         of_row[0] = False
     return np.concatenate(asked)
-
-
-def halved(
-    step: StepMicroBatches,
-    old_logprobs: Sequence[Tensor | None],
-    rows_per_unit: int,
-    device: torch.device,
-    share: bool = False,
-) -> list[tuple[PackedTokens, DataPack]]:
-    """Divide each micro-batch of a step into two with about as many tokens. The order of the rows stays the same.
-
-    Args:
-        step: This rank's share of the step. Its `sizes` are replaced by those of the new micro-batches.
-        old_logprobs: The (N,) old log-probabilities of each micro-batch, or None. They become those of the new ones.
-        rows_per_unit: Number of adjacent rows that stay together. A micro-batch with one unit is not divided.
-        device: Device of the tensors.
-        share: Whether the model computes tokens of shared prefixes once.
-
-    Returns:
-        The new micro-batches, packed.
-    """
-    olds: list[Tensor | None] = []
-    sizes: list[list[int]] = []
-    left = iter(old_logprobs)
-    for group in step.groups:
-        divided = [_halves(rows, rows_per_unit) for rows in group]
-        for parts, old_N in zip(divided, left):  # noqa: B905  (continues with the next group)
-            n_tokens = [len(part.tokens) for part in parts]
-            olds += [None] * len(parts) if old_N is None else old_N.split(n_tokens)
-        n_rows = list(map(len, chain(*divided)))
-        sizes += [n_rows] if len(group) > 1 else [[n] for n in n_rows]
-    step.sizes = sizes
-    packs = pack_step(step, rows_per_unit, device, share)
-    for (_, pack), old_N in zip(packs, olds, strict=True):
-        pack.old_logprobs = old_N
-    return packs
 
 
 def _halves(rows: FlatRows, rows_per_unit: int) -> list[FlatRows]:
