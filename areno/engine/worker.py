@@ -56,6 +56,9 @@ from areno.models.transformer import Transformer
 from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
+# New objects after which a rollout collects garbage. A thousand samples are tens of thousands of objects, none of them
+# garbage; with Python's own number, a device would wait for tens of collections.
+_GC_THRESHOLD = 50_000
 _STREAM_EVERY_S = 0.02  # a small model samples faster than a person reads, and each output takes host time
 
 
@@ -90,6 +93,7 @@ class Worker:
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
         self._is_held = self._is_untidy = False
+        self._gc_threshold: tuple[int, int, int] | None = None  # of the process, while a rollout phase has another one
         self.states = StateCheckpointer(self.roles, context)
         self._writer = ThreadPoolExecutor(1, "areno-writer")
         self._saving: list[Future[None]] = []
@@ -157,6 +161,9 @@ class Worker:
         self._use_weights(self.decoder)
         profiling.set_anchor()
         gc.freeze()  # a collection would look through all objects of torch for a tenth of a second, between two steps
+        if self._gc_threshold is None:
+            self._gc_threshold = gc.get_threshold()
+            gc.set_threshold(_GC_THRESHOLD, *self._gc_threshold[1:])
         return self.decoder.limits
 
     def _use_weights(self, decoder: Decoder) -> None:
@@ -366,6 +373,9 @@ class Worker:
         """
         self._is_held = False
         gc.unfreeze()
+        if self._gc_threshold is not None:
+            gc.set_threshold(*self._gc_threshold)
+            self._gc_threshold = None
         if self.decoder is None:
             return
         self.decoder.clear()
