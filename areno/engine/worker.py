@@ -372,6 +372,7 @@ class Worker:
             drop: Whether to free the KV cache and the CUDA graphs. False keeps them for the next phase.
         """
         self._is_held = False
+        gc.freeze()  # with `unfreeze`, all objects are old ones, or the next collection would look through the samples
         gc.unfreeze()
         if self._gc_threshold is not None:
             gc.set_threshold(*self._gc_threshold)
