@@ -56,9 +56,6 @@ from areno.models.transformer import Transformer
 from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
-# New objects after which a rollout collects garbage. A thousand samples are tens of thousands of objects, none of them
-# garbage; with Python's own number, a device would wait for tens of collections.
-_GC_THRESHOLD = 50_000
 _STREAM_EVERY_S = 0.02  # a small model samples faster than a person reads, and each output takes host time
 
 
@@ -92,8 +89,8 @@ class Worker:
         self.roles["actor"].backend.pass_threads = self._threads.for_pass
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
-        self._is_held = self._is_untidy = False
-        self._gc_threshold: tuple[int, int, int] | None = None  # of the process, while a rollout phase has another one
+        self._is_held = False
+        self._garbage = memory.RolloutGarbage()
         self.states = StateCheckpointer(self.roles, context)
         self._writer = ThreadPoolExecutor(1, "areno-writer")
         self._saving: list[Future[None]] = []
@@ -148,7 +145,7 @@ class Worker:
         Raises:
             EngineError: There is too little memory for the KV cache.
         """
-        before, self._is_untidy = self._decoder_spec, False
+        before = self._decoder_spec
         if self.decoder is not None and before is not None and _of_decoder(before) == _of_decoder(spec):
             self.decoder.reset_cache()
             self.decoder.reset_stats()
@@ -160,10 +157,7 @@ class Worker:
         self.decoder.use_drafter(self._begun_drafter(spec, self.decoder))
         self._use_weights(self.decoder)
         profiling.set_anchor()
-        gc.freeze()  # a collection would look through all objects of torch for a tenth of a second, between two steps
-        if self._gc_threshold is None:
-            self._gc_threshold = gc.get_threshold()
-            gc.set_threshold(_GC_THRESHOLD, *self._gc_threshold[1:])
+        self._garbage.begin()
         return self.decoder.limits
 
     def _use_weights(self, decoder: Decoder) -> None:
@@ -372,15 +366,10 @@ class Worker:
             drop: Whether to free the KV cache and the CUDA graphs. False keeps them for the next phase.
         """
         self._is_held = False
-        gc.freeze()  # with `unfreeze`, all objects are old ones, or the next collection would look through the samples
-        gc.unfreeze()
-        if self._gc_threshold is not None:
-            gc.set_threshold(*self._gc_threshold)
-            self._gc_threshold = None
+        self._garbage.end()
         if self.decoder is None:
             return
         self.decoder.clear()
-        self._is_untidy = True
         if drop:
             self.decoder = self._decoder_spec = None
             free_unused()  # runner and graphs refer to each other, so only the collector frees them
@@ -390,9 +379,8 @@ class Worker:
 
         Thousands of samples take milliseconds, in which a device would wait.
         """
-        if self._is_untidy and self.decoder is not None:
+        if self.decoder is not None and not self._garbage.in_rollout:
             self.decoder.forget_left()
-        self._is_untidy = False
 
     def weights_version(self) -> int:
         """Return the number of optimizer updates applied to the actor."""

@@ -316,8 +316,8 @@ class Runner:
         `new` are the sequences that sample their first token in their slot, and `slots_B` their slots.
         """
         if changed := [*new, *scheduled.grown]:
-            block_tables, slots = [each.block_tables for each in changed], [each.slot for each in changed]
-            entries = BlockTables.new_entries(block_tables, slots)
+            slots = [each.slot for each in changed]
+            entries = BlockTables.new_entries([each.block_tables for each in changed], slots)
             if entries.size:
                 in_table, in_row, in_column, blocks = self._upload(entries)
                 self.cache.tables[in_table, in_row, in_column] = blocks.int()
@@ -343,7 +343,7 @@ class Runner:
             attend = self._with_states_of(chunks, batch.cu_q, self._attend(given))
             hidden_ND = self._forward(given.tokens_N, given.positions_N, attend, given.stored[0])
             self._score_prompts(chunks, hidden_ND)
-            logits_KV = self.model.logits(hidden_ND[given.last_K]) if len(batch.last) else None
+            return self.model.logits(hidden_ND[given.last_K]) if len(batch.last) else None
         return logits_KV
 
     def _sample_first(
@@ -362,8 +362,7 @@ class Runner:
             log-probabilities of the most likely tokens follow in further rows.
         """
         complete = [chunk.prefill for chunk in scheduled.chunks if chunk.is_last]
-        copies = [pair for prefill in complete for pair in prefill.copies(self.blocks)]
-        if copies:
+        if copies := [pair for prefill in complete for pair in prefill.copies(self.blocks)]:
             sources, targets = self._upload_columns(copies)
             self.cache.kv_blocks.index_copy_(2, targets, self.cache.kv_blocks.index_select(2, sources))
             if self.routes is not None:

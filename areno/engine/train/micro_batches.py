@@ -5,8 +5,9 @@ A unit is a fixed number of adjacent rows that stay together: a single row, or t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, groupby, islice, pairwise
 from typing import Any
 
@@ -185,7 +186,6 @@ def share_steps(
     tokens_of_unit = [of_rows[first : first + per_unit] for first in range(0, len(rows), per_unit)]
     teachers = _teachers_of(rows, per_unit)
     shares: list[list[StepMicroBatches]] = [[] for _ in range(dp_size)]
-    counts_micro_batches = update.gradient_accumulation_steps is not None  # whose number must not depend on sharing
     for step in optimizer_steps(lengths, update_of_units, cp_size):
         if len(step) < dp_size and per_unit > 1:
             raise DataError(
@@ -206,23 +206,20 @@ def share_steps(
         costs = [1.0] * len(step)
         if dp_size > 1:
             costs = [_unit_cost(list(map(len, tokens[at])), trained[at].tolist(), cost) for at in range(len(step))]
+        divide = partial(
+            row_micro_batches,
+            spec=update_of_units.mb_spec,
+            cp_size=cp_size,
+            sharing=sharing if step_shares else APART,
+            # A number of micro-batches that the user has set must not depend on sharing.
+            keeps_count=update.gradient_accumulation_steps is not None,
+        )
         for mine in _split_units(tokens, costs, dp_size, step_shares):
-            spec, rule = update_of_units.mb_spec, sharing if step_shares else APART
-            found, rank_shares = list[list[list[int]]](), False
-            parts = _by_teacher([teachers[step[place]] for place in mine])
-            for part in parts:
-                of_part, part_shares = row_micro_batches(
-                    [tokens[mine[at]] for at in part],
-                    spec,
-                    cp_size,
-                    rule,
-                    order if len(parts) == 1 else None,
-                    keeps_count=counts_micro_batches,
-                )
-                found += [[[step[mine[part[at]]] for at in batch] for batch in group] for group in of_part]
-                rank_shares |= part_shares
+            own_units = [step[place] for place in mine]
+            of_teachers = [teachers[unit] for unit in own_units]
+            found, rank_shares = _apart_by_teacher([tokens[place] for place in mine], of_teachers, divide, order)
             if mine:
-                places = rows_of_unit[list(chain(*chain(*found)))].ravel().tolist()
+                places = rows_of_unit[[own_units[at] for at in chain(*chain(*found))]].ravel().tolist()
                 own, sizes = rows.select(places), [[per_unit * len(batch) for batch in group] for group in found]
             else:  # the rank takes part in collectives, but adds nothing to the loss
                 places, own, sizes = [], _untrained(rows, rows_of_unit[step][:, 0]), [[1]]
@@ -242,19 +239,32 @@ def _teachers_of(rows: FlatRows, per_unit: int) -> list[str]:
     return rows.teachers[::per_unit]
 
 
-def _by_teacher(teachers: Sequence[str]) -> list[list[int]]:
-    """Divide units by their teacher, so that a micro-batch and its common prefixes have one teacher.
+def _apart_by_teacher(
+    units: Sequence[Rows],
+    teachers: Sequence[str],
+    divide: Callable[..., tuple[list[list[list[int]]], bool]],
+    order: Sequence[tuple[int, int]] | None,
+) -> tuple[list[list[list[int]]], bool]:
+    """Divide units into micro-batches, so that a micro-batch and its common prefixes have one teacher.
 
     Args:
+        units: Token ids of the rows of each unit.
         teachers: The teacher of each unit.
+        divide: The function `row_micro_batches` with its settings.
+        order: As in `row_micro_batches`.
 
     Returns:
-        The indices of the units of each teacher, in the order of the first units.
+        The result of `row_micro_batches`.
     """
-    found: dict[str, list[int]] = {}
+    parts: dict[str, list[int]] = {}
     for index, teacher in enumerate(teachers):
-        found.setdefault(teacher, []).append(index)
-    return list(found.values())
+        parts.setdefault(teacher, []).append(index)
+    found, shares = list[list[list[int]]](), False
+    for part in parts.values():
+        groups, part_shares = divide([units[at] for at in part], order=order if len(parts) == 1 else None)
+        found += [[[part[at] for at in batch] for batch in group] for group in groups]
+        shares |= part_shares
+    return found, shares
 
 
 def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, share: bool) -> list[list[int]]:

@@ -308,17 +308,9 @@ def _read_arrays(
     finite = (np.isfinite(values).all() or np.isfinite(values[trained]).all() for values in fields.values())
     if not is_good or not all(finite):
         return None
-    n = len(lengths)
+    n, ids = len(lengths), tokens.astype(np.int64, copy=False)
     return FlatRows(
-        lengths,
-        tokens.astype(np.int64, copy=False),
-        trained,
-        fields,
-        np.array(rewards),
-        np.array(staleness),
-        [""] * n,
-        [None] * n,
-        [0] * n,
+        lengths, ids, trained, fields, np.array(rewards), np.array(staleness), [""] * n, [None] * n, [0] * n
     )
 
 
