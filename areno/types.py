@@ -253,6 +253,17 @@ class GenerationOutput:
     routes: np.ndarray | None = None
     phases: Phases = ()
 
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> GenerationOutput:
+        """Return an output from a dictionary of all its fields, in less time than the constructor takes.
+
+        Args:
+            fields: Name -> value of each field, without exception. The output takes over the dictionary.
+        """
+        made = cls.__new__(cls)
+        made.__dict__ = fields
+        return made
+
 
 @dataclass
 class TrainSequence:

@@ -87,10 +87,13 @@ def _decoder_without_device(folder: str, n_rows: int) -> Decoder:
     def decode(rows: Tensor, *_: Any) -> Tensor:
         return torch.tensor([[2.0], [-1.0]], dtype=torch.float64).repeat(1, rows.shape[1])
 
-    def prefill(scheduled: Any, prefilled: list[Any], slots: Any) -> Tensor:
-        return decode(torch.empty(4, len(prefilled)))
+    def sample_first(scheduled: Any, prefilled: Any, slots_B: Any, logits_KV: Any) -> Tensor:
+        return decode(torch.empty(4, len(slots_B)))
 
-    runner._decode, runner._prefill = decode, prefill  # type: ignore[method-assign]
+    def prefill(chunks: Any) -> Tensor:
+        return torch.empty(len(chunks), 1)
+
+    runner._decode, runner._prefill, runner._sample_first = decode, prefill, sample_first  # type: ignore[method-assign]
     return decoder
 
 

@@ -132,13 +132,32 @@ def rows_of_outputs(
         prompts: Token ids of each prompt.
         outputs: Index of a prompt -> its finished samples, as `Engine.generate` returns them.
     """
-    rows: list[TrainSequence] = []
-    for index, samples in outputs.items():
-        for each in samples:  # vars gives the arrays; each.tokens would build a list
-            item = row(prompts[index], vars(each)["tokens"], vars(each)["logprobs"], each.sample)
-            item.routes = each.routes
-            rows.append(item)
-    return rows
+    samples = [each for of_prompt in outputs.values() for each in of_prompt]
+    if not samples:
+        return []
+    parts: list[Any] = []  # prompt, completion, prompt, completion, ...
+    for index, of_prompt in outputs.items():
+        prompt = np.array(prompts[index], dtype=np.int64)
+        for each in of_prompt:  # vars gives the arrays; each.tokens would build a list
+            parts += prompt, vars(each)["tokens"]
+    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+    is_prompt = np.repeat(np.arange(len(parts)) % 2 == 0, lengths)
+    tokens = np.concatenate(parts, dtype=np.int64, casting="unsafe")
+    drawn, advantages = np.zeros(len(tokens)), np.zeros(len(tokens))
+    drawn[~is_prompt] = np.concatenate([vars(each)["logprobs"] for each in samples])
+    advantages[~is_prompt] = np.repeat([1.0 if each.sample % 2 else -1.0 for each in samples], lengths[1::2])
+    ends = np.cumsum(lengths)[1::2].tolist()
+    places = map(slice, [0, *ends], ends)
+    return [
+        TrainSequence(
+            prompt_mask=is_prompt[place],
+            tokens=tokens[place],
+            logprobs=drawn[place],
+            advantages=advantages[place],
+            routes=each.routes,
+        )
+        for place, each in zip(places, samples, strict=True)
+    ]
 
 
 def row(prompt: Sequence[int], response: Any, logprobs: Any, sample: int) -> TrainSequence:

@@ -206,8 +206,8 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         info, divergence = self.info, update.divergence
         checked = read_training_rows(rows, info, row_name, divergence is not None)
         layout, sharing = self.spec.layout, self._train_sharing[role]
-        if divergence is not None and TOP[0] not in checked[0].fields:
-            teachers = list(dict.fromkeys(row.teacher or divergence.role for row in checked))
+        if divergence is not None and TOP[0] not in checked.fields:
+            teachers = list(dict.fromkeys(teacher or divergence.role for teacher in checked.teachers))
             for teacher in teachers:
                 self._role(teacher, "lm")
             rules = [self._train_sharing[teacher] for teacher in teachers]
@@ -218,7 +218,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             results = self.workers.call_each("train", args)
         self.train_seconds = max(result.seconds for result in results)
         self._budgets.lower(role, TRAIN, max(result.n_halvings for result in results))
-        keep_old_logprobs(rows, checked, shares, results[:: layout.cp_size])
+        keep_old_logprobs(rows, shares, results[:: layout.cp_size])
         return results[0].stats
 
     def logprobs(

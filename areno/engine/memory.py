@@ -1,4 +1,4 @@
-"""Device memory: how much of it a worker may use, and advice about settings after an allocation has failed.
+"""Memory: how much of a device a worker may use, garbage collection, and advice after an allocation has failed.
 
 Each advice function yields the setting changes that would lower the need for memory, the most useful first, without
 settings that are already in effect. `out_of_memory_hint` puts them into an error message. Importing this module does
@@ -22,6 +22,10 @@ from areno.errors import EngineError, Key
 
 RESERVE = 0.06
 """Share of a device that is left for memory that is not counted: workspaces, fragments, graphs."""
+
+# New objects after which garbage is collected in a rollout. A thousand samples are tens of thousands of objects, and
+# none of them is garbage. With Python's own number, a device would wait for tens of collections.
+_ROLLOUT_THRESHOLD = 50_000
 
 # CUDA graphs, cuBLAS and the CPU's allocator fail with other messages than torch's CUDA allocator.
 _WORDS = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
@@ -66,6 +70,36 @@ def total_bytes(device: Any, n_sharing: int) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // n_sharing
+
+
+class RolloutGarbage:
+    """The garbage collection of Python in a process that samples. Call `begin` and `end` for each rollout phase.
+
+    Attributes:
+        in_rollout: Whether a phase has begun and not ended.
+    """
+
+    def __init__(self) -> None:
+        self.in_rollout = False
+        self._threshold = gc.get_threshold()  # of the process, outside of phases
+
+    def begin(self) -> None:
+        """Leave the present objects out of collections, and collect less often.
+
+        A collection that looks through all objects of torch stops the decoder for a tenth of a second.
+        """
+        gc.freeze()
+        if not self.in_rollout:
+            self.in_rollout, self._threshold = True, gc.get_threshold()
+            gc.set_threshold(_ROLLOUT_THRESHOLD, *self._threshold[1:])
+
+    def end(self) -> None:
+        """Collect as before the phase."""
+        gc.freeze()  # with `unfreeze`, all objects are old ones, or the next collection would look through the samples
+        gc.unfreeze()
+        if self.in_rollout:
+            gc.set_threshold(*self._threshold)
+        self.in_rollout = False
 
 
 def free_unused() -> None:

@@ -388,10 +388,10 @@ class Dispatcher:
 
     def _finish(self, part: Part) -> None:
         """Count a finished sample of a part. Parts and requests without unfinished samples are forgotten."""
-        rank = part.rank
-        self._place(part, None)
         part.missing -= 1
-        self._place(part, rank)
+        if part.rank is not None:
+            self.n_samples[part.rank] -= 1
+            self._tokens[part.rank] -= part.length
         if not part.missing:
             del self._parts[part.request.request_id]
             parts = self._of_request[part.request_id]

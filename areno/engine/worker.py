@@ -89,6 +89,7 @@ class Worker:
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
         self._is_held = False
+        self._garbage = memory.RolloutGarbage()
         self.states = StateCheckpointer(self.roles, context)
         self._writer = ThreadPoolExecutor(1, "areno-writer")
         self._saving: list[Future[None]] = []
@@ -155,7 +156,7 @@ class Worker:
         self.decoder.use_drafter(self._begun_drafter(spec, self.decoder))
         self._use_weights(self.decoder)
         profiling.set_anchor()
-        gc.freeze()  # a collection would look through all objects of torch for a tenth of a second, between two steps
+        self._garbage.begin()
         return self.decoder.limits
 
     def _use_weights(self, decoder: Decoder) -> None:
@@ -364,13 +365,21 @@ class Worker:
             drop: Whether to free the KV cache and the CUDA graphs. False keeps them for the next phase.
         """
         self._is_held = False
-        gc.unfreeze()
+        self._garbage.end()
         if self.decoder is None:
             return
         self.decoder.clear()
         if drop:
             self.decoder = self._decoder_spec = None
             free_unused()  # runner and graphs refer to each other, so only the collector frees them
+
+    def tidy(self) -> None:
+        """Free what an ended rollout phase has left behind on the host. Otherwise the next phase does so.
+
+        Thousands of samples take milliseconds, in which a device would wait.
+        """
+        if self.decoder is not None and not self._garbage.in_rollout:
+            self.decoder.forget_left()
 
     def weights_version(self) -> int:
         """Return the number of optimizer updates applied to the actor."""
@@ -421,7 +430,7 @@ class Worker:
         started = time.perf_counter()
         with ExitStack() as stack:
             teachers, divergence = None, update.divergence
-            if divergence is not None and TOP[0] not in steps[0].micro_batches[0][0].fields:
+            if divergence is not None and TOP[0] not in steps[0].rows.fields:
                 hold = partial(self._hold_teacher, divergence)
                 teachers = stack.enter_context(Teachers(hold, divergence.role))
             backend = stack.enter_context(self.roles[role].on_device(training=True))

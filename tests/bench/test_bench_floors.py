@@ -10,12 +10,12 @@ import pytest
 
 from areno.bench.device import decode_s, floors, prefill_s
 from areno.bench.timing import Timed, measure
-from areno.bench.work import Work, model_folder, row
+from areno.bench.work import Work, model_folder, row, rows_of_outputs
 from areno.models.cost import Cost, forward_flops, pairs, train_flops
 from areno.models.registry import load_config
 from areno.models.speed import Rates
 from areno.trainers.rows import token_rows
-from areno.types import TrainSequence
+from areno.types import GenerationOutput, TrainSequence
 from tests.helpers.bench_runs import H200
 
 
@@ -180,3 +180,25 @@ def test_figures_are_medians_with_their_spread() -> None:
     assert figures["train_tok_s"] == pytest.approx(40 / 3)
     assert figures["decode_s"] == 1.25
     assert figures["other_s"] == 0.5
+
+
+def test_rows_of_many_outputs_are_those_of_each_output() -> None:
+    def output(request_id: int, sample: int, n_tokens: int) -> GenerationOutput:
+        tokens, logprobs = np.arange(n_tokens, dtype=np.int32), -np.arange(n_tokens) / 7
+        given = {"tokens": tokens, "logprobs": logprobs, "versions": [0] * n_tokens, "finish_reason": "stop"}
+        return GenerationOutput(request_id=request_id, sample=sample, **given)
+
+    prompts = [[5, 6, 7], [8]]
+    outputs = {0: [output(0, 0, 4), output(0, 1, 1)], 1: [output(1, 0, 0), output(1, 1, 3)]}
+    expected = [
+        row(prompts[index], vars(each)["tokens"], vars(each)["logprobs"], each.sample)
+        for index, of_prompt in outputs.items()
+        for each in of_prompt
+    ]
+    found = rows_of_outputs(prompts, outputs)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        for name in ("tokens", "prompt_mask", "logprobs", "advantages"):
+            np.testing.assert_array_equal(vars(one)[name], vars(other)[name])
+            assert vars(one)[name].dtype == vars(other)[name].dtype
+    assert rows_of_outputs(prompts, {0: []}) == []

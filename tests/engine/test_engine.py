@@ -336,3 +336,18 @@ def test_mixed_requests_depend_on_nothing_else(engine: Engine) -> None:
     together = rollout(engine)
     for item in MIXED:
         assert tokens_of(rollout(engine, [item]))[item.request_id] == tokens_of(together)[item.request_id]
+
+
+def test_a_worker_that_tidies_up_after_a_rollout_samples_the_same(folder: Path) -> None:
+    with Engine(spec(folder), "inline") as engine:
+        worker: Worker = engine.workers.worker  # type: ignore[union-attr]
+        outputs = []
+        for tidies in (False, True, True):
+            outputs.append(tokens_of(rollout(engine)))
+            assert worker.decoder is not None
+            n_free, n_blocks = worker.decoder.blocks.n_available, worker.decoder.blocks.n_blocks
+            if tidies:
+                assert n_free < n_blocks
+                worker.tidy()
+                assert worker.decoder.blocks.n_available == n_blocks
+        assert outputs[0] == outputs[1] == outputs[2]

@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -360,19 +361,20 @@ class BlockManager:
         )
         return self.n_available - revived - n_new >= reserve
 
-    def acquire(self, group_blocks: Iterable[int]) -> None:
+    def acquire(self, group_blocks: Iterable[int], times: int = 1) -> None:
         """Increment the reference count of group blocks, so that they are not evicted.
 
         A group block is the KV blocks for `block_size` tokens in one group of layers, identified by its first block.
 
         Args:
             group_blocks: The group blocks. They must be in use or cached.
+            times: Number of new references to each of them, at least 1.
         """
         for group_block in group_blocks:
             if self._ref_counts[group_block] == 0:
                 del self.cached_group_blocks[group_block]
                 self.n_available -= len(self._physical_blocks[group_block])
-            self._ref_counts[group_block] += 1
+            self._ref_counts[group_block] += times
 
     def allocate(self, n: int = 1, group: int = 0) -> list[int]:
         """Allocate group blocks in one group of layers, with a reference count of 1.
@@ -395,12 +397,11 @@ class BlockManager:
             del where[key]
             free.extend(physical[evicted])
         self.n_available -= n * n_tables
-        found: list[int] = []
-        for _ in range(n):
-            blocks = (free.popleft(),) if n_tables == 1 else tuple([free.popleft() for _ in range(n_tables)])
+        taken = [free.popleft() for _ in range(n * n_tables)]
+        found = taken[::n_tables]
+        for blocks in zip(*(taken[table::n_tables] for table in range(n_tables)), strict=True):
             physical[blocks[0]] = blocks
             counts[blocks[0]] = 1
-            found.append(blocks[0])
         return found
 
     def release(self, group_blocks: list[int]) -> None:
@@ -412,15 +413,16 @@ class BlockManager:
         Args:
             group_blocks: The group blocks, in the order of their positions in the sequence.
         """
+        counts, content, physical, free = self._ref_counts, self._content, self._physical_blocks, self.free_blocks
         # A later one is useful only together with the earlier ones, so it must be evicted before them.
         for group_block in reversed(group_blocks):
-            self._ref_counts[group_block] -= 1
-            if self._ref_counts[group_block] == 0:
-                self.n_available += len(self._physical_blocks[group_block])
-                if group_block in self._content:
+            counts[group_block] -= 1
+            if counts[group_block] == 0:
+                self.n_available += len(physical[group_block])
+                if group_block in content:
                     self.cached_group_blocks[group_block] = None
                 else:
-                    self.free_blocks.extend(self._physical_blocks[group_block])
+                    free.extend(physical[group_block])
 
     def register(self, group_block: int, before: int, tokens: tuple[int, ...]) -> int:
         """Add a full group block of the first group of layers to the prefix cache.
@@ -470,48 +472,14 @@ class BlockManager:
         self.cached_group_blocks.clear()
 
 
-class BlockEntries:
-    """Block-table entries for the device, in four lists of equal length.
-
-    Attributes:
-        tables: Index of the block table of each entry.
-        slots: Row in the table.
-        columns: Column in the table.
-        blocks: KV block.
-    """
-
-    __slots__ = ("blocks", "columns", "slots", "tables")
-
-    def __init__(self) -> None:
-        self.tables: list[int] = []
-        self.slots: list[int] = []
-        self.columns: list[int] = []
-        self.blocks: list[int] = []
-
-    def append(self, table: int, slot: int, first: int, blocks: list[int]) -> None:
-        """Append consecutive entries of a row.
-
-        Args:
-            table: Index of the block table.
-            slot: Row in the table.
-            first: First column in the table.
-            blocks: KV blocks of the columns.
-        """
-        n = len(blocks)
-        self.tables += [table] * n
-        self.slots += [slot] * n
-        self.columns += range(first, first + n)
-        self.blocks += blocks
-
-    def packed(self) -> np.ndarray:
-        """Return the entries as an int64 array with the rows tables, slots, columns and blocks, (4, n)."""
-        return np.array((self.tables, self.slots, self.columns, self.blocks), dtype=np.int64)
-
-
 class BlockTables:
     """The KV blocks of one sequence, from its admission to the batch until it finishes or is preempted.
 
     A group block is the KV blocks of one group of layers for `block_size` positions, identified by its first block.
+
+    Args:
+        blocks: Allocates the blocks.
+        group_blocks: For each group of layers, the first group blocks of the sequence. None for no blocks.
 
     Attributes:
         group_blocks: For each group of layers, one group block for every `block_size` positions.
@@ -525,11 +493,10 @@ class BlockTables:
 
     __slots__ = ("_blocks", "capacity", "group_blocks", "n_registered", "n_skipped", "n_uploaded", "prefix_id")
 
-    def __init__(self, blocks: BlockManager):
-        n_groups = len(blocks.groups)
+    def __init__(self, blocks: BlockManager, group_blocks: list[list[int]] | None = None):
         self._blocks = blocks
-        self.group_blocks: list[list[int]] = [[] for _ in range(n_groups)]
-        self.n_skipped = [0] * n_groups
+        self.group_blocks: list[list[int]] = group_blocks or [[] for _ in blocks.groups]
+        self.n_skipped = [0] * len(self.group_blocks)
         self.capacity = 0
         self.n_uploaded = 0  # how many group blocks of each group are in the device's tables
         self.n_registered = 0  # how many of them can be found by content
@@ -560,28 +527,39 @@ class BlockTables:
         self._measure()
         return n_taken
 
-    def allocate_last_block(self) -> None:
-        """Allocate the KV blocks for the end of a prompt that fills only a part of a block, in all layers.
+    @staticmethod
+    def of_followers(blocks: BlockManager, n: int, *, has_part: bool) -> list[BlockTables]:
+        """Return the KV blocks of sequences whose prompt is computed by another sequence.
 
-        This is for a sequence whose prompt is computed by another sequence. `share_prefix` later inserts the full
-        blocks of the prompt before this block.
-        """
-        for group, group_blocks in enumerate(self.group_blocks):
-            group_blocks += self._blocks.allocate(1, group)
-
-    def share_prefix(self, leader: BlockTables, n_shared: int) -> None:
-        """Add the full KV blocks of a prompt that another sequence has computed, and increment their reference counts.
+        `share_prefix` later inserts the full blocks of the prompt.
 
         Args:
-            leader: Blocks of the other sequence.
+            blocks: Allocates the blocks.
+            n: Number of sequences.
+            has_part: Whether the end of the prompt fills a part of a block. Each sequence then gets a block of its own
+                for this end, in all layers.
+        """
+        if not has_part:
+            return [BlockTables(blocks) for _ in range(n)]
+        own = zip(*(blocks.allocate(n, group) for group in range(len(blocks.groups))), strict=True)
+        return [BlockTables(blocks, [[group_block] for group_block in of_groups]) for of_groups in own]
+
+    def share_prefix(self, followers: Sequence[BlockTables], n_shared: int) -> None:
+        """Add the full KV blocks of this sequence's prompt to sequences with the same prompt.
+
+        Args:
+            followers: Blocks of the other sequences.
             n_shared: Number of full blocks in the prompt, per block table.
         """
-        for group, first in enumerate(leader.n_skipped):
-            shared = leader.group_blocks[group][:n_shared]
-            self._blocks.acquire(shared[first:])
-            self.group_blocks[group][:0] = shared
-        self.n_skipped, self.capacity = list(leader.n_skipped), leader.capacity
-        self.n_registered, self.prefix_id = leader.n_registered, leader.prefix_id
+        for group, first in enumerate(self.n_skipped):
+            shared = self.group_blocks[group][:n_shared]
+            if shared and followers:
+                self._blocks.acquire(shared[first:], len(followers))
+                for each in followers:
+                    each.group_blocks[group][:0] = shared
+        for each in followers:
+            each.n_skipped, each.capacity = list(self.n_skipped), self.capacity
+            each.n_registered, each.prefix_id = self.n_registered, self.prefix_id
 
     def extend(self, end: int) -> None:
         """Allocate the missing KV blocks for the first `end` positions, in all layers."""
@@ -631,30 +609,51 @@ class BlockTables:
                 blocks.register_end(self.group_blocks[group][i], group, self.prefix_id)
             self.n_registered = i + 1
 
-    def add_new_entries(self, slot: int, entries: BlockEntries) -> None:
-        """Append the block-table entries that the device does not have yet to `entries`, and mark them as uploaded.
+    @staticmethod
+    def new_entries(tables: Sequence[BlockTables], slots: Sequence[int]) -> np.ndarray:
+        """Return the block-table entries that the device does not have yet, and mark them as uploaded.
 
         Args:
-            slot: Row of the sequence in the block tables.
-            entries: Receives the entries.
-        """
-        table = 0
-        for group, group_blocks in enumerate(self.group_blocks):
-            n_tables, n_skipped = self._blocks.groups[group].n_tables, self.n_skipped[group]
-            first = n_skipped if n_skipped > self.n_uploaded else self.n_uploaded
-            new = group_blocks[first:]
-            if n_tables == 1:
-                entries.append(table, slot, first, new)
-            elif new:
-                for i, blocks in enumerate(zip(*map(self._blocks.physical_blocks, new), strict=True)):
-                    entries.append(table + i, slot, first, list(blocks))
-            table += n_tables
-        self.n_uploaded = len(self.group_blocks[0])
+            tables: The KV blocks of at least one sequence, each at most once.
+            slots: For each sequence, its row in the block tables on the device.
 
-    def release(self) -> None:
-        """Release all KV blocks of the sequence. Blocks in the prefix cache stay there until they are evicted."""
-        for group_blocks, behind in zip(self.group_blocks, self.n_skipped, strict=True):
-            self._blocks.release(group_blocks[behind:])
+        Returns:
+            (4, n) int64: block table, slot, column and KV block of each of n entries.
+        """
+        blocks, parts, n_before = tables[0]._blocks, [], 0
+        for index, group in enumerate(blocks.groups):
+            first_columns = [each.n_uploaded for each in tables]
+            if group.window is not None:
+                first_columns = [max(each.n_uploaded, each.n_skipped[index]) for each in tables]
+            new = [each.group_blocks[index][first:] for each, first in zip(tables, first_columns, strict=True)]
+            lengths = np.fromiter(map(len, new), np.int64, len(new))
+            starts, group_blocks = np.cumsum(lengths) - lengths, list(chain.from_iterable(new))
+            slots_N = np.repeat(np.asarray(slots, dtype=np.int64), lengths)
+            columns_N = np.arange(len(group_blocks)) + np.repeat(first_columns - starts, lengths)
+            physical = [group_blocks]
+            if group_blocks and group.n_tables > 1:
+                physical = list(zip(*map(blocks.physical_blocks, group_blocks), strict=True))
+            for table, of_table in enumerate(physical, start=n_before):
+                tables_N = np.full_like(slots_N, table)
+                parts.append(np.stack([tables_N, slots_N, columns_N, np.array(of_table, dtype=np.int64)]))
+            n_before += group.n_tables
+        for each in tables:
+            each.n_uploaded = len(each.group_blocks[0])
+        return np.concatenate(parts, axis=1)
+
+    @staticmethod
+    def release(tables: Sequence[BlockTables]) -> None:
+        """Release all KV blocks of sequences. Blocks in the prefix cache stay there until they are evicted.
+
+        Args:
+            tables: The KV blocks of each sequence. Those of the first one are evicted first.
+        """
+        held: list[int] = []
+        for each in reversed(tables):  # BlockManager.release begins with the last block
+            for group in reversed(range(len(each.group_blocks))):
+                held += each.group_blocks[group][each.n_skipped[group] :]
+        if held:
+            tables[0]._blocks.release(held)
 
     def _measure(self) -> None:
         """Compute `capacity`, the number of positions that have blocks in all layers."""

@@ -19,11 +19,11 @@ from areno.engine.decoder.sampler import PendingTokens
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Detokenize, Sequence, StopStrings
 from areno.engine.decoder.slots import STAGED
-from areno.engine.decoder.verification import Drafter, Drafts, TableDrafts
+from areno.engine.decoder.verification import Drafter, Drafts, TableDrafts, accepted_rows
 from areno.engine.requests import RequestLimits
 from areno.engine.spec import RolloutStats
 from areno.errors import EngineError, non_finite_logits
-from areno.kernels.sampling import sample_key
+from areno.kernels.sampling import sample_keys
 from areno.models.transformer import Transformer
 from areno.types import RETURNED, GenerationOutput, GenerationRequest
 
@@ -210,11 +210,12 @@ class Decoder:
         if request.grammar is not None and self._compile_grammar is not None:
             grammar = self._compile_grammar(request.grammar)
         self.unfinished[request.request_id] = request.n_samples
-        for sample in range(request.first_sample, request.first_sample + request.n_samples):
+        samples = range(request.first_sample, request.first_sample + request.n_samples)
+        for sample, key in zip(samples, sample_keys(request.seed, samples), strict=True):
             sequence = Sequence(
                 request=request,
                 sample=sample,
-                key=sample_key(request.seed, sample),
+                key=key,
                 max_new=max_new,
                 stop_ids=stop_ids,
                 tokens=list(request.prompt),
@@ -320,6 +321,10 @@ class Decoder:
         if self._has_bad_blocks:
             self.runner.cache.kv_blocks.zero_()  # attention reads blocks of others with weight 0, and 0 * nan is nan
             self._has_bad_blocks = False
+
+    def forget_left(self) -> None:
+        """Free the host's records of finished samples, so that their keys and values are not used for new requests."""
+        self._scheduler.forget_left()
 
     @property
     def n_tokens_of_waiting(self) -> list[int]:
@@ -473,12 +478,7 @@ class Decoder:
         """
         table, slots_B, number = self._scheduler.table, pending.slots_B, np.arange(drafts.n_rows)
         tokens_BR, logprobs_BR, inputs_BR = pending.rows(drafts.n_rows)
-        # An input of -1 or -2 differs from all tokens, so a row without a draft or without room ends the accepted ones.
-        right_BJ = np.logical_and.accumulate(tokens_BR[:, :-1] == inputs_BR[:, 1:], axis=1)
-        counts_B = np.where(inputs_BR[:, 0] >= 0, 1 + right_BJ.sum(1), 0)
-        is_stop_BR = (table.stop_ids[slots_B][:, None] == tokens_BR[:, :, None]).any(2) & (number < counts_B[:, None])
-        stops_B = is_stop_BR.any(1)
-        counts_B = np.where(stops_B, is_stop_BR.argmax(1) + 1, counts_B)
+        right_BJ, counts_B, stops_B = accepted_rows(tokens_BR, inputs_BR, table.stop_ids[slots_B])
         is_wanted_B = table.owner[slots_B] == pending.owners_B
         by_host_B = is_wanted_B & table.needs_host[slots_B]
         if not np.isfinite(logprobs_BR).all():

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.engine.decoder.attention_split import PrefixGroups, split_attention
-from areno.engine.decoder.block_manager import BlockEntries, BlockManager, KVLayout
+from areno.engine.decoder.block_manager import BlockManager, BlockTables, KVLayout
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
 from areno.engine.decoder.graphs import Captures, DecodeGraphs, GraphCache, bucket_sizes
 from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillTensors
@@ -247,7 +247,11 @@ class Runner:
         table = scheduled.table
         slots_of_prefilled = np.array([sequence.slot for sequence in prefilled], dtype=np.int64)
         self._correct_verified()
-        self._upload_slots(prefilled, scheduled.grown)
+        logits_KV: Tensor | None = None
+        if scheduled.chunks:  # first, so that the device computes while the host collects the settings of new slots
+            with phase("prefill", tokens=sum(chunk.end - chunk.start for chunk in scheduled.chunks)):
+                logits_KV = self._prefill(scheduled.chunks)
+        self._upload_slots(prefilled, slots_of_prefilled, scheduled)
         masked = prefilled + (scheduled.decode if scheduled.drafts is None else [])  # drafts have a mask for each row
         if (
             self.sampler.has_masks
@@ -255,12 +259,10 @@ class Runner:
             or table.has_grammar[slots_of_prefilled].any()
         ) and (masks := self.sampler.pack_masks(masked)) is not None:
             self.sampler.assign_masks(*map(self._upload, masks))
-        if scheduled.chunks:
-            with phase("prefill", tokens=sum(chunk.end - chunk.start for chunk in scheduled.chunks)):
-                out = self._prefill(scheduled, prefilled, slots_of_prefilled)
-            if prefilled:
-                owners_B = table.owner[slots_of_prefilled]
-                pending.append(PendingTokens(prefilled, slots_of_prefilled, owners_B, *self._download(out)))
+        if prefilled and logits_KV is not None:
+            out = self._sample_first(scheduled, prefilled, slots_of_prefilled, logits_KV)
+            owners_B = table.owner[slots_of_prefilled]
+            pending.append(PendingTokens(prefilled, slots_of_prefilled, owners_B, *self._download(out)))
         if scheduled.decode:
             with phase("decode", samples=len(scheduled.decode)):
                 out = self._launch_decode(scheduled)
@@ -319,33 +321,29 @@ class Runner:
         ready.record()
         return host, ready
 
-    def _upload_slots(self, new: list[Sequence], grown: list[Sequence]) -> None:
+    def _upload_slots(self, new: list[Sequence], slots_B: np.ndarray, scheduled: SchedulerOutput) -> None:
         """Copy new block-table entries, and the sampling settings of sequences with a new slot, to the device.
 
-        `new` are the sequences that sample their first token in their slot, and `grown` others that got a block.
+        `new` are the sequences that sample their first token in their slot, and `slots_B` their slots.
         """
-        entries = BlockEntries()
-        for sequence in (*new, *grown):
-            sequence.block_tables.add_new_entries(sequence.slot, entries)
-        if entries.blocks:
-            tables, slots, columns, blocks = self._upload(entries.packed())
-            self.cache.tables[tables, slots, columns] = blocks.int()
+        if changed := [*new, *scheduled.grown]:
+            slots = [each.slot for each in changed]
+            entries = BlockTables.new_entries([each.block_tables for each in changed], slots)
+            if entries.size:
+                in_table, in_row, in_column, blocks = self._upload(entries)
+                self.cache.tables[in_table, in_row, in_column] = blocks.int()
         if new:
             self.sampler.assign(self._upload(SlotSampler.pack(new)))
-            if (counts := SlotSampler.pack_counts(new)) is not None:
+            is_penalized = scheduled.table.is_penalized[slots_B].any()
+            if is_penalized and (counts := SlotSampler.pack_counts(new)) is not None:
                 self.sampler.assign_counts(*map(self._upload, counts))
 
-    def _prefill(self, scheduled: SchedulerOutput, prefilled: list[Sequence], slots_B: np.ndarray) -> Tensor:
-        """Run one forward pass over prompt chunks, and sample a token for each sequence in `prefilled`.
-
-        `prefilled` contains the sequences whose prompts this pass completes, and `slots_B` their slots.
+    def _prefill(self, chunks: list[Chunk]) -> Tensor | None:
+        """Run one forward pass over prompt chunks.
 
         Returns:
-            (2, len(prefilled)) float64, tokens and log-probabilities. If a sequence needs LogitEdits, the ids and
-            the log-probabilities of the most likely tokens follow in further rows. If `prefilled` is empty, the
-            result has no meaning.
+            (K, V) logits after the last token of each of K prompts that the pass completes. None if there are none.
         """
-        chunks = scheduled.chunks
         # Spans of the exact attention are counted from the first token on.
         batch = PrefillBatch.of(chunks, self.blocks, from_the_first=self.fixed_order)
         logits_KV = None
@@ -356,21 +354,35 @@ class Runner:
             attend = self._with_states_of(chunks, batch.cu_q, self._attend(given))
             hidden_ND = self._forward(given.tokens_N, given.positions_N, attend, given.stored[0])
             self._score_prompts(chunks, hidden_ND)
-            logits_KV = self.model.logits(hidden_ND[given.last_K]) if prefilled else hidden_ND
-        copies = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.copies(self.blocks)]
-        if copies:
+            return self.model.logits(hidden_ND[given.last_K]) if len(batch.last) else None
+        return logits_KV
+
+    def _sample_first(
+        self, scheduled: SchedulerOutput, prefilled: list[Sequence], slots_B: np.ndarray, logits_KV: Tensor
+    ) -> Tensor:
+        """Sample the first token of sequences whose prompts are complete, and copy what followers need of a prompt.
+
+        Args:
+            scheduled: The plan of the step.
+            prefilled: The sequences, which have the settings of their slots on the device.
+            slots_B: int64, their slots.
+            logits_KV: Result of `_prefill`.
+
+        Returns:
+            (2, B) float64, tokens and log-probabilities. If a sequence needs LogitEdits, the ids and the
+            log-probabilities of the most likely tokens follow in further rows.
+        """
+        complete = [chunk.prefill for chunk in scheduled.chunks if chunk.is_last]
+        if copies := [pair for prefill in complete for pair in prefill.copies(self.blocks)]:
             sources, targets = self._upload_columns(copies)
             self.cache.kv_blocks.index_copy_(2, targets, self.cache.kv_blocks.index_select(2, sources))
             if self.routes is not None:
                 self.routes.copy(sources, targets)
         if self.states is not None:
-            pairs = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.slot_pairs()]
+            pairs = [pair for prefill in complete for pair in prefill.slot_pairs()]
             if pairs:
                 self.states.copy(*self._upload_columns(pairs))
-        if not prefilled:
-            return logits_KV
-        last = [row for row, chunk in enumerate(chunks) if chunk.is_last]
-        prompt_of_row = np.repeat(np.arange(len(last)), [len(chunks[row].prefill.sequences) for row in last])
+        prompt_of_row = np.repeat(np.arange(len(complete)), [len(prefill.sequences) for prefill in complete])
         table, edits = scheduled.table, self._edits_of(prefilled, slots_B, scheduled.table)
         drawn = np.stack([slots_B, table.n_sampled[slots_B] - 1, prompt_of_row])
         on_device_B, index_B, prompts_B = self._upload(drawn)

@@ -145,17 +145,17 @@ class SlotSampler:
         Returns:
             (8 + n_banned, len(sequences)) int64, for `assign`.
         """
-        n_banned = max((len(sequence.stop_ids) for sequence in sequences if sequence.min_new > 0), default=0)
+        # Samples of a request have the same settings, so the first of neighbours stands for all.
+        firsts = [at for at, each in enumerate(sequences) if not at or each.request is not sequences[at - 1].request]
+        n_banned = max((len(sequences[at].stop_ids) for at in firsts if sequences[at].min_new > 0), default=0)
         n_banned = 1 << (n_banned - 1).bit_length() if n_banned else 0
         packed = np.full((8 + n_banned, len(sequences)), -1, dtype=np.int64)
         floats = packed.view(np.float64)
         packed[0] = [sequence.slot for sequence in sequences]
         packed[1] = [sequence.key for sequence in sequences]
-        end = 0
-        for _, group in itertools.groupby(sequences, key=lambda sequence: id(sequence.request)):
-            sequence, *others = group  # samples of a request have the same settings
-            start, end = end, end + 1 + len(others)
-            params, columns = sequence.request.params, slice(start, end)
+        for start, end in itertools.pairwise([*firsts, len(sequences)]):
+            sequence, columns = sequences[start], slice(start, end)
+            params = sequence.request.params
             packed[2, columns] = params.is_greedy
             # Top-k and top-p do not change a greedy draw; without them the row skips the slow path.
             packed[3, columns] = params.top_k if sequence.is_filtered else -1

@@ -69,14 +69,12 @@ class Prefill:
         """
         if len(self.leader.tokens) % blocks.block_size == 0:
             return []
-        return [
-            pair
-            for follower in self.followers
-            for source, target in zip(
-                self.leader.block_tables.group_blocks, follower.block_tables.group_blocks, strict=True
-            )
-            for pair in zip(blocks.physical_blocks(source[-1]), blocks.physical_blocks(target[-1]), strict=True)
-        ]
+        found: list[tuple[int, int]] = []
+        for group, group_blocks in enumerate(self.leader.block_tables.group_blocks):
+            targets = [follower.block_tables.group_blocks[group][-1] for follower in self.followers]
+            for table, source in enumerate(blocks.physical_blocks(group_blocks[-1])):
+                found += [(source, blocks.physical_blocks(target)[table]) for target in targets]
+        return found
 
 
 @dataclass(slots=True)
@@ -288,7 +286,7 @@ class Scheduler:
         if self.reuses_prefixes and n_tokens >= self._next_full(sequence):
             sequence.settle()
             sequence.block_tables.register(sequence.tokens, n_tokens)
-            self._await_full_block(sequence)
+            self.table.register_at[sequence.slot] = self._register_at(sequence)
 
     @property
     def caches_early(self) -> bool:
@@ -303,15 +301,13 @@ class Scheduler:
         """Return the length in tokens at which the next block of a sequence is full."""
         return (sequence.block_tables.n_registered + 1) * self.blocks.block_size
 
-    def _await_full_block(self, sequence: Sequence) -> None:
-        """Note in the slot table at which length the next block of a sequence enters the prefix cache."""
-        self.table.register_at[sequence.slot] = self._next_full(sequence) if self.caches_early else NEVER
+    def _register_at(self, sequence: Sequence) -> int:
+        """Return the length in tokens at which the next block of a sequence enters the prefix cache."""
+        return self._next_full(sequence) if self.caches_early else NEVER
 
     def remove_finished(self) -> None:
         """Remove the running sequences that have a finish reason, and free their slots and blocks."""
-        for sequence in self.running:
-            if sequence.finish_reason is not None:
-                self._release(sequence)
+        self._release([sequence for sequence in self.running if sequence.finish_reason is not None])
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
         self._running_slots = None
 
@@ -330,11 +326,9 @@ class Scheduler:
             prefill.followers = [each for each in prefill.followers if each.request.request_id != request_id]
             if prefill.leader in dropped:  # which owns the blocks; samples of other requests return to the queue
                 self.prefilling.remove(prefill)
-                for sequence in reversed(prefill.followers):
-                    self._release(sequence)
-                    self._wait_again(sequence)
-        for sequence in dropped:
-            self._release(sequence)
+                self._release(prefill.followers[::-1])
+                self._wait_again(prefill.followers)
+        self._release(dropped)
         dropped += [each for each in (*self.running, *self.waiting) if each.request.request_id == request_id]
         for sequence in dropped:
             sequence.finish_reason = "abort"
@@ -367,9 +361,7 @@ class Scheduler:
         """Preempt every sequence. They will be recomputed from their tokens, and their blocks cannot be found again."""
         while self.prefilling or self.running:
             self._preempt_youngest()
-        for block_tables, _, _ in self._left:
-            block_tables.release()
-        self._left = []
+        self.forget_left()
 
     def _slots_of_running(self) -> np.ndarray:
         """Return the slots of the running sequences, (B,) int64. The same array until `running` changes."""
@@ -431,26 +423,43 @@ class Scheduler:
         for prefill in self.prefilling:  # at most one: no prompt is admitted before it is complete
             budget = self._add_chunk(chunks, prefill, budget)
         if self._may_admit():
+            n_before = len(self.prefilling)
             while budget and (prefill := self._admit()) is not None:
                 self.prefilling.append(prefill)
                 budget = self._add_chunk(chunks, prefill, budget)
+            admitted = self.prefilling[n_before:]
+            pairs = [(each.slot, prefill.leader.slot) for prefill in admitted for each in prefill.followers]
+            if pairs:
+                self.table.take_like(*map(list, zip(*pairs, strict=True)))
             self._filled = (self.n_running, self._step) if budget and self.waiting else None
-        for prefill in [chunk.prefill for chunk in chunks if chunk.is_last]:
-            self.prefilling.remove(prefill)
-            leader = prefill.leader
-            for follower in prefill.followers:
-                follower.n_kv = leader.n_kv
-                follower.block_tables.share_prefix(leader.block_tables, leader.n_kv // self.blocks.block_size)
-            for sequence in prefill.sequences:
-                sequence.enter("decode")
-                sequence.n_sampled += 1
-                self.table.capacity[sequence.slot] = sequence.block_tables.capacity
-                self._await_full_block(sequence)
-                self.running.append(sequence)
-                self._running_slots = None
+        if complete := [chunk.prefill for chunk in chunks if chunk.is_last]:
+            self._begin_decode(complete)
         if self.blocks.has_windows:
             self._prefilled = [each for chunk in chunks for each in chunk.prefill.sequences]
         return chunks
+
+    def _begin_decode(self, complete: list[Prefill]) -> None:
+        """Let the sequences of complete prompts run. Followers get the blocks of their leader's prompt."""
+        sequences: list[Sequence] = []
+        for prefill in complete:
+            of_leader = prefill.leader.block_tables
+            followers = [follower.block_tables for follower in prefill.followers]
+            of_leader.share_prefix(followers, prefill.leader.n_kv // self.blocks.block_size)
+            sequences += prefill.sequences
+        for sequence in sequences:
+            sequence.enter("decode")
+        done = set(complete)
+        self.prefilling = [prefill for prefill in self.prefilling if prefill not in done]
+        leaders = [prefill.leader for prefill in complete]
+        # Followers differ from their leader in nothing that the table has, beside the slot.
+        row_of_B = np.repeat(np.arange(len(leaders)), [len(prefill.sequences) for prefill in complete])
+        slots_B, table = np.array([sequence.slot for sequence in sequences], dtype=np.int64), self.table
+        table.n_kv[slots_B] = table.n_kv[[leader.slot for leader in leaders]][row_of_B]
+        table.n_sampled[slots_B] += 1
+        table.capacity[slots_B] = np.array([leader.block_tables.capacity for leader in leaders])[row_of_B]
+        table.register_at[slots_B] = np.array([self._register_at(leader) for leader in leaders])[row_of_B]
+        self.running += sequences
+        self._running_slots = None
 
     def _may_admit(self) -> bool:
         """Return whether waiting sequences may be admitted in this step.
@@ -530,23 +539,37 @@ class Scheduler:
             leader.n_cached = leader.n_kv
             n_own = self.blocks.blocks_over_all_groups if n_tokens % size else 0
             reserve += n_new - n_taken  # of which chunks to come take the rest
-            slots: list[int] = []
-            while self._has_slot and self._can_follow(leader) and self.blocks.can_allocate((), n_own, reserve):
-                follower = self.waiting.popleft()
-                slots.append(self._slots.pop())
-                follower.block_tables = BlockTables(self.blocks)
-                if n_own:
-                    follower.block_tables.allocate_last_block()
-                follower.join_like(leader, slots[-1])
+            prefill.followers = self._admit_followers(leader, n_own, reserve)
+            for follower in prefill.followers:
                 follower.n_cached = leader.n_cached
                 if follower.request is not leader.request and self.reuses_prefixes:
                     follower.n_cached = n_matched * size  # as if the prompt of the leader had been computed before
                     self.n_cached_tokens += follower.n_cached
                 follower.enter("prefill")
-                prefill.followers.append(follower)
-            if slots:
-                self.table.take_like(slots, leader.slot)
         return prefill
+
+    def _admit_followers(self, leader: Sequence, n_own: int, reserve: int) -> list[Sequence]:
+        """Admit the next waiting sequences that can share the prefill of `leader`.
+
+        Args:
+            leader: The sequence that computes the prompt, which has a slot.
+            n_own: Number of KV blocks of its own that each sequence gets.
+            reserve: Number of blocks that must stay available.
+        """
+        n_most, n_spare = len(self._slots) - self._n_closed, self.blocks.n_available - reserve
+        if n_own:
+            n_most = min(n_most, n_spare // n_own)
+        elif n_spare < 0:
+            n_most = 0
+        followers: list[Sequence] = []
+        while len(followers) < n_most and self._can_follow(leader):
+            followers.append(self.waiting.popleft())
+        if followers:
+            slots = [self._slots.pop() for _ in followers]
+            tables = BlockTables.of_followers(self.blocks, len(followers), has_part=n_own > 0)
+            for follower, slot, block_tables in zip(followers, slots, tables, strict=True):
+                follower.join_like(leader, slot, block_tables)
+        return followers
 
     def _max_new_blocks(self, match: PrefixMatch, n_tokens: int) -> int:
         """Return the largest number of KV blocks that a prefill holds at once, without those of its cached prefix.
@@ -570,28 +593,39 @@ class Scheduler:
         """Preempt the youngest sequence, or all sequences of the youngest prefill."""
         victims = self.prefilling.pop().sequences if self.prefilling else [self.running.pop()]
         self._running_slots = None
-        for sequence in reversed(victims):
+        for sequence in victims:
             assert sequence.n_sampled == sequence.n_new, "preempted with a token in flight"
-            self._release(sequence)
-            self._wait_again(sequence)
+        self._release(victims[::-1])
+        self._wait_again(victims)
         self.n_preemptions += len(victims)
 
-    def _wait_again(self, sequence: Sequence) -> None:
-        """Return a sequence that left the batch to the front of the queue."""
-        sequence.enter("preempted")
-        self.waiting.appendleft(sequence)
+    def _wait_again(self, sequences: list[Sequence]) -> None:
+        """Return sequences that left the batch to the front of the queue."""
+        for sequence in reversed(sequences):
+            sequence.enter("preempted")
+            self.waiting.appendleft(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence, and its blocks as soon as they are needed."""
-        block_tables = sequence.block_tables
+    def _release(self, sequences: list[Sequence]) -> None:
+        """Free the slots of sequences, and their blocks as soon as they are needed."""
+        table, slots = self.table, [sequence.slot for sequence in sequences]
         # The last token was sampled and not computed.
-        n_tokens = min(sequence.n_kv, sequence.n_prompt + sequence.n_new - 1)
-        self._slots.append(sequence.slot)
-        sequence.leave_cache()
-        if self.reuses_prefixes and not self.caches_early and sequence.finish_reason != "error":
-            self._left.append((block_tables, sequence, n_tokens))
-        else:
-            block_tables.release()
+        n_tokens_B = np.minimum(table.n_kv[slots], table.n_prompt[slots] + table.n_new[slots] - 1)
+        table.owner[slots] = 0
+        self._slots += slots
+        keeps, released = self.reuses_prefixes and not self.caches_early, list[BlockTables]()
+        columns = zip(sequences, n_tokens_B.tolist(), table.n_sampled[slots].tolist(), strict=True)
+        for sequence, n_tokens, n_sampled in columns:
+            block_tables = sequence.leave_cache(n_sampled)
+            if keeps and sequence.finish_reason != "error":
+                self._left.append((block_tables, sequence, n_tokens))
+            else:
+                released.append(block_tables)
+        BlockTables.release(released)
+
+    def forget_left(self) -> None:
+        """Release the blocks of sequences that have left the batch, without adding them to the prefix cache."""
+        left, self._left = self._left, []
+        BlockTables.release([block_tables for block_tables, _, _ in left])
 
     def cache_left(self) -> None:
         """Add the blocks of sequences that have left the batch to the prefix cache, and release these blocks."""
@@ -599,4 +633,4 @@ class Scheduler:
         for block_tables, sequence, n_tokens in left:
             sequence.settle()
             block_tables.register(sequence.tokens, n_tokens)
-            block_tables.release()
+        BlockTables.release([block_tables for block_tables, _, _ in left])

@@ -165,14 +165,15 @@ class Sequence:
         table.in_pieces[slot] = request.pieces
         self.table, self.slot = table, slot
 
-    def join_like(self, leader: Sequence, slot: int) -> None:
-        """Enter the batch in a slot whose numbers `SlotTable.take_like` has set.
+    def join_like(self, leader: Sequence, slot: int, block_tables: BlockTables) -> None:
+        """Enter the batch in a slot whose numbers `SlotTable.take_like` sets.
 
         Args:
             leader: The sample whose prefill the sequence shares, which is in the batch.
             slot: The slot.
+            block_tables: KV blocks of the sequence.
         """
-        self.table, self.slot = leader.table, slot
+        self.table, self.slot, self.block_tables = leader.table, slot, block_tables
 
     def settle(self) -> None:
         """Append the arrived tokens that are not in the lists of the sequence."""
@@ -254,7 +255,7 @@ class Sequence:
     @property
     def is_fresh(self) -> bool:
         """Whether no completion token has arrived. Such a sample can share the prefill of another sample."""
-        return self.completion is None and len(self.tokens) == self.n_prompt
+        return self.completion is None and len(self.tokens) == len(self.request.prompt)
 
     @property
     def is_filtered(self) -> bool:
@@ -326,19 +327,25 @@ class Sequence:
             return False
         return stop_strings.are_in(self.tokens[self.n_prompt :])
 
-    def leave_cache(self) -> None:
+    def leave_cache(self, n_sampled: int) -> BlockTables:
         """Leave the batch: forget the slot and the KV blocks. For a sequence that finishes or is preempted.
 
         Arrived tokens stay.
+
+        Args:
+            n_sampled: The number of sampled tokens in the slot table.
+
+        Returns:
+            The KV blocks, which the caller releases.
         """
         if self.completion is None:
             self.settle()
-        if (table := self.table) is not None:
-            self._n_sampled, table.owner[self.slot] = int(table.n_sampled[self.slot]), 0
-        self.table, self.slot, self._n_kv = None, -1, 0
+        self.table, self.slot, self._n_kv, self._n_sampled = None, -1, 0, n_sampled
         if self.is_fresh:  # its prompt will be scored again from the first token on, maybe for other samples, too
             self.prompt_logprobs = []
+        block_tables = self.block_tables
         del self.block_tables
+        return block_tables
 
     def output(self) -> GenerationOutput:
         """Return the output of the sample, and note how many completion tokens have been returned.
@@ -364,15 +371,18 @@ class Sequence:
         numbers: Any = self.completion
         if numbers is None:
             numbers = self.tokens[self.n_prompt + start :], self.logprobs[start:], self.versions[start:]
-        return GenerationOutput(
-            request_id=self.request.request_id,
-            sample=self.sample,
-            tokens=numbers[0],
-            logprobs=numbers[1],
-            versions=numbers[2],
-            finish_reason=self.finish_reason,
-            cached_tokens=self.n_cached,
-            top_logprobs=self.top_logprobs[start:],
-            prompt_logprobs=[] if self.finish_reason is None else self.prompt_logprobs,
-            phases=phases,
+        return GenerationOutput.of_fields(
+            {
+                "request_id": self.request.request_id,
+                "sample": self.sample,
+                "tokens": numbers[0],
+                "logprobs": numbers[1],
+                "versions": numbers[2],
+                "finish_reason": self.finish_reason,
+                "cached_tokens": self.n_cached,
+                "top_logprobs": self.top_logprobs[start:],
+                "prompt_logprobs": [] if self.finish_reason is None else self.prompt_logprobs,
+                "routes": None,
+                "phases": phases,
+            }
         )

@@ -70,15 +70,15 @@ class SlotTable:
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stop_ids)] = list(stop_ids)
 
-    def take_like(self, slots: list[int], like: int) -> None:
-        """Give free slots to samples that share the prefill of another slot.
+    def take_like(self, slots: list[int], like: list[int]) -> None:
+        """Give free slots to samples that share the prefill of samples in other slots.
 
         Args:
             slots: The free slots.
-            like: The other slot, whose sample has no completion tokens.
+            like: For each of them the other slot, whose sample has no completion tokens.
         """
-        self._numbers[:, slots] = self._numbers[:, like, None]
-        self._flags[:, slots] = self._flags[:, like, None]
+        self._numbers[:, slots] = self._numbers[:, like]
+        self._flags[:, slots] = self._flags[:, like]
         self.n_kv[slots] = 0
         self.stop_ids[slots] = self.stop_ids[like]
         self.owner[slots] = self._n_admitted + 1 + np.arange(len(slots))

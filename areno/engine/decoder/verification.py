@@ -197,6 +197,29 @@ class DraftedRows:
         return masks_NW
 
 
+def accepted_rows(
+    tokens_BR: np.ndarray, inputs_BR: np.ndarray, stop_ids_BS: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return which tokens of a step with TableDrafts its sequences get.
+
+    Args:
+        tokens_BR: int64, the token that each row sampled.
+        inputs_BR: int64, the input token of each row. -1 without a draft, -2 without room.
+        stop_ids_BS: int64, the stop tokens of each sequence, padded with -1.
+
+    Returns:
+        Whether a drafted token and all before it were right, (B, J) bool. How many tokens each sequence gets, (B,)
+        int64. Whether the last of them is a stop token, (B,) bool.
+    """
+    # An input below 0 differs from all tokens, so a row without a draft or without room ends the accepted ones.
+    right_BJ = np.logical_and.accumulate(tokens_BR[:, :-1] == inputs_BR[:, 1:], axis=1)
+    counts_B = np.where(inputs_BR[:, 0] >= 0, 1 + right_BJ.sum(1), 0)
+    is_stop_BR = (stop_ids_BS[:, None] == tokens_BR[:, :, None]).any(2)
+    is_stop_BR &= np.arange(tokens_BR.shape[1]) < counts_B[:, None]
+    stops_B = is_stop_BR.any(1)
+    return right_BJ, np.where(stops_B, is_stop_BR.argmax(1) + 1, counts_B), stops_B
+
+
 class RowSampler(Protocol):
     """The sampling settings on the device, as SlotSampler holds them."""
 

@@ -10,7 +10,7 @@ import pickle
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ _NUMBERS = (
 )  # sent as arrays; other fields of an output are pickled
 _REST = tuple(field.name for field in fields(GenerationOutput) if field.name not in _NUMBERS)
 _FIELDS = (*_NUMBERS, *_REST)
-_rest_of = attrgetter(*_REST)
+_of_fields = itemgetter(*_FIELDS)
 _LEAST_NS = 20_000  # a shorter command is not worth an event of the trace
 
 
@@ -83,28 +83,33 @@ class Outputs:
     stats: RolloutStats
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Send two arrays: the driver needs arrays, and would take longer to unpickle lists of each sample.
-        tokens, logprobs, versions = (
-            [np.asarray(vars(output)[name], dtype) for output in self.outputs]
-            for name, dtype in (("tokens", np.int32), ("logprobs", np.float64), ("versions", np.int64))
-        )
+        # Send few arrays and lists: pickling the fields of each sample would take several times as long.
+        if not self.outputs:
+            return Outputs, ([], self.stats)
+        columns = zip(*map(_of_fields, map(vars, self.outputs)), strict=True)
+        tokens, logprobs, versions, *rest = columns
         return _outputs_of, (
-            np.concatenate(tokens) if tokens else np.empty(0, np.int32),
-            np.concatenate(logprobs) if logprobs else np.empty(0, np.float64),
-            # Versions never decrease within a sample. If the first equals the last, all are equal.
-            [each[: 1 if len(each) and each[0] == each[-1] else None].tolist() for each in versions],
-            [len(each) for each in tokens],
-            [_rest_of(output) for output in self.outputs],
+            np.concatenate(tokens, dtype=np.int32, casting="unsafe"),
+            np.concatenate(logprobs, dtype=np.float64, casting="unsafe"),
+            _runs(np.concatenate(versions, dtype=np.int64, casting="unsafe")),
+            np.fromiter(map(len, tokens), np.int64, len(tokens)),
+            rest,
             self.stats,
         )
+
+
+def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the value and the length of each run of equal values, int64. Few versions of weights sample all tokens."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+    return values[starts], np.diff(starts, append=len(values))
 
 
 def _outputs_of(
     tokens: np.ndarray,
     logprobs: np.ndarray,
-    versions: Sequence[list[int]],
-    lengths: Sequence[int],
-    rest: Sequence[tuple[Any, ...]],
+    versions: tuple[np.ndarray, np.ndarray],
+    lengths: np.ndarray,
+    rest: Sequence[Sequence[Any]],
     stats: RolloutStats,
 ) -> Outputs:
     """Rebuild an Outputs object when it is unpickled, from arrays that hold the tokens of all samples in a row.
@@ -112,19 +117,19 @@ def _outputs_of(
     Args:
         tokens: Token ids of all samples, int32, shape [sum(lengths)].
         logprobs: Log-probabilities of these tokens, float64, shape [sum(lengths)].
-        versions: Per sample, the weights version of each token, or a single version if all tokens share it.
-        lengths: Number of tokens of each sample.
-        rest: Per sample, the values of the remaining fields of GenerationOutput, in the order of `_REST`.
+        versions: Weights versions of these tokens, as `_runs` returns them.
+        lengths: Number of tokens of each sample, int64.
+        rest: For each of the fields in `_REST`, its value in each sample.
         stats: Statistics of the worker's decoder.
     """
-    outputs, start = [], 0
-    for n_tokens, of_one, others in zip(lengths, versions, rest, strict=True):
-        place = slice(start, start + n_tokens)
-        start += n_tokens
-        of_tokens: Any = np.full(n_tokens, of_one[0]) if len(of_one) == 1 else of_one
-        values: Any = (tokens[place], logprobs[place], of_tokens, *others)
-        outputs.append(GenerationOutput(**dict(zip(_FIELDS, values, strict=True))))
-    return Outputs(outputs, stats)
+    ends, versions_N = np.cumsum(lengths).tolist(), np.repeat(*versions)
+    places = map(slice, [0, *ends], ends)
+    numbers = ((tokens[place], logprobs[place], versions_N[place]) for place in places)
+    found = [
+        GenerationOutput.of_fields(dict(zip(_FIELDS, (*three, *others), strict=True)))
+        for three, *others in zip(numbers, *rest, strict=True)
+    ]
+    return Outputs(found, stats)
 
 
 def pack(method: str, args: Sequence[Any]) -> bytes:

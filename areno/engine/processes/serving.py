@@ -23,6 +23,7 @@ from areno.engine.spec import EngineSpec
 from areno.errors import ArenoError, Key, WorkerLost
 
 _STATS_EVERY_S = 0.5
+_OUTPUTS_AT_ONCE = 256  # of a step in a message, so that the driver reads one while the worker packs the next
 # Advice for an out-of-memory error in a command without advice of its own.
 _LESS_MEMORY = (
     ("lower {}", Key("rollout.mem_fraction")),
@@ -114,7 +115,10 @@ def _fill(pipe: Any, inbox: SimpleQueue[Command | None]) -> None:
 
 
 def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: Any, own_heartbeat: Heartbeat) -> None:
-    """Execute commands until the driver closes the pipe, and decode while there are requests."""
+    """Execute commands until the driver closes the pipe, and decode while there are requests.
+
+    While the driver has no command, the worker tidies up, so that no command waits for that.
+    """
     last_stats = 0.0
     while True:
         for command in _commands(inbox, worker, context):
@@ -132,13 +136,17 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
             if command.id is not None or (reply.error is not None and context.is_leader):
                 reply.events, reply.host_bytes = trace.take(), resident_bytes()
                 pipe.send(reply)
+        if not worker.has_work and inbox.empty():
+            worker.tidy()
         if worker.has_work:
             outputs = worker.step()
             heartbeat.beat()
             now = time.monotonic()
             if context.is_leader and (outputs or now - last_stats > _STATS_EVERY_S):
                 own_heartbeat.decodes(False)  # the send below may wait for the driver to read
-                pipe.send(Outputs(outputs, worker.rollout_stats()))
+                stats = worker.rollout_stats()
+                for first in range(0, len(outputs) or 1, _OUTPUTS_AT_ONCE):
+                    pipe.send(Outputs(outputs[first : first + _OUTPUTS_AT_ONCE], stats))
                 last_stats = now
             own_heartbeat.decodes(worker.has_work)
 

@@ -24,10 +24,18 @@ from areno.engine.train.activations import KeptLayers, free_bytes
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, over_steps
 from areno.engine.train.micro_batches import APART, StepMicroBatches, TrainResult, row_micro_batches
-from areno.engine.train.old_logprobs import Batches, compare_with_rollout, complete, set_before_first_update
+from areno.engine.train.old_logprobs import compare_with_rollout, complete, set_before_first_update
 from areno.engine.train.old_logprobs import of_step as old_of_step
 from areno.engine.train.optimizer import Optimizer
-from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, halved, not_masked, pack_group, pack_step
+from areno.engine.train.packing import (
+    LocalTokens,
+    PackedTokens,
+    PrefixPass,
+    StepBatches,
+    not_masked,
+    pack_group,
+    upload,
+)
 from areno.engine.train.prefixes import order_to_share
 from areno.engine.train.routes import StepRouting
 from areno.engine.train.rows import without_padding
@@ -194,8 +202,7 @@ class TrainBackend:
         """
         self._teachers = self.kept_layers.teacher = teachers
         with self._out_of_memory_hint(update.mb_spec):
-            # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
-            batches = [pack_step(step, update.rows_per_unit, self.device, step.shares) for step in steps]
+            batches = [StepBatches(step, update.rows_per_unit, self.device, step.shares) for step in steps]
             is_policy = self.model.config.head == "lm"
             if is_policy:
                 score = partial(self.scored_logprobs, sampling=update.sampling)
@@ -425,7 +432,7 @@ class TrainBackend:
         return tuple(share.aligned(places_T, each_T) for each_T in found)
 
     def _step(
-        self, step: StepMicroBatches, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
+        self, step: StepMicroBatches, batches: StepBatches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> dict[str, float]:
         """Take one optimizer step, and return its statistics by name.
 
@@ -478,7 +485,7 @@ class TrainBackend:
         return numbers
 
     def _accumulate(
-        self, step: StepMicroBatches, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
+        self, step: StepMicroBatches, batches: StepBatches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> StepStats:
         """Compute the gradient of a step over all ranks, and return the statistics of its micro-batches.
 
@@ -487,13 +494,11 @@ class TrainBackend:
         step of the same call of `train` has changed the weights.
         """
         self._gradients.begin(step)
-        given = [pack.old_logprobs for _, pack in batches]
+        given: list[Tensor | None] = []
         while True:
-            for (_, pack), old_N in zip(batches, given, strict=True):
-                pack.old_logprobs = old_N
             try:
                 with self._prefix_passes():
-                    stats = self._accumulate_once(batches, loss_fn, update, is_first)
+                    stats = self._accumulate_once(batches, given, loss_fn, update, is_first)
                 with phase("sum gradients"):
                     self._gradients.finish()
                 return stats
@@ -504,24 +509,35 @@ class TrainBackend:
                 if not self.kept_layers.keep_less():
                     if not (update.may_halve and self.is_alone and not self._divides_grads):
                         raise
-                    halves = halved(step, given, update.rows_per_unit, self.device, step.shares)
-                    if len(halves) == len(batches):
+                    if not batches.halve(given + [pack.old_logprobs for _, pack in batches[len(given) :]]):
                         raise
                     self._n_halvings += 1
-                    batches[:], given = halves, [pack.old_logprobs for _, pack in halves]
+                    given = []
                     free_unused()
             self._gradients.begin(step, again=True)
 
-    def _accumulate_once(self, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool) -> StepStats:
+    def _accumulate_once(
+        self,
+        batches: StepBatches,
+        given: list[Tensor | None],
+        loss_fn: LossFn,
+        update: UpdateSpec,
+        is_first: bool,
+    ) -> StepStats:
         """Run the forward and backward passes of all micro-batches of a step, and return their statistics.
 
-        `is_first` is whether no earlier step of the same call of `train` has changed the weights.
+        `given` has the old log-probabilities that micro-batches had before an earlier attempt at the step, and gets
+        those of the other micro-batches. `is_first` is whether no earlier step of the same call of `train` has changed
+        the weights.
         """
         stats = StepStats(self.device)
         if self._routing is not None:
             self._routing.restart()
         n_computed = 0
-        for (packed, pack), (following, _) in zip(batches, [*batches[1:], (None, None)], strict=True):
+        for number, (packed, pack) in enumerate(batches):
+            if number == len(given):
+                given.append(pack.old_logprobs)
+            pack.old_logprobs = given[number]
             with phase("forward", tokens=packed.n_computed), self.pass_threads(packed.n_computed):
                 loss, loss_stats = self._loss_of(packed, pack, loss_fn, update, is_first, stats)
             if self._routing is not None:
@@ -529,13 +545,15 @@ class TrainBackend:
             with phase("backward", tokens=packed.n_computed), self.pass_threads(packed.n_computed):
                 self._gradients.backward(loss)
             n_computed += packed.n_computed
-            if packed.prefix is not None and (following is None or following.prefix is not packed.prefix):
-                self._backward_of(packed.prefix)
-                n_computed += packed.n_before
+            if packed.prefix is not None:
+                following = batches[number + 1][0] if number + 1 < len(batches) else None
+                if following is None or following.prefix is not packed.prefix:
+                    self._backward_of(packed.prefix)
+                    n_computed += packed.n_before
             heartbeat.beat()
             stats.add({"loss": loss, "total_loss": loss, **loss_stats})
-        counts = [n_computed, sum(len(pack.tokens) for _, pack in batches)]
-        computed, of_rows = torch.tensor(counts, dtype=torch.float64, device=self.device)
+        counts = np.array([n_computed, sum(len(pack.tokens) for _, pack in batches)], dtype=np.float64)
+        computed, of_rows = upload(counts, self.device)
         stats.add({"computed_tokens": computed, "row_tokens": of_rows})
         return stats
 

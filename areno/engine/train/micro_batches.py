@@ -5,9 +5,10 @@ A unit is a fixed number of adjacent rows that stay together: a single row, or t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from functools import partial
+from itertools import accumulate, chain, groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from areno.config.models import MicroBatchSpec
 from areno.engine.spec import EngineInfo, Sharing, UpdateSpec
 from areno.engine.train.prefixes import LinkedPieces, Rows, linked_pieces, n_computed, order_to_share, pieces
-from areno.engine.train.rows import FlatRows, Row, read_tokens, starts_of
+from areno.engine.train.rows import FlatRows, read_tokens
 from areno.errors import DataError, EngineError, Key
 from areno.models.cost import Cost, forward_flops, train_flops
 from areno.types import TrainSequence
@@ -31,35 +32,47 @@ class StepMicroBatches:
     """The work of one data-parallel rank in one optimizer step.
 
     Attributes:
-        groups: The rows of each micro-batch, in groups of micro-batches whose common prefixes are computed in a
-            forward pass of their own. Most groups have one micro-batch.
+        rows: The rows of all micro-batches, in order.
+        sizes: The number of rows of each micro-batch, in groups of micro-batches whose common prefixes are computed in
+            a forward pass of their own. Most groups have one micro-batch.
         step_tokens: Number of trained tokens in the whole step, over all ranks.
         step_rows: Number of rows with trained tokens in the whole step, over all ranks.
         rounds: Largest number of backward passes that any rank has in the step.
         shares: Whether tokens of prefixes that rows of a micro-batch share are computed once.
+        places: For each row, its index among the caller's rows. Empty for a row that the caller does not have, and in
+            a worker process, which does not need the indices.
     """
 
-    groups: list[list[list[Row]]]
+    rows: FlatRows
+    sizes: list[list[int]]
     step_tokens: int
     step_rows: int
     rounds: int
     shares: bool = False
+    places: Sequence[int] = ()
 
     @property
-    def micro_batches(self) -> list[list[Row]]:
+    def groups(self) -> list[list[FlatRows]]:
+        """The rows of each micro-batch, in the groups of `sizes`."""
+        batches = iter(self.micro_batches)
+        return [list(islice(batches, len(group))) for group in self.sizes]
+
+    @property
+    def micro_batches(self) -> list[FlatRows]:
         """The rows of each micro-batch."""
-        return list(chain(*self.groups))
+        ends = list(accumulate(chain(*self.sizes)))
+        return [self.rows[start:end] for start, end in pairwise([0, *ends])]
 
     @property
     def n_backward(self) -> int:
         """Largest possible number of backward passes of this rank."""
-        return sum(len(group) + (len(group) > 1) for group in self.groups)
+        return sum(len(group) + (len(group) > 1) for group in self.sizes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickle a few large arrays. Pickling the arrays of each row would take longer than sending them.
-        flat = FlatRows.of(list(chain(*self.micro_batches)))
-        sizes = [[len(rows) for rows in group] for group in self.groups]
-        return _of_flat, (flat, sizes, self.step_tokens, self.step_rows, self.rounds, self.shares)
+        # int32 halves the bytes of the largest array.
+        tokens = self.rows.tokens.astype(np.int32, casting="same_kind")
+        others = self.sizes, self.step_tokens, self.step_rows, self.rounds, self.shares
+        return _of_message, (replace(self.rows, tokens=tokens), *others)
 
 
 @dataclass(slots=True)
@@ -81,10 +94,7 @@ class TrainResult:
 
 
 def keep_old_logprobs(
-    rows: Sequence[TrainSequence],
-    read: Sequence[Row],
-    shares: Sequence[Sequence[StepMicroBatches]],
-    results: Sequence[TrainResult],
+    rows: Sequence[TrainSequence], shares: Sequence[Sequence[StepMicroBatches]], results: Sequence[TrainResult]
 ) -> None:
     """Store in each row the old log-probabilities that the importance ratios were computed with.
 
@@ -93,28 +103,20 @@ def keep_old_logprobs(
 
     Args:
         rows: The caller's rows, whose `old_logprobs` are set.
-        read: The same rows as arrays.
-        shares: The optimizer steps of each data-parallel rank, made from `read` by `share_steps`.
+        shares: The optimizer steps of each data-parallel rank, made from these rows by `share_steps`.
         results: The result of each data-parallel rank.
     """
-    index_of = {id(row): index for index, row in enumerate(read)}  # lacks rows that `share_steps` added
     for steps, result in zip(shares, results, strict=True):
         for step, old_N in zip(steps, result.old_logprobs, strict=True):
             if old_N is None:
                 continue
-            of_step = list(chain(*step.micro_batches))
             # NaN means unknown: these tokens were not trained, but may be trained in a later call.
-            kept_N = np.where(np.concatenate([row.trained for row in of_step]), old_N, np.nan)
-            start = 0
-            for row in of_step:
-                if (index := index_of.get(id(row))) is not None:
-                    rows[index].old_logprobs = kept_N[start : start + row.n_tokens]
-                start += row.n_tokens
+            kept = step.rows.per_row(np.where(step.rows.trained, old_N, np.nan))
+            for place, of_row in zip(step.places, kept, strict=False):  # no places for a row that was added
+                rows[place].old_logprobs = of_row
 
 
-def sharing_beside_teachers(
-    sharing: Sharing, of_teachers: Iterable[Sharing], rows: Sequence[Row], cp_size: int
-) -> Sharing:
+def sharing_beside_teachers(sharing: Sharing, of_teachers: Iterable[Sharing], rows: FlatRows, cp_size: int) -> Sharing:
     """Return the rule by which an update with teachers computes prefixes that rows have in common only once.
 
     Args:
@@ -130,7 +132,7 @@ def sharing_beside_teachers(
     Raises:
         EngineError: The teacher has prompts of its own, which context parallelism does not support.
     """
-    if any(row.teacher_prompt is not None for row in rows):
+    if any(prompt is not None for prompt in rows.teacher_prompts):
         if cp_size > 1:
             text = "rows have a teacher_prompt, which context parallelism does not support; set {}=1"
             raise EngineError(text, Key("engine.cp_size"))
@@ -138,14 +140,13 @@ def sharing_beside_teachers(
     return APART if any(each.when == "off" for each in of_teachers) else sharing
 
 
-def _of_flat(flat: FlatRows, sizes: Sequence[Sequence[int]], *others: Any) -> StepMicroBatches:
-    """Unpickle a StepMicroBatches, whose rows are concatenated. `sizes` has the number of rows of each micro-batch."""
-    rows = iter(flat.rows())
-    return StepMicroBatches([[list(islice(rows, size)) for size in group] for group in sizes], *others)
+def _of_message(rows: FlatRows, *others: Any) -> StepMicroBatches:
+    """Unpickle a StepMicroBatches, whose token ids are int32 in a message."""
+    return StepMicroBatches(replace(rows, tokens=rows.tokens.astype(np.int64)), *others)
 
 
 def share_steps(
-    rows: Sequence[Row],
+    rows: FlatRows,
     update: UpdateSpec,
     dp_size: int = 1,
     section: str = "actor",
@@ -176,72 +177,94 @@ def share_steps(
         DataError: The number of rows is not a multiple of update.rows_per_unit. Or update.rows_per_unit is greater than
             1 and a step has fewer units of rows than there are ranks.
     """
-    units, update_of_units = _units(rows, update)
-    # Counts of all rows are taken at once, because a batch may have thousands of short rows.
-    row_lengths = np.fromiter((len(row.tokens) for row in rows), np.int64, len(rows))
-    row_trained = np.add.reduceat(np.concatenate([row.trained for row in rows], dtype=np.int64), starts_of(row_lengths))
-    lengths = row_lengths.reshape(len(units), -1).sum(1).tolist()
-    trained_of_unit = row_trained.reshape(len(units), -1)
+    n_units, update_of_units = _units(len(rows), update)
+    per_unit = update.rows_per_unit
+    lengths = rows.lengths.reshape(n_units, per_unit).sum(1).tolist()
+    trained_of_unit = rows.n_trained.reshape(n_units, per_unit)
+    rows_of_unit = np.arange(len(rows)).reshape(n_units, per_unit)
+    of_rows = rows.per_row(rows.tokens)
+    tokens_of_unit = [of_rows[first : first + per_unit] for first in range(0, len(rows), per_unit)]
+    teachers = _teachers_of(rows, per_unit)
     shares: list[list[StepMicroBatches]] = [[] for _ in range(dp_size)]
-    counts_micro_batches = update.gradient_accumulation_steps is not None  # whose number must not depend on sharing
     for step in optimizer_steps(lengths, update_of_units, cp_size):
-        if len(step) < dp_size and update.rows_per_unit > 1:
+        if len(step) < dp_size and per_unit > 1:
             raise DataError(
-                f"an optimizer step has {len(step) * update.rows_per_unit} rows, in units of {update.rows_per_unit}, "
+                f"an optimizer step has {len(step) * per_unit} rows, in units of {per_unit}, "
                 f"for {dp_size} copies of the model; each needs one: raise {{}}, or lower {{}} or {{}}",
                 Key("train_dataset.batch_size"),
                 Key(f"{section}.ppo_n_minibatches"),
                 Key("engine.world_size"),
             )
         trained = trained_of_unit[step]
-        tokens = [[row.tokens for row in units[index]] for index in step]
-        order = order_to_share([row for unit in tokens for row in unit], sharing)
+        tokens = [tokens_of_unit[index] for index in step]
+        order = order_to_share(list(chain(*tokens)), sharing)
         step_shares = order is not None
-        if dp_size > 1 or update.rows_per_unit > 1:
+        if dp_size > 1 or per_unit > 1:
             order = None  # because it is not that of a rank's units
         n_tokens, n_rows = int(trained.sum()), int((trained > 0).sum())
         of_ranks: list[StepMicroBatches] = []
-        costs = [sum(_row_cost(row, cost) for row in units[index]) if dp_size > 1 else 1.0 for index in step]
+        costs = [1.0] * len(step)
+        if dp_size > 1:
+            costs = [_unit_cost(list(map(len, tokens[at])), trained[at].tolist(), cost) for at in range(len(step))]
+        divide = partial(
+            row_micro_batches,
+            spec=update_of_units.mb_spec,
+            cp_size=cp_size,
+            sharing=sharing if step_shares else APART,
+            # A number of micro-batches that the user has set must not depend on sharing.
+            keeps_count=update.gradient_accumulation_steps is not None,
+        )
         for mine in _split_units(tokens, costs, dp_size, step_shares):
-            spec, rule = update_of_units.mb_spec, sharing if step_shares else APART
-            found, rank_shares = [], False
-            parts = _by_teacher([units[step[place]] for place in mine])
-            for part in parts:
-                of_part, part_shares = row_micro_batches(
-                    [tokens[mine[at]] for at in part],
-                    spec,
-                    cp_size,
-                    rule,
-                    order if len(parts) == 1 else None,
-                    keeps_count=counts_micro_batches,
-                )
-                found += [[[part[at] for at in batch] for batch in group] for group in of_part]
-                rank_shares |= part_shares
-            groups = [[[row for at in batch for row in units[step[mine[at]]]] for batch in group] for group in found]
-            if not mine:  # the rank takes part in collectives, but adds nothing to the loss
-                groups = [[[_untrained(units[index][0] for index in step)]]]
-            of_ranks.append(StepMicroBatches(groups, n_tokens, n_rows, 0, rank_shares))
+            own_units = [step[place] for place in mine]
+            of_teachers = [teachers[unit] for unit in own_units]
+            found, rank_shares = _apart_by_teacher([tokens[place] for place in mine], of_teachers, divide, order)
+            if mine:
+                places = rows_of_unit[[own_units[at] for at in chain(*chain(*found))]].ravel().tolist()
+                own, sizes = rows.select(places), [[per_unit * len(batch) for batch in group] for group in found]
+            else:  # the rank takes part in collectives, but adds nothing to the loss
+                places, own, sizes = [], _untrained(rows, rows_of_unit[step][:, 0]), [[1]]
+            of_ranks.append(StepMicroBatches(own, sizes, n_tokens, n_rows, 0, rank_shares, places))
         rounds = max(of_rank.n_backward for of_rank in of_ranks)
         for of_rank, steps in zip(of_ranks, shares, strict=True):
             steps.append(replace(of_rank, rounds=rounds))
     return shares
 
 
-def _by_teacher(units: Sequence[Sequence[Row]]) -> list[list[int]]:
-    """Divide units by the teacher of their rows, so that a micro-batch and its common prefixes have one teacher.
+def _teachers_of(rows: FlatRows, per_unit: int) -> list[str]:
+    """Return the teacher of each unit of adjacent rows. Raises DataError if the rows of a unit have different ones."""
+    if per_unit > 1:
+        for first in range(0, len(rows), per_unit):
+            if len(set(rows.teachers[first : first + per_unit])) > 1:
+                raise DataError(f"{per_unit} adjacent rows belong together, but have different teachers; give them one")
+    return rows.teachers[::per_unit]
+
+
+def _apart_by_teacher(
+    units: Sequence[Rows],
+    teachers: Sequence[str],
+    divide: Callable[..., tuple[list[list[list[int]]], bool]],
+    order: Sequence[tuple[int, int]] | None,
+) -> tuple[list[list[list[int]]], bool]:
+    """Divide units into micro-batches, so that a micro-batch and its common prefixes have one teacher.
+
+    Args:
+        units: Token ids of the rows of each unit.
+        teachers: The teacher of each unit.
+        divide: The function `row_micro_batches` with its settings.
+        order: As in `row_micro_batches`.
 
     Returns:
-        The indices of the units of each teacher, in the order of the first units.
-
-    Raises:
-        DataError: The rows of a unit have different teachers.
+        The result of `row_micro_batches`.
     """
-    found: dict[str, list[int]] = {}
-    for index, rows in enumerate(units):
-        if len({row.teacher for row in rows}) > 1:
-            raise DataError(f"{len(rows)} adjacent rows belong together, but have different teachers; give them one")
-        found.setdefault(rows[0].teacher, []).append(index)
-    return list(found.values())
+    parts: dict[str, list[int]] = {}
+    for index, teacher in enumerate(teachers):
+        parts.setdefault(teacher, []).append(index)
+    found, shares = list[list[list[int]]](), False
+    for part in parts.values():
+        groups, part_shares = divide([units[at] for at in part], order=order if len(parts) == 1 else None)
+        found += [[[part[at] for at in batch] for batch in group] for group in groups]
+        shares |= part_shares
+    return found, shares
 
 
 def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, share: bool) -> list[list[int]]:
@@ -269,35 +292,36 @@ def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, s
     return [sorted(i for place in share for i in found[place].units) for share in shares]
 
 
-def _untrained(rows: Iterable[Row]) -> Row:
-    """Return the first two tokens of the shortest row, none of them trained, for a cheap forward pass."""
-    row = min(rows, key=lambda row: row.n_tokens)
+def _untrained(rows: FlatRows, places: np.ndarray) -> FlatRows:
+    """Return the first two tokens of the shortest of some rows, none of them trained, for a cheap forward pass."""
+    row = rows[int(places[rows.lengths[places].argmin()])]
     fields = {name: numbers[:2] for name, numbers in row.fields.items()}
-    return replace(row, tokens=row.tokens[:2], trained=np.zeros_like(row.trained[:2]), fields=fields)
+    return FlatRows.of([replace(row, tokens=row.tokens[:2], trained=np.zeros_like(row.trained[:2]), fields=fields)])
 
 
-def _row_cost(row: Row, cost: Cost | None) -> float:
-    """Return the FLOPs of training on a row, or its number of tokens if `cost` is None."""
-    return row.n_tokens if cost is None else train_flops(cost, [row.n_tokens], row.n_trained)
+def _unit_cost(lengths: Sequence[int], n_trained: Sequence[int], cost: Cost | None) -> float:
+    """Return the FLOPs of training on the rows of a unit, or their number of tokens if `cost` is None."""
+    if cost is None:
+        return sum(lengths)
+    return sum(train_flops(cost, [length], n) for length, n in zip(lengths, n_trained, strict=True))
 
 
-def _units(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]], UpdateSpec]:
-    """Group rows into units of update.rows_per_unit adjacent rows.
+def _units(n_rows: int, update: UpdateSpec) -> tuple[int, UpdateSpec]:
+    """Return the number of units of update.rows_per_unit adjacent rows, and a copy of `update` that counts units.
 
-    Returns the units, and a copy of `update` whose mini_bs counts units. Raises DataError if rows are left over.
+    Its mini_bs is then a number of units. Raises DataError if rows are left over.
     """
     rows_per_unit, spec = update.rows_per_unit, update.mb_spec
     if rows_per_unit < 1:
         raise DataError(f"rows_per_unit is {rows_per_unit}; expected the number of adjacent rows that belong together")
-    if len(rows) % rows_per_unit:
+    if n_rows % rows_per_unit:
         raise DataError(
-            f"there are {len(rows)} rows, not a multiple of rows_per_unit={rows_per_unit}; each unit is that many "
+            f"there are {n_rows} rows, not a multiple of rows_per_unit={rows_per_unit}; each unit is that many "
             "adjacent rows (a preference pair: chosen, then rejected)"
         )
-    units = [rows[start : start + rows_per_unit] for start in range(0, len(rows), rows_per_unit)]
     if spec.mini_bs is not None:
         spec = replace(spec, mini_bs=max(1, spec.mini_bs // rows_per_unit))
-    return units, replace(update, mb_spec=spec)
+    return n_rows // rows_per_unit, replace(update, mb_spec=spec)
 
 
 def optimizer_steps(lengths: Sequence[int], update: UpdateSpec, cp_size: int = 1) -> list[list[int]]:
@@ -347,13 +371,22 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1
         return [list(range(len(lengths)))]
     batches: list[list[int]] = []
     room: list[int] = []
-    for unit in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fit = next((i for i, left in enumerate(room) if left >= lengths[unit]), len(room))
-        if fit == len(room):
-            batches.append([])
-            room.append(budget * cp_size)
-        batches[fit].append(unit)
-        room[fit] -= lengths[unit]
+    open_batches: list[int] = []  # with room for the shortest unit
+    capacity, shortest = budget * cp_size, min(lengths, default=0)
+    by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for length, of_length in groupby(by_length, key=lengths.__getitem__):
+        left = list(of_length)  # units of one length go into a batch together
+        for batch in open_batches:
+            n = room[batch] // length
+            batches[batch] += left[:n]
+            room[batch] -= length * len(left[:n])
+            left = left[n:]
+        n = max(1, capacity // length)
+        for first in range(0, len(left), n):
+            batches.append(left[first : first + n])
+            room.append(capacity - length * len(batches[-1]))
+            open_batches.append(len(batches) - 1)
+        open_batches = [batch for batch in open_batches if room[batch] >= shortest]
     return sorted(sorted(batch) for batch in batches)
 
 

@@ -18,7 +18,7 @@ from areno.engine.train.gradients import StepStats
 from areno.engine.train.packing import PackedTokens
 from areno.loss_fns.pack import DataPack
 
-Batches = list[tuple[PackedTokens, DataPack]]
+Batches = Sequence[tuple[PackedTokens, DataPack]]
 
 
 def complete(given_N: Tensor | None, found_N: Tensor) -> Tensor:
@@ -48,11 +48,13 @@ def set_before_first_update(
         score: micro-batch -> log-probabilities (N,), without gradient.
     """
     for number, step in enumerate(steps):
+        if number == 0 and source != "rollout":
+            continue  # without a look at its micro-batches, most of which are packed while the first one is computed
         for packed, pack in step:
             rollout_N, given_N = pack.rollout_logprobs, pack.old_logprobs
             if source == "rollout":
                 pack.old_logprobs = rollout_N
-            elif number == 0 or (rollout_N is None and given_N is None):
+            elif rollout_N is None and given_N is None:
                 continue
             elif source == "loglinear":
                 pack.old_logprobs = None  # the loss interpolates

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from areno.engine.train.micro_batches import StepMicroBatches
 from areno.engine.train.prefixes import Forest, distinct, divide_forest, forest_of, shared_routes
-from areno.engine.train.rows import Row, starts_of
+from areno.engine.train.rows import FlatRows
 from areno.kernels.copies import copy_rows
 from areno.layers.attention import PackedAttend, PrefixKeys, SharedKeys
 from areno.layers.parallel import ParallelGroup
@@ -156,6 +157,17 @@ class PrefixPass:
         self.keys = self._hidden_ND = self._leaf_ND = None
 
 
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array as a tensor on a device. The host does not wait for a GPU, which copies from pinned memory.
+
+    Args:
+        array: The array, which must not change afterwards: on a CPU, the tensor has the same memory.
+        device: The device.
+    """
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
 def pack_tokens(
     token_rows: Sequence[np.ndarray],
     device: torch.device,
@@ -182,9 +194,9 @@ def pack_tokens(
     starts = np.concatenate([[0], lengths.cumsum()])
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     arrays = np.concatenate(token_rows), positions, starts.astype(np.int32)
-    tokens_N, positions_N, cu_seqlens = (torch.as_tensor(array, device=device) for array in arrays)
-    routes_NLk = None if routes is None else torch.as_tensor(np.concatenate(routes), device=device)
-    predicted_T = None if trained is None else torch.as_tensor(np.flatnonzero(trained), device=device)
+    tokens_N, positions_N, cu_seqlens = (upload(array, device) for array in arrays)
+    routes_NLk = None if routes is None else upload(np.concatenate(routes), device)
+    predicted_T = None if trained is None else upload(np.flatnonzero(trained), device)
     return PackedTokens(tokens_N, positions_N, cu_seqlens, int(lengths.max()), routes_NLk, predicted_T)
 
 
@@ -246,7 +258,7 @@ def _pack_forest(
     """
 
     def on_device(array: np.ndarray | None) -> Tensor | None:
-        return None if array is None else torch.as_tensor(array, device=device)
+        return None if array is None else upload(array, device)
 
     longest, n_tokens = int(np.diff(forest.key_starts).max()), len(forest.tokens_N)
     keys = SharedKeys(on_device(forest.keys_M), on_device(forest.key_starts), longest, n_tokens)  # type: ignore[arg-type]
@@ -264,74 +276,130 @@ def _pack_forest(
     )
 
 
-def pack_step(
-    step: StepMicroBatches, rows_per_unit: int, device: torch.device, share: bool = False
-) -> list[tuple[PackedTokens, DataPack]]:
-    """Pack the micro-batches of a step.
+class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
+    """The micro-batches of a step: the input of the model and the input of the loss function for each of them.
+
+    A micro-batch is packed when it is first read, so that a GPU computes the first one while the host packs the others.
 
     Args:
-        step: This rank's share of the step. All its rows have the same fields.
+        step: This rank's share of the step.
         rows_per_unit: Number of adjacent rows that belong together.
         device: Device of the tensors.
         share: Whether the model computes tokens of shared prefixes once.
-
-    Returns:
-        For each micro-batch, the input of the model and the input of the loss function.
     """
-    packs: list[tuple[PackedTokens, DataPack]] = []
-    for group in step.groups:
-        tokens, trained = [[row.tokens for row in rows] for rows in group], [_trained(rows) for rows in group]
+
+    def __init__(self, step: StepMicroBatches, rows_per_unit: int, device: torch.device, share: bool = False):
+        self._step, self._rows_per_unit, self._device, self._share = step, rows_per_unit, device, share
+        self._groups = step.groups
+        self._n_groups = 0  # that are packed
+        self._packs: list[tuple[PackedTokens, DataPack]] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups))
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[PackedTokens, DataPack]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[PackedTokens, DataPack]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        most = max(range(len(self))[index], default=-1) if isinstance(index, slice) else range(len(self))[index]
+        while len(self._packs) <= most:
+            self._packs += self._pack(self._groups[self._n_groups])
+            self._n_groups += 1
+        return self._packs[index]
+
+    def _pack(self, group: list[FlatRows]) -> list[tuple[PackedTokens, DataPack]]:
+        """Pack the micro-batches of a group, whose common prefixes are computed once."""
+        tokens, trained = [rows.per_row(rows.tokens) for rows in group], [rows.trained for rows in group]
         routes = None
-        if "routes" in group[0][0].fields:
-            routes = [[row.fields["routes"] for row in rows] for rows in group]
-        packed = pack_group(tokens, device, routes, trained, share)
+        if "routes" in self._step.rows.fields:
+            routes = [rows.per_row(rows.fields["routes"]) for rows in group]
+        packed = pack_group(tokens, self._device, routes, trained, self._share)
         for rows, one in zip(group, packed, strict=True):
-            one.teacher, one.for_teacher = rows[0].teacher, _pack_for_teacher(rows, device)
-        packs += [(one, _pack_rows(rows, one, step, rows_per_unit)) for rows, one in zip(group, packed, strict=True)]
-    return packs
+            one.teacher, one.for_teacher = rows.teachers[0], _pack_for_teacher(rows, self._device)
+        pairs = zip(group, packed, strict=True)
+        return [(one, _pack_rows(rows, one, self._step, self._rows_per_unit)) for rows, one in pairs]
+
+    def halve(self, old_logprobs: Sequence[Tensor | None]) -> bool:
+        """Divide each micro-batch into two with about as many tokens. The order of the rows stays the same.
+
+        The `sizes` of the step become those of the new micro-batches.
+
+        Args:
+            old_logprobs: The (N,) old log-probabilities of each micro-batch, or None. They become those of the new
+                ones.
+
+        Returns:
+            Whether a micro-batch was divided. One with a single unit of adjacent rows is not.
+        """
+        olds: list[Tensor | None] = []
+        sizes: list[list[int]] = []
+        left = iter(old_logprobs)
+        for group in self._groups:
+            divided = [_halves(rows, self._rows_per_unit) for rows in group]
+            for parts, old_N in zip(divided, left):  # noqa: B905  (continues with the next group)
+                n_tokens = [len(part.tokens) for part in parts]
+                olds += [None] * len(parts) if old_N is None else old_N.split(n_tokens)
+            n_rows = list(map(len, chain(*divided)))
+            sizes += [n_rows] if len(group) > 1 else [[n] for n in n_rows]
+        if len(olds) == len(self):
+            return False
+        self._step.sizes = sizes
+        self._groups, self._n_groups, self._packs = self._step.groups, 0, []
+        for (_, pack), old_N in zip(self, olds, strict=True):
+            pack.old_logprobs = old_N
+        return True
 
 
-def _pack_for_teacher(rows: Sequence[Row], device: torch.device) -> PackedTokens | None:
+def pack_step(
+    step: StepMicroBatches, rows_per_unit: int, device: torch.device, share: bool = False
+) -> list[tuple[PackedTokens, DataPack]]:
+    """Pack the micro-batches of a step at once. The arguments are those of `StepBatches`."""
+    return list(StepBatches(step, rows_per_unit, device, share))
+
+
+def _pack_for_teacher(rows: FlatRows, device: torch.device) -> PackedTokens | None:
     """Pack rows for a teacher with prompts of its own. None if no row has such a prompt.
 
     The trained tokens are the same ones in the same order.
     """
-    if all(row.teacher_prompt is None for row in rows):
+    if all(prompt is None for prompt in rows.teacher_prompts):
         return None
     found = [row.for_teacher() for row in rows]
     return pack_tokens([tokens for tokens, _ in found], device, None, np.concatenate([mask for _, mask in found]))
 
 
-def _pack_rows(rows: Sequence[Row], packed: PackedTokens, step: StepMicroBatches, rows_per_unit: int) -> DataPack:
+def _pack_rows(rows: FlatRows, packed: PackedTokens, step: StepMicroBatches, rows_per_unit: int) -> DataPack:
     """Return the input of the loss function for a micro-batch.
 
     Args:
-        rows: The rows. All have the same fields.
+        rows: The rows.
         packed: The input of the model.
         step: This rank's share of the step, which has the step's numbers of tokens and rows.
         rows_per_unit: Number of adjacent rows that belong together.
     """
-    trained, device = _trained(rows), packed.tokens_N.device
-    n_tokens_R = np.array([row.n_tokens for row in rows])
+    device = packed.tokens_N.device
     arrays = {
-        "row_of_token": np.repeat(np.arange(len(rows)), n_tokens_R),
-        "loss_mask": trained,
-        "trained_rows": np.flatnonzero(np.logical_or.reduceat(trained, starts_of(n_tokens_R))),
-        "rewards": np.array([row.reward for row in rows], dtype=np.float32),
-        "staleness": np.array([row.staleness for row in rows], dtype=np.float32),
-        **{name: np.concatenate([row.fields[name] for row in rows]) for name in rows[0].fields if name != "routes"},
+        "row_of_token": np.repeat(np.arange(len(rows)), rows.lengths),
+        "loss_mask": rows.trained,
+        "trained_rows": np.flatnonzero(rows.n_trained),
+        "rewards": rows.rewards.astype(np.float32),
+        "staleness": rows.staleness.astype(np.float32),
+        **{name: values for name, values in rows.fields.items() if name != "routes"},
     }
     if packed.shared is None:
         of_rows = {"tokens": packed.tokens_N, "trained_T": packed.predicted_T}
     else:
-        arrays["trained_T"], of_rows = np.flatnonzero(trained), {"tokens": packed.in_rows(packed.tokens_N)}
+        arrays["trained_T"], of_rows = np.flatnonzero(rows.trained), {"tokens": packed.in_rows(packed.tokens_N)}
     return DataPack(
         **of_rows,  # type: ignore[arg-type]
         n_rows=len(rows),
         step_tokens=step.step_tokens,
         step_rows=step.step_rows,
         rows_per_unit=rows_per_unit,
-        **{name: torch.as_tensor(array, device=device) for name, array in arrays.items()},  # type: ignore[arg-type]
+        **{name: upload(array, device) for name, array in arrays.items()},  # type: ignore[arg-type]
     )
 
 
@@ -348,52 +416,12 @@ def not_masked(prompt_masks: Sequence[np.ndarray], batch: Sequence[int]) -> np.n
     return np.concatenate(asked)
 
 
-def _trained(rows: Sequence[Row]) -> np.ndarray:
-    """Concatenate the `trained` masks of rows, bool."""
-    return np.concatenate([row.trained for row in rows])
-
-
-def halved(
-    step: StepMicroBatches,
-    old_logprobs: Sequence[Tensor | None],
-    rows_per_unit: int,
-    device: torch.device,
-    share: bool = False,
-) -> list[tuple[PackedTokens, DataPack]]:
-    """Divide each micro-batch of a step into two with about as many tokens. The order of the rows stays the same.
-
-    Args:
-        step: This rank's share of the step. Its `groups` are replaced by those of the new micro-batches.
-        old_logprobs: The (N,) old log-probabilities of each micro-batch, or None. They become those of the new ones.
-        rows_per_unit: Number of adjacent rows that stay together. A micro-batch with one unit is not divided.
-        device: Device of the tensors.
-        share: Whether the model computes tokens of shared prefixes once.
-
-    Returns:
-        The new micro-batches, packed.
-    """
-    olds: list[Tensor | None] = []
-    groups: list[list[list[Row]]] = []
-    left = iter(old_logprobs)
-    for group in step.groups:
-        divided = [_halves(rows, rows_per_unit) for rows in group]
-        for parts, old_N in zip(divided, left):  # noqa: B905  (continues with the next group)
-            sizes = [sum(row.n_tokens for row in part) for part in parts]
-            olds += [None] * len(parts) if old_N is None else old_N.split(sizes)
-        groups += [list(chain(*divided))] if len(group) > 1 else [[part] for part in divided[0]]
-    step.groups = groups
-    packs = pack_step(step, rows_per_unit, device, share)
-    for (_, pack), old_N in zip(packs, olds, strict=True):
-        pack.old_logprobs = old_N
-    return packs
-
-
-def _halves(rows: list[Row], rows_per_unit: int) -> list[list[Row]]:
+def _halves(rows: FlatRows, rows_per_unit: int) -> list[FlatRows]:
     """Divide rows into two parts with about as many tokens, or return the rows if there is only one unit."""
-    ends = np.cumsum([row.n_tokens for row in rows])[rows_per_unit - 1 : -1 : rows_per_unit]
+    ends = np.cumsum(rows.lengths)[rows_per_unit - 1 : -1 : rows_per_unit]
     if not len(ends):
         return [rows]
-    n_first = rows_per_unit * (1 + int(np.abs(2 * ends - sum(row.n_tokens for row in rows)).argmin()))
+    n_first = rows_per_unit * (1 + int(np.abs(2 * ends - len(rows.tokens)).argmin()))
     return [rows[:n_first], rows[n_first:]]
 
 

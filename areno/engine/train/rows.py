@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 
@@ -30,8 +30,8 @@ class Row:
     Attributes:
         tokens: int64 token ids.
         trained: bool, whether the token is trained. False for the first token, which no token predicts.
-        fields: float32 arrays by their names in DataPack, such as "advantages". The entry "routes", which not every row
-            has, is an integer array of experts.
+        fields: float32 arrays by their names in DataPack, such as "advantages". The entry "routes" is an integer array
+            of experts.
         reward: Reward of the row.
         staleness: Number of optimizer steps since the row was sampled.
         teacher: Name of the role whose model is the teacher. "" stands for the role of the divergence.
@@ -69,31 +69,38 @@ class Row:
         return int(np.count_nonzero(self.trained))
 
 
-@dataclass(slots=True)
-class FlatRows:
-    """The concatenated arrays of many rows.
+@dataclass(slots=True, eq=False)
+class FlatRows(Sequence[Row]):
+    """Many rows, whose arrays are concatenated: a batch may have thousands of short rows.
+
+    As a sequence it yields each Row with views of the arrays. A slice is again FlatRows.
 
     Attributes:
-        lengths: Number of tokens of each row.
-        tokens: int64 or int32 token ids. int32 halves the bytes sent to a worker.
+        lengths: Number of tokens of each row, int64.
+        tokens: int64 token ids of all rows.
         trained: bool, whether the token is trained.
-        fields: Arrays by their names in DataPack.
-        rewards: Reward of each row.
-        staleness: Number of optimizer steps since each row was sampled.
+        fields: Arrays by their names in DataPack. All rows have the same fields.
+        rewards: Reward of each row, float64.
+        staleness: Number of optimizer steps since each row was sampled, int64.
         teachers: `Row.teacher` of each row.
         teacher_prompts: `Row.teacher_prompt` of each row.
         response_starts: `Row.response_start` of each row.
+        starts: Index of the first token of each row, int64.
     """
 
     lengths: np.ndarray
     tokens: np.ndarray
     trained: np.ndarray
     fields: dict[str, np.ndarray]
-    rewards: list[float]
-    staleness: list[int]
+    rewards: np.ndarray
+    staleness: np.ndarray
     teachers: list[str]
     teacher_prompts: list[np.ndarray | None]
     response_starts: list[int]
+    starts: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.starts = starts_of(self.lengths)
 
     @staticmethod
     def of(rows: Sequence[Row]) -> FlatRows:
@@ -104,41 +111,80 @@ class FlatRows:
         """
         return FlatRows(
             lengths=np.array([row.n_tokens for row in rows]),
-            tokens=np.concatenate([row.tokens for row in rows], dtype=np.int32, casting="same_kind"),
+            tokens=np.concatenate([row.tokens for row in rows]),
             trained=np.concatenate([row.trained for row in rows]),
             fields={name: np.concatenate([row.fields[name] for row in rows]) for name in rows[0].fields},
-            rewards=[row.reward for row in rows],
-            staleness=[row.staleness for row in rows],
+            rewards=np.array([row.reward for row in rows]),
+            staleness=np.array([row.staleness for row in rows]),
             teachers=[row.teacher for row in rows],
             teacher_prompts=[row.teacher_prompt for row in rows],
             response_starts=[row.response_start for row in rows],
         )
 
-    def rows(self) -> list[Row]:
-        """Split the concatenated arrays into the original rows, whose arrays are views of the concatenated arrays."""
-        ends = np.cumsum(self.lengths).tolist()
-        bounds, tokens = list(zip([0, *ends], ends, strict=False)), self.tokens.astype(np.int64, copy=False)
-        return [
-            Row(
-                tokens[start:end],
-                self.trained[start:end],
-                {name: values[start:end] for name, values in self.fields.items()} if self.fields else {},
-                reward,
-                staleness,
-                teacher,
-                prompt,
-                response_start,
-            )
-            for (start, end), reward, staleness, teacher, prompt, response_start in zip(
-                bounds,
-                self.rewards,
-                self.staleness,
-                self.teachers,
-                self.teacher_prompts,
-                self.response_starts,
-                strict=True,
-            )
-        ]
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> FlatRows: ...
+
+    def __getitem__(self, index: int | slice) -> Row | FlatRows:
+        if isinstance(index, slice):
+            return self.select(range(len(self))[index])
+        start = int(self.starts[index])
+        place = slice(start, start + int(self.lengths[index]))
+        return Row(
+            self.tokens[place],
+            self.trained[place],
+            {name: values[place] for name, values in self.fields.items()},
+            float(self.rewards[index]),
+            int(self.staleness[index]),
+            self.teachers[index],
+            self.teacher_prompts[index],
+            self.response_starts[index],
+        )
+
+    @property
+    def n_trained(self) -> np.ndarray:
+        """Number of tokens of each row that the loss trains on, int64."""
+        return np.add.reduceat(self.trained, self.starts, dtype=np.int64)
+
+    def per_row(self, values: np.ndarray) -> list[np.ndarray]:
+        """Return the part of each row of an array.
+
+        Args:
+            values: An array with an entry for each token of all rows, such as `tokens`.
+        """
+        ends = (self.starts + self.lengths).tolist()
+        return [values[start:end] for start, end in zip(self.starts.tolist(), ends, strict=True)]
+
+    def select(self, indices: Sequence[int]) -> FlatRows:
+        """Return some of the rows in a given order, with views of the arrays if the rows are adjacent.
+
+        Args:
+            indices: Indices of the rows.
+        """
+        chosen = np.asarray(indices, dtype=np.int64)
+        lengths = self.lengths[chosen]
+        of_tokens: slice | np.ndarray = slice(0)
+        if len(chosen) and (np.diff(chosen) == 1).all():
+            start = int(self.starts[chosen[0]])
+            of_tokens = slice(start, start + int(lengths.sum()))
+        elif len(chosen):
+            of_tokens = np.repeat(self.starts[chosen] - starts_of(lengths), lengths) + np.arange(lengths.sum())
+        return FlatRows(
+            lengths,
+            self.tokens[of_tokens],
+            self.trained[of_tokens],
+            {name: values[of_tokens] for name, values in self.fields.items()},
+            self.rewards[chosen],
+            self.staleness[chosen],
+            [self.teachers[index] for index in indices],
+            [self.teacher_prompts[index] for index in indices],
+            [self.response_starts[index] for index in indices],
+        )
 
 
 def starts_of(lengths: np.ndarray) -> np.ndarray:
@@ -192,7 +238,7 @@ def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None
 
 def read_rows(
     rows: Sequence[TrainSequence], vocab_size: int, context_len: int | None = None, name: str = "row {}"
-) -> list[Row]:
+) -> FlatRows:
     """Check every row of a caller, and convert the rows to arrays.
 
     Args:
@@ -208,9 +254,11 @@ def read_rows(
         raise DataError("there are no rows to train on")
     given = [field for field in FIELDS if vars(rows[0])[field] is not None or (field == OLD and _any_old(rows))]
     if (flat := _read_arrays(rows, given, vocab_size, context_len)) is not None:
-        return flat.rows()
+        return flat
     first = name.format(0)
-    return [_read_row(row, name.format(i), first, given, vocab_size, context_len) for i, row in enumerate(rows)]
+    return FlatRows.of(
+        [_read_row(row, name.format(i), first, given, vocab_size, context_len) for i, row in enumerate(rows)]
+    )
 
 
 def _any_old(rows: Sequence[TrainSequence]) -> bool:
@@ -218,7 +266,7 @@ def _any_old(rows: Sequence[TrainSequence]) -> bool:
     return any(row.old_logprobs is not None for row in rows)
 
 
-_COLUMNS = itemgetter("tokens", "prompt_mask", *FIELDS)
+_COLUMNS, _SHAPE = itemgetter("tokens", "prompt_mask", *FIELDS), attrgetter("shape")
 
 
 def _read_arrays(
@@ -243,10 +291,10 @@ def _read_arrays(
     rewards, staleness = [row.reward for row in rows], [row.staleness for row in rows]
     if {*map(type, rewards)} != {float} or {*map(type, staleness)} != {int} or min(staleness) < 0:
         return None
-    shapes = [array.shape for array in columns["tokens"]]
+    shapes = list(map(_SHAPE, columns["tokens"]))
     if {*map(len, shapes)} != {1}:
         return None
-    if any([array.shape for array in columns[name]] != shapes for name in ("prompt_mask", *given)):
+    if any(list(map(_SHAPE, columns[name])) != shapes for name in ("prompt_mask", *given)):
         return None
     lengths = np.fromiter(map(len, columns["tokens"]), np.int64, len(rows))
     if lengths.min() < 1 or (context_len is not None and lengths.max() > context_len):
@@ -260,9 +308,9 @@ def _read_arrays(
     finite = (np.isfinite(values).all() or np.isfinite(values[trained]).all() for values in fields.values())
     if not is_good or not all(finite):
         return None
-    n = len(lengths)
+    n, ids = len(lengths), tokens.astype(np.int64, copy=False)
     return FlatRows(
-        lengths, tokens.astype(np.int64, copy=False), trained, fields, rewards, staleness, [""] * n, [None] * n, [0] * n
+        lengths, ids, trained, fields, np.array(rewards), np.array(staleness), [""] * n, [None] * n, [0] * n
     )
 
 
@@ -484,7 +532,7 @@ class ModelFacts(Protocol):
 
 def read_training_rows(
     rows: Sequence[TrainSequence], info: ModelFacts, name: str, with_teacher: bool = False
-) -> list[Row]:
+) -> FlatRows:
     """Check every row of a caller, and convert the rows to arrays, with their routes and what a teacher reads.
 
     Args:
@@ -506,32 +554,38 @@ def read_training_rows(
 TOP = ("teacher_top_tokens", "teacher_top_logprobs")  # names in Row.fields and in DataPack
 
 
-def _add_teacher(
-    rows: Sequence[Row], given: Sequence[TrainSequence], vocab_size: int, context_len: int, name: str
-) -> None:
+def _add_teacher(rows: FlatRows, given: Sequence[TrainSequence], vocab_size: int, context_len: int, name: str) -> None:
     """Add what a divergence from a teacher needs to checked rows: prompts of its own, or what it lists.
 
     Raises DataError if a prompt or a list is invalid, or only some rows have lists.
     """
-    lists = any(row.teacher_top is not None for row in given)
-    for index, (row, source) in enumerate(zip(rows, given, strict=True)):
+    if any(row.teacher_top is not None for row in given):
+        rows.fields |= _read_tops(rows, given, vocab_size, name)
+        return
+    for index, source in enumerate(given):
         called = name.format(index)
-        if lists:
-            row.fields |= _read_top(source.teacher_top, row, vocab_size, called)
-            n, n_first = (each.fields[TOP[0]].shape[1] for each in (row, rows[0]))
-            if n != n_first:
-                raise DataError(f"{called}: teacher_top has {n} tokens for each position, the first row {n_first}")
-            continue
         if source.teacher is not None and not isinstance(source.teacher, str):
             raise DataError(f"{called}: teacher is {source.teacher!r}; the name of a role is expected, or None")
-        row.teacher = source.teacher or ""
+        rows.teachers[index] = source.teacher or ""
         if source.teacher_prompt is not None:
             called = f"{called}: teacher_prompt"
-            row.teacher_prompt = read_tokens(source.teacher_prompt, called, vocab_size)
-            row.response_start = source.for_teacher()[1]
-            if (n_tokens := len(row.for_teacher()[0])) > context_len:
+            rows.teacher_prompts[index] = read_tokens(source.teacher_prompt, called, vocab_size)
+            rows.response_starts[index] = source.for_teacher()[1]
+            if (n_tokens := len(rows[index].for_teacher()[0])) > context_len:
                 text = f"with its response has {n_tokens} tokens, more than the model's context of {context_len}"
                 raise DataError(f"{called} {text}; shorten it")
+
+
+def _read_tops(rows: FlatRows, given: Sequence[TrainSequence], vocab_size: int, name: str) -> dict[str, np.ndarray]:
+    """Check `TrainSequence.teacher_top` of all rows, and return its arrays by their names in DataPack."""
+    found: list[dict[str, np.ndarray]] = []
+    for index, (row, source) in enumerate(zip(rows, given, strict=True)):
+        called = name.format(index)
+        found.append(_read_top(source.teacher_top, row, vocab_size, called))
+        n, n_first = (each[TOP[0]].shape[1] for each in (found[-1], found[0]))
+        if n != n_first:
+            raise DataError(f"{called}: teacher_top has {n} tokens for each position, the first row {n_first}")
+    return {name: np.concatenate([each[name] for each in found]) for name in TOP}
 
 
 def _read_top(top: Any, row: Row, vocab_size: int, called: str) -> dict[str, np.ndarray]:
@@ -560,7 +614,7 @@ def _read_top(top: Any, row: Row, vocab_size: int, called: str) -> dict[str, np.
     return dict(zip(TOP, (np.where(mask, tokens, 0).astype(np.int64), np.where(mask, logprobs, 0.0)), strict=True))
 
 
-def add_routes(rows: Sequence[Row], given: Sequence[TrainSequence], shape: RouteShape | None, name: str) -> None:
+def add_routes(rows: FlatRows, given: Sequence[TrainSequence], shape: RouteShape | None, name: str) -> None:
     """Add the field "routes" to checked rows, if any of the caller's rows has routes.
 
     Args:
@@ -573,5 +627,7 @@ def add_routes(rows: Sequence[Row], given: Sequence[TrainSequence], shape: Route
         DataError: The routes of a row are invalid.
     """
     if any(row.routes is not None for row in given):
-        for index, (row, source) in enumerate(zip(rows, given, strict=True)):
-            row.fields[FIELD] = read_routes(source.routes, row.n_tokens, shape, name.format(index))
+        sources = enumerate(zip(rows.lengths.tolist(), given, strict=True))
+        rows.fields[FIELD] = np.concatenate(
+            [read_routes(source.routes, n_tokens, shape, name.format(index)) for index, (n_tokens, source) in sources]
+        )

@@ -16,7 +16,7 @@ from torch import Tensor
 from areno.kernels.backend import use_triton
 from areno.kernels.sampling import drafts, reference
 from areno.kernels.sampling.drafts import CONTEXT, LEVELS, NgramTable, add_texts
-from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, sample_key
+from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, sample_key, sample_keys
 
 __all__ = [
     "CONTEXT",
@@ -31,6 +31,7 @@ __all__ = [
     "sample_columns",
     "sample_hidden",
     "sample_key",
+    "sample_keys",
     "sample_slots",
 ]
 

@@ -10,6 +10,7 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -289,7 +290,18 @@ def sample_key(seed: int, sample: int) -> int:
     Returns:
         An int64 hash of both.
     """
-    return _signed(_mix(_mix(seed + _GOLDEN) + (sample + 1) * _GOLDEN))
+    return sample_keys(seed, [sample])[0]
+
+
+def sample_keys(seed: int, samples: Iterable[int]) -> list[int]:
+    """Return the `sample_key` of several samples of a request.
+
+    Args:
+        seed: seed of the request.
+        samples: indices of the samples within the request.
+    """
+    of_request = _mix(seed + _GOLDEN)
+    return [_signed(_mix(of_request + (sample + 1) * _GOLDEN)) for sample in samples]
 
 
 def mixed_bits(value_B: Tensor) -> Tensor:

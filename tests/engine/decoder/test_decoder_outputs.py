@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -142,3 +142,8 @@ def test_each_token_knows_the_version_of_the_weights_that_sampled_it(resets: boo
         own = [output for output in came if output.sample == sample] + partial[1, sample]
         assert_pieces_of(own, finished[1, sample])
     assert finished[2, 0].versions == [4] * 12
+
+
+def test_an_output_has_every_field() -> None:
+    expected = [field.name for field in fields(GenerationOutput)]
+    assert all(list(vars(output)) == expected for output in mixed_outputs().values())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from areno.engine.decoder.attention_split import split_attention
-from areno.engine.decoder.block_manager import BlockEntries, BlockManager, KVGroup, KVLayout
+from areno.engine.decoder.block_manager import BlockManager, BlockTables, KVGroup, KVLayout
 from areno.engine.decoder.scheduler import Scheduler, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
 from areno.models.config import TransformerConfig
@@ -142,9 +142,8 @@ class Device:
         prefilled = [each for chunk in plan.chunks if chunk.is_last for each in chunk.prefill.sequences]
         for sequence in prefilled + plan.decode:
             if sequence.block_tables.n_uploaded * size < sequence.block_tables.capacity:
-                entries = BlockEntries()
-                sequence.block_tables.add_new_entries(sequence.slot, entries)
-                for table, slot, column, block in entries.packed().T.tolist():
+                entries = BlockTables.new_entries([sequence.block_tables], [sequence.slot])
+                for table, slot, column, block in entries.T.tolist():
                     self.tables[table, slot, column] = block
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.end):

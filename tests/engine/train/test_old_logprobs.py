@@ -91,7 +91,7 @@ def test_later_updates_of_a_batch_compare_with_the_policy_before_the_first():
     assert backend.optimizer.steps == 2
     assert result.stats["ratio_max"] > 1.001
     assert result.stats["logp_abs_diff_max"] == pytest.approx(0.01, rel=1e-3), "an update is not counted as a mismatch"
-    keep_old_logprobs(rows, checked, shares, [result])
+    keep_old_logprobs(rows, shares, [result])
     scored = before.logprobs([row.tokens for row in rows], SamplingConfig(), WHOLE)
     for row, wanted in zip(rows, scored, strict=True):
         places = ~np.asarray(row.prompt_mask)
@@ -194,5 +194,5 @@ def call(backend, rows, loss_fn=grpo_loss_fn):
     checked, update = read_rows(rows, 61), UpdateSpec(CUT)
     shares = share_steps(checked, update)
     result = backend.train(shares[0], loss_fn, update)
-    keep_old_logprobs(rows, checked, shares, [result])
+    keep_old_logprobs(rows, shares, [result])
     return result.stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.spec import UpdateSpec
+from areno.engine.train import packing
 from areno.engine.train.micro_batches import (
     StepMicroBatches,
     micro_batches,
@@ -18,7 +20,7 @@ from areno.engine.train.micro_batches import (
     share_steps,
     split_balanced,
 )
-from areno.engine.train.packing import pack_step
+from areno.engine.train.packing import StepBatches, pack_step
 from areno.engine.train.rows import read_rows
 from areno.errors import DataError
 from areno.types import TrainSequence
@@ -132,10 +134,10 @@ def test_a_rank_without_a_row_has_one_in_which_nothing_is_trained():
 
 
 def test_a_unit_larger_than_the_micro_batch_is_one():
-    rows = read_rows([row([1, 2], [True, False])] * 6, vocab_size=10)
+    rows = read_rows([row([1, 2], [True, False], reward=float(i)) for i in range(6)], vocab_size=10)
     for spec in (MicroBatchSpec(mini_bs=2), MicroBatchSpec(max_tokens_per_mb=1)):
         ((step,),) = share_steps(rows, UpdateSpec(spec, rows_per_unit=3))
-        assert step.micro_batches == [rows[:3], rows[3:]]
+        assert [[one.reward for one in batch] for batch in step.micro_batches] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_rows_that_do_not_come_out_even():
@@ -147,7 +149,7 @@ def test_rows_that_do_not_come_out_even():
 
 
 def packed(rows, step_tokens=1, step_rows=1, rows_per_unit=1):
-    (packed,) = pack_step(StepMicroBatches([[rows]], step_tokens, step_rows, 1), rows_per_unit, CPU)
+    (packed,) = pack_step(StepMicroBatches(rows, [[len(rows)]], step_tokens, step_rows, 1), rows_per_unit, CPU)
     return packed
 
 
@@ -259,3 +261,48 @@ def test_arrays_are_as_good_as_lists():
 def test_a_row_longer_than_the_context():
     with pytest.raises(DataError, match="row 0: tokens has 3 tokens, more than the model's context of 2"):
         read_rows([row([1, 2, 3], [True, True, False])], 10, context_len=2)
+
+
+def ten_rows():
+    return [
+        row([i] * (2 + i % 4), [True] + [False] * (1 + i % 4), logprobs=[-float(i)] * (2 + i % 4), reward=float(i))
+        for i in range(10)
+    ]
+
+
+def test_rows_are_chosen_in_any_order_and_keep_their_numbers():
+    rows = read_rows(ten_rows(), vocab_size=10)
+    for chosen in ([], [3], [2, 3, 4], [7, 1, 1, 9]):
+        found = rows.select(chosen)
+        assert [(one.tokens.tolist(), one.trained.tolist(), one.reward) for one in found] == [
+            (rows[i].tokens.tolist(), rows[i].trained.tolist(), rows[i].reward) for i in chosen
+        ]
+        of_fields = found.per_row(found.fields["rollout_logprobs"])
+        assert [set(of_row.tolist()) for of_row in of_fields] == [{-float(i)} for i in chosen]
+    assert [one.reward for one in rows[2:5]] == [2, 3, 4]
+    assert np.shares_memory(rows[2:5].tokens, rows.tokens)
+
+
+def test_a_step_arrives_as_it_was_sent():
+    rows = read_rows(ten_rows(), vocab_size=10)
+    ((step,),) = share_steps(rows, UpdateSpec(MicroBatchSpec(max_tokens_per_mb=9)))
+    arrived = pickle.loads(pickle.dumps(step))
+    assert (arrived.sizes, arrived.step_tokens, arrived.step_rows) == (step.sizes, step.step_tokens, step.step_rows)
+    for (inputs, pack), (other_inputs, other) in zip(pack_step(arrived, 1, CPU), pack_step(step, 1, CPU), strict=True):
+        assert torch.equal(inputs.tokens_N, other_inputs.tokens_N)
+        assert inputs.tokens_N.dtype == torch.int64
+        for name in ("rollout_logprobs", "rewards", "loss_mask", "row_of_token"):
+            assert torch.equal(vars(pack)[name], vars(other)[name])
+
+
+def test_a_micro_batch_is_packed_when_it_is_read(monkeypatch):
+    ((step,),) = share_steps(read_rows(ten_rows(), vocab_size=10), UpdateSpec(MicroBatchSpec(mini_bs=4)))
+    n_packed, pack_rows = [], packing._pack_rows
+    monkeypatch.setattr(packing, "_pack_rows", lambda *args: n_packed.append(1) or pack_rows(*args))
+    batches = StepBatches(step, 1, CPU)
+    assert (len(batches), len(n_packed)) == (3, 0)
+    first = batches[0]
+    assert len(n_packed) == 1
+    assert batches[0] is first
+    assert [len(pack.rewards) for _, pack in batches] == [4, 4, 2]
+    assert len(n_packed) == 3

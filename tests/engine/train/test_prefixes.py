@@ -21,7 +21,7 @@ from areno.engine.spec import Sharing, UpdateSpec
 from areno.engine.train import prefixes
 from areno.engine.train.activations import KeptLayers
 from areno.engine.train.micro_batches import row_micro_batches, share_rows, share_steps
-from areno.engine.train.packing import LocalTokens, PrefixPass, halved, pack_group, pack_tokens
+from areno.engine.train.packing import LocalTokens, PrefixPass, StepBatches, pack_group, pack_tokens
 from areno.engine.train.prefixes import order_to_share
 from areno.engine.train.rows import read_rows
 from areno.errors import EngineError
@@ -361,7 +361,8 @@ def test_halved_micro_batches_stay_linked() -> None:
     before = [len(linked) for linked in the_step.groups]
     old = [torch.arange(sum(row.n_tokens for row in batch)) for batch in the_step.micro_batches]
     tokens = [row.tokens for batch in the_step.micro_batches for row in batch]
-    packs = halved(the_step, old, 1, torch.device("cpu"), share=True)
+    packs = StepBatches(the_step, 1, torch.device("cpu"), share=True)
+    assert packs.halve(old)
     after = [len(linked) for linked in the_step.groups]
     assert max(after) > max(before) > 1
     assert after.count(1) > before.count(1)
