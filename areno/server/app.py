@@ -42,6 +42,7 @@ SMALL_BODY = 1 << 15  # bytes of a body that is read in the event loop and whose
 _MAX_CACHED_REQUESTS = 512
 _MAX_FRAMES = 10  # of a traceback in the log
 _MAX_NAME = 200  # characters of a model's name that an error repeats
+_JSON = {"Content-Type": "application/json; charset=utf-8"}
 _CLIENT_GONE = 499  # the status in /metrics; nobody sees it otherwise
 
 
@@ -272,7 +273,7 @@ class Server:
 
 async def _whole(answer: Awaitable[bytes]) -> web.Response:
     """Await the JSON of an answer that is not streamed, and return the HTTP response."""
-    return web.Response(body=await answer, content_type="application/json", charset="utf-8")
+    return web.Response(body=await answer, headers=_JSON)
 
 
 def _error_response(error: ApiError) -> web.Response:

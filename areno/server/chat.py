@@ -188,10 +188,12 @@ class _Chat:
                     if self.returns_tokens:
                         written = [answers.TokenFieldWriter() for _ in range(n)]
                         prompt = to_json(self._prompt_field())
-                choices[output.sample].take(output)
                 if self.returns_tokens:
                     written[output.sample].add(output)
-                if output.finish_reason is not None:
+                if output.finish_reason is None:
+                    choices[output.sample].take(output)
+                else:
+                    choices[output.sample].finish(output)
                     outputs[output.sample] = output
         shown = [self._choice(index, output, choices[index]) for index, output in enumerate(outputs)]
         body = {**self.head, "choices": shown, "usage": self._usage(outputs), "system_fingerprint": None}
@@ -205,7 +207,6 @@ class _Chat:
 
         `output` is the finished sample, and `choice` has parsed its tokens.
         """
-        choice.finish()
         parsed = choice.parsed()
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None, "annotations": []}
         if parsed.reasoning_content is not None:
@@ -226,7 +227,12 @@ class _Chat:
             message: The message sent to the client.
         """
         sent_back = {name: value for name, value in message.items() if value is not None}
-        [message] = read_messages([sent_back])
+        if "tool_calls" in sent_back:
+            [message] = read_messages([sent_back])
+        else:  # text has no other form, and most turns are text
+            message = {"role": "assistant", "content": ""} | {
+                name: sent_back[name] for name in ("content", "reasoning_content") if name in sent_back
+            }
         self.endpoint.conversations.remember(self.prompt, output.tokens, self.endpoint.sampler.stop_ids, message)
 
     def finish_reason(self, output: GenerationOutput, has_calls: bool) -> str:
@@ -283,14 +289,12 @@ class _Chat:
             yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
         async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
             async for output in stream:
-                choice = choices[output.sample]
-                for delta in choice.take(output):
+                choice, is_last = choices[output.sample], output.finish_reason is not None
+                for delta in choice.finish(output) if is_last else choice.take(output):
                     yield chunk(output.sample, choice.delta(delta))
-                if output.finish_reason is None:
+                if not is_last:
                     continue
                 outputs[output.sample] = output
-                for delta in choice.finish():
-                    yield chunk(output.sample, choice.delta(delta))
                 self.remember(output, choice.message())
                 last = chunk(output.sample, {}, self.finish_reason(output, choice.n_calls > 0))
                 yield last | ({} if None in outputs else self._token_field(outputs))
@@ -327,23 +331,32 @@ class _Choice:
 
         Text that later tokens may change is held back, and is returned by a later call or by `finish`.
         """
-        start = 0 if output.finish_reason is None else self._n_taken  # the last one has the whole completion
-        tokens = answers.tail(output, "tokens", start)
-        self._n_taken += len(tokens)
+        tokens = self._new_tokens(output, 0)
         text = self._text.feed(tokens)
         if self._n_top is not None:
-            self._scores += answers.scores_of(output)[start:]
             self._n_characters += len(text)
-            self._token_texts.feed(tokens)
             self._add_texts(self._token_texts.take(self._n_characters))
         return self._kept(self._message.feed(text))
 
-    def finish(self) -> list[MessageDelta]:
-        """Parse the end of the text and return the deltas that were held back. Call it once, after the last `take`."""
-        text = self._text.finish()
+    def finish(self, output: GenerationOutput) -> list[MessageDelta]:
+        """Parse the end of the text, and return the remaining message deltas. Call it once.
+
+        `output` is the last output, which has the whole completion.
+        """
+        tokens = self._new_tokens(output, self._n_taken)
+        text = self._text.finish(tokens)
         if self._n_top is not None:
             self._add_texts(self._token_texts.finish(self._n_characters + len(text)))
-        return self._kept(self._message.feed(text) + self._message.finish())
+        return self._kept(self._message.finish(text))
+
+    def _new_tokens(self, output: GenerationOutput, start: int) -> list[int]:
+        """Return the tokens of an output from index `start` on, and record their log-probabilities if needed."""
+        tokens = answers.tail(output, "tokens", start)
+        self._n_taken += len(tokens)
+        if self._n_top is not None:
+            self._scores += answers.scores_of(output)[start:]
+            self._token_texts.feed(tokens)
+        return tokens
 
     def _add_texts(self, token_texts: list[TokenText]) -> None:
         """Pair the texts of the next tokens with their log-probabilities.

@@ -165,7 +165,7 @@ class _Completion:
             scores = [((token, *pair), one) for token, pair, one in zip(tokens, pairs, prompt, strict=True)]
         if request.wants_new:
             stream, token_texts = self._begin(number)
-            text = stream.feed(output.tokens) + stream.finish()
+            text = stream.finish(output.tokens)
             if request.options.n_top is not None:
                 token_texts.feed(output.tokens)
                 scores += zip(answers.scores_of(output), token_texts.finish(len(text)), strict=True)
@@ -236,7 +236,7 @@ class _Part:
         start = self._n_taken if is_last else 0  # the last one has the whole completion
         tokens = output.tokens[start:]
         self._n_taken += len(tokens)
-        text = self._stream.feed(tokens) + (self._stream.finish() if is_last else "")
+        text = self._stream.finish(tokens) if is_last else self._stream.feed(tokens)
         self._n_characters += len(text)
         if not wants_scores:
             return text, [], 0

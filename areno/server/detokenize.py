@@ -63,13 +63,22 @@ class TextStream:
         Args:
             tokens: The next token ids.
         """
-        has_hidden = not self._hidden.isdisjoint(tokens)
-        self._tokens += [token for token in tokens if token not in self._hidden] if has_hidden else tokens
+        self._add(tokens)
         return self._cut(self._new_text(final=False), final=False)
 
-    def finish(self) -> str:
-        """Return the rest of the text. No tokens may follow."""
+    def finish(self, tokens: Sequence[int] = ()) -> str:
+        """Add the last tokens, and return the rest of the text. No tokens may follow.
+
+        Args:
+            tokens: The last token ids.
+        """
+        self._add(tokens)
         return self._cut(self._new_text(final=True), final=True)
+
+    def _add(self, tokens: Sequence[int]) -> None:
+        """Add tokens, except hidden ones."""
+        has_hidden = not self._hidden.isdisjoint(tokens)
+        self._tokens += [token for token in tokens if token not in self._hidden] if has_hidden else tokens
 
     @property
     def is_settled(self) -> bool:

@@ -201,8 +201,13 @@ class MessageStream:
         self._source.text += delta
         return self._advance()
 
-    def finish(self) -> list[MessageDelta]:
-        """Return the deltas that were held back until the end of the text. Call it once."""
+    def finish(self, delta: str = "") -> list[MessageDelta]:
+        """Add the end of the text, and return the remaining deltas. Call it once.
+
+        Args:
+            delta: The last piece of text.
+        """
+        self._source.text += delta
         self._source.ended = True
         return self._advance()
 
