@@ -56,6 +56,33 @@ class FairLock:
                 self._arrivals[0].set()
 
 
+class OutputQueue:
+    """The outputs for one reader. Unlike asyncio.Queue, the reader takes all of them at once."""
+
+    def __init__(self) -> None:
+        self._items: list[GenerationOutput | Exception] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def empty(self) -> bool:
+        """Return whether the queue has no outputs."""
+        return not self._items
+
+    def put(self, item: GenerationOutput | Exception) -> None:
+        """Add an output, or an exception to raise. Call it in the event loop of the reader."""
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take_all(self) -> list[GenerationOutput | Exception]:
+        """Wait until the queue is not empty, and remove its items."""
+        if not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        items, self._items = self._items, []
+        return items
+
+
 @dataclass(eq=False)
 class Consumer:
     """The reader of one request in an event loop.
@@ -67,7 +94,7 @@ class Consumer:
     """
 
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    queue: asyncio.Queue[GenerationOutput | Exception] = field(default_factory=asyncio.Queue)
+    queue: OutputQueue = field(default_factory=OutputQueue)
     abandoned: bool = False
 
     async def next(self) -> list[GenerationOutput]:
@@ -75,9 +102,7 @@ class Consumer:
 
         Partial outputs of the same sample are joined. If the queue holds an exception, the method raises it.
         """
-        items = [await self.queue.get()]
-        while not self.queue.empty():
-            items.append(self.queue.get_nowait())
+        items = await self.queue.take_all()
         for item in items:
             if isinstance(item, Exception):
                 raise item
@@ -110,7 +135,7 @@ def _put(items: Iterable[tuple[Consumer, GenerationOutput | Exception]]) -> None
     """Put each item into the queue of its consumer. Runs in the event loop of the consumers."""
     for consumer, item in items:
         if not consumer.abandoned:
-            consumer.queue.put_nowait(item)
+            consumer.queue.put(item)
 
 
 _LOOK_S = 0.01  # least time between looks at a paused clock
@@ -182,7 +207,7 @@ class TimeLimit:
     def _wait(self) -> None:
         left_s = self._ends_at - self._clock.now()
         if left_s <= 0:
-            self._consumer.queue.put_nowait(TimeoutError())
+            self._consumer.queue.put(TimeoutError())
         else:  # a paused clock is looked at again and again
             self._timer = self._consumer.loop.call_later(max(left_s, _LOOK_S), self._wait)
 

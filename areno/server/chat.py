@@ -8,6 +8,7 @@ so that the next turn of the conversation continues from the same tokens.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -18,7 +19,7 @@ from pydantic_core import to_json
 
 from areno.errors import ArenoError, DataError
 from areno.server import answers
-from areno.server.conversations import Conversations, Prompt
+from areno.server.conversations import Conversations, Prompt, is_first
 from areno.server.detokenize import TextStream, TokenText, TokenTextCache, TokenTextStream, special_ids
 from areno.server.errors import ApiError, PromptTooLong
 from areno.server.messages import read_messages
@@ -70,9 +71,13 @@ class ChatCompletions:
                 a completion.
         """
         try:
-            definitions = [tool.definition for tool in request.tools]
-            with self.sampler.engine.batcher.expecting():
-                prompt = await self.conversations.prompt_async(request.messages, definitions, request.template)
+            # The server caches checked requests, because the samples of a prompt begin with the same one.
+            if (prompt := request.prompt()) is None:
+                definitions = [tool.definition for tool in request.tools]
+                with self.sampler.engine.batcher.expecting():
+                    prompt = await self.conversations.prompt_async(request.messages, definitions, request.template)
+                if is_first(request.messages):
+                    request.prompt = weakref.ref(prompt)
         except PromptTooLong as error:
             raise _about_messages(error, request) from error
         except DataError as error:

@@ -279,7 +279,7 @@ class Conversations:
             return known
         if (pending := self._pending.get(key)) is None:
             is_prefetched = form == "" and keys[-1] in self._prefetched
-            self._has_others = self._has_others or (_is_first(messages) and not is_prefetched)
+            self._has_others = self._has_others or (is_first(messages) and not is_prefetched)
             draft = None if is_large else self._draft(messages, tools, template, form, keys)
             if draft is not None and len(draft.text) - draft.start < _LONG and self.tokenizer.is_fast:
                 return self._cached(self._encoded(draft), messages)
@@ -343,7 +343,7 @@ class Conversations:
         Returns `prompt`.
         """
         limit = self._max_prompt_tokens
-        if _is_first(messages) and (limit is None or len(prompt.tokens) <= limit):
+        if is_first(messages) and (limit is None or len(prompt.tokens) <= limit):
             self.cache.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
         return prompt
 
@@ -525,8 +525,12 @@ def prompt_threads(tokenizer: Any) -> Threads:
     return Threads(2 if tokenizer.is_fast else 1, "areno-prompts")
 
 
-def _is_first(messages: Sequence[Message]) -> bool:
-    """Return whether the conversation has no message of the assistant yet."""
+def is_first(messages: Sequence[Message]) -> bool:
+    """Return whether the conversation has no message of the assistant yet.
+
+    Args:
+        messages: The conversation, as returned by `read_messages`.
+    """
     return not any(message["role"] == "assistant" for message in messages)
 
 

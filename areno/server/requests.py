@@ -7,7 +7,7 @@ and `return_token_ids` are those of vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +122,8 @@ class ChatRequest:
         response_format: Required form of the answer, as in OpenAI's API. None for text.
         template: Extra variables of the chat template (`chat_template_kwargs`).
         options: Sampling options and extra fields of the answer.
+        prompt: Returns the prompt of an earlier request with the same body, while the cache of conversations keeps it,
+            and None otherwise. Only for the first turn of a conversation.
     """
 
     model: str
@@ -133,6 +135,7 @@ class ChatRequest:
     response_format: dict[str, Any] | None
     template: dict[str, Any]
     options: SampleOptions
+    prompt: Callable[[], Any] = field(default=lambda: None, repr=False, compare=False)
 
 
 @dataclass(kw_only=True)
