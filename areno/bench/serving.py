@@ -7,6 +7,7 @@ processes (`Clients`), so that they do not slow down the server's process.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -345,6 +346,7 @@ def run_agents(settings: Settings, folder: str, random_init: bool) -> dict[str, 
         proxy = SessionProxy(engine, limits, tokenizer, SamplingParams(), timeout_s=_TIMEOUT_S, seed=0, thinking=None)
         context = AgentContext(proxy.base_url, proxy.api_key, proxy.session, _TIMEOUT_S)
         conversations = proxy.server.chat.conversations
+        gc.freeze()  # as runs do; otherwise a garbage collection scans all imported modules for 0.1 s
         for repeat in range(-1, settings.repeats):
             # Each way gets prompts of its own, so that neither finds the other's in the prefix cache.
             texts = {name: words.of(work, name, repeat) for name in seconds}

@@ -140,7 +140,11 @@ class SamplingEngine:
             DataError: The prompt is empty, or is not a list of the model's token ids.
         """
         check_params(request.params)
-        read_tokens(request.prompt, "prompt", self.info.vocab_size)
+        prompt = request.prompt
+        # The conversion to an array takes longer than these checks of a list. It names the problem of any other prompt.
+        is_plain = isinstance(prompt, list) and bool(prompt) and {int}.issuperset(map(type, prompt))
+        if not (is_plain and min(prompt) >= 0 and max(prompt) < self.info.vocab_size):
+            read_tokens(prompt, "prompt", self.info.vocab_size)
 
     def _send_due(self) -> None:
         for rank, batch in self.dispatcher.due():
