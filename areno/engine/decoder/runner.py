@@ -94,21 +94,17 @@ class Runner:
             model.config.num_heads // model.tp.size // self.cache.n_heads, self.fixed_order
         )
         self.n_multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
-        groups_rows = self.uses_prefix_groups and not self.fixed_order and not blocks.has_windows
-        self.ngrams = NgramSteps(
-            self._decode,
-            self.sampler,
-            partial(
-                split_attention,
-                block_size=self.cache.block_size,
-                group_size=self.group_size,
-                n_multiprocessors=self.n_multiprocessors,
-                n_heads=self.cache.n_heads,
-                fixed_order=self.fixed_order,
-            ),
+        self._split = partial(
+            split_attention,
             block_size=self.cache.block_size,
-            group_size=self.group_size if groups_rows else 0,
+            group_size=self.group_size,
+            n_multiprocessors=self.n_multiprocessors,
+            n_heads=self.cache.n_heads,
+            fixed_order=self.fixed_order,
         )
+        groups_rows = self.uses_prefix_groups and not self.fixed_order and not blocks.has_windows
+        group_size = self.group_size if groups_rows else 0
+        self.ngrams = NgramSteps(self._decode, self.sampler, self._split, self.cache.block_size, group_size)
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
@@ -489,14 +485,9 @@ class Runner:
         rows = np.empty((4, n_rows), dtype=np.int64)
         rows[0], rows[1], rows[2] = slots_B, lengths_B - 1, table.n_sampled[slots_B] - 1
         size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
-        split = split_attention(
+        split = self._split(
             sequences,
-            self.cache.block_size,
-            group_size=self.group_size,
-            n_multiprocessors=self.n_multiprocessors,
             max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0,
-            n_heads=self.cache.n_heads,
-            fixed_order=self.fixed_order,
             has_windows=self.blocks.has_windows,
             lengths_B=lengths_B,
             groups=self._known_groups(slots_B),
@@ -529,16 +520,8 @@ class Runner:
         flags = self.sampler.flags(table, slots_N, drafted.index_N)
         needs_edits = table.needs_edits[scheduled.slots_B].any()
         may_group = self.uses_prefix_groups and not self.blocks.has_windows  # rows are not sorted by their own length
-        split = split_attention(
-            drafted.sequences,
-            self.cache.block_size,
-            group_size=self.group_size,
-            n_multiprocessors=self.n_multiprocessors,
-            max_groups=max(1, 2 * len(slots_N) // self.group_size) if may_group else 0,
-            n_heads=self.cache.n_heads,
-            fixed_order=self.fixed_order,
-            lengths_B=lengths_N,
-        )
+        max_groups = max(1, 2 * len(slots_N) // self.group_size) if may_group else 0
+        split = self._split(drafted.sequences, max_groups=max_groups, lengths_B=lengths_N)
         rows = np.stack([slots_N, drafted.positions_N, drafted.index_N, split.shared_lens_B, drafted.tokens_N])
         edits = LogitEdits.of(drafted.sequences, self._upload) if needs_edits else None
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)

@@ -257,7 +257,6 @@ class NgramSteps:
         decode: Callable[..., Tensor],
         sampler: RowSampler,
         split: Callable[..., AttentionSplit],
-        *,
         block_size: int,
         group_size: int,
     ):
