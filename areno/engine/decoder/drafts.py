@@ -374,10 +374,11 @@ class NgramDrafter:
         is_new_B = texts.owner[slots_B] != slots.owner[slots_B]
         for row in np.flatnonzero(is_new_B | (texts.n_new[slots_B] != slots.n_new[slots_B])).tolist():
             self._read(sequences[row], slots, is_new=bool(is_new_B[row]))
-        if self._n_steps % _ENTERED_EVERY == 0:
+        if is_turn := self._n_steps % _ENTERED_EVERY == 0:
             self._enter_running(sequences, slots_B)
         self._n_steps += 1
-        self._enter_pending()
+        if is_turn or self._n_pending > _ENTERED_AT_ONCE:  # to enter few tokens costs the host as much as many
+            self._enter_pending()
         return TableDrafts(
             table=self.table,
             n_tokens=self._n_tokens,

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from areno.engine.decoder.attention_split import AttentionSplit, split_attention
+from areno.engine.decoder.attention_split import AttentionSplit
 from areno.kernels.attention import choose_backend
 from areno.kernels.sampling import SamplingFlags, can_sample_hidden
 from areno.kernels.sampling.reference import sample_key, uniform
@@ -26,11 +26,12 @@ def decode_in_groups(device: str, use_graphs: bool) -> None:
 
         def counted(*args, **kwargs) -> AttentionSplit:
             nonlocal n_groups
-            made = split_attention(*args, **kwargs)
+            made = split(*args, **kwargs)
             n_groups += 0 if made.prefix_groups_GR is None else int((made.prefix_groups_GR[:, 0] >= 0).sum())
             return made
 
-        patch.setattr("areno.engine.decoder.runner.split_attention", counted)
+        split = decoder.runner._split
+        patch.setattr(decoder.runner, "_split", counted)
         for item in groups:
             decoder.submit(item)
         outputs = run(decoder)

@@ -1,125 +1,181 @@
-"""Drafts: the index finds what a search through all texts finds, and drafts are made where they pay."""
+"""Drafts: the table knows what a search through all texts finds, and drafts are made where they pay."""
 
 from __future__ import annotations
 
 import random
-import time
+from collections.abc import Sequence as Numbers
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from areno.engine.decoder.drafts import (
-    LENGTHS,
-    LONGEST,
     MAX_SEQUENCES,
-    MOST,
-    SEGMENT,
-    DraftIndex,
+    DraftLength,
+    NgramDrafter,
     SampleMemory,
     StepCosts,
-    SuffixDrafter,
+    _packed,
+    _Text,
 )
 from areno.engine.decoder.sequence import Sequence
-from areno.types import GenerationRequest
+from areno.engine.decoder.slots import SlotTable
+from areno.engine.decoder.verification import DRAFT_LENGTHS, accepted_rows
+from areno.kernels.sampling import CONTEXT, LEVELS, NgramTable, add_texts, draft_tokens
+from areno.kernels.sampling.drafts import KEPT
+from areno.kernels.sampling.reference import sample_key, uniform
+from areno.types import GenerationRequest, SamplingParams
+from tests.helpers.interpreted import run_interpreted
+from tests.helpers.slot_samplers import settings_of
 from tests.helpers.tiny_decoder import Outputs, make_decoder, model, request, run
 
-COSTS = StepCosts(fixed=40, verification=4, most_rows=1024)
+COSTS = StepCosts(fixed=400, verification=100, most_rows=1024)
+GREEDY = SamplingParams(greedy=True)
+CPU = torch.device("cpu")
+Texts = list[tuple[int, list[int], list[int]]]  # scope, tokens before, tokens
 
 
-def begun(costs: StepCosts = COSTS, **how: Any) -> SuffixDrafter:
-    drafter = SuffixDrafter(**how)
-    drafter.begin(costs)
-    return drafter
+def random_texts(rng: random.Random, n_letters: int, n: int) -> Texts:
+    def drawn(most: int) -> list[int]:
+        return [rng.randrange(n_letters) for _ in range(rng.randrange(most))]
+
+    return [(rng.choice([5, -(2**62), 7]), drawn(2 * CONTEXT)[-CONTEXT:], drawn(60)) for _ in range(n)]
 
 
-def followers(text: list[int], n: int, texts: list[tuple[int, list[int]]], least: int) -> list[list[int]]:
-    """What followed each earlier occurrence of the last n tokens, if at least as many tokens.
+def entered(texts: Texts, table: NgramTable, at_once: int = 7) -> NgramTable:
+    for start in range(0, len(texts), at_once):
+        packed = _packed([_Text(*text) for text in texts[start : start + at_once]])
+        if packed.shape[1]:
+            add_texts(table, torch.from_numpy(packed).to(table.counts.device))
+    return table
 
-    texts: Each with the number of tokens before it, which are not what follows.
-    """
-    return [
-        other[at + n : at + n + MOST]
-        for n_before, other in texts
-        for at in range(max(0, n_before - n), len(other) - n - least + 1)
-        if len(text) >= n and other[at : at + n] == text[-n:]
+
+def followers(texts: Texts) -> dict[Any, list[int]]:
+    """Which tokens followed each suffix, by level and, for some levels, by scope."""
+    found: dict[Any, list[int]] = {}
+    for scope, before, tokens in texts:
+        text = [*before, *tokens]
+        for at in range(len(before), len(text)):
+            for level, (n, is_scoped) in enumerate(LEVELS):
+                if n <= at:
+                    key = level, scope if is_scoped else None, tuple(text[at - n : at])
+                    found.setdefault(key, []).append(text[at])
+    return found
+
+
+def searched(found: dict[Any, list[int]], text: list[int], scope: int, numbers: Numbers[float | None]) -> list[int]:
+    """The draft of a text, by the random number of each token. None as a number: a greedy row."""
+    text, drafts = list(text), list[int]()
+    for number in numbers:
+        keys = [
+            (i, scope if s else None, tuple(text[len(text) - n :])) for i, (n, s) in enumerate(LEVELS) if n <= len(text)
+        ]
+        known = next((found[key] for key in keys if key in found), None)
+        if known is None:
+            return drafts + [-1] * (len(numbers) - len(drafts))
+        kept = known[-KEPT:]
+        if number is None:
+            most = max(kept.count(token) for token in kept)
+            ring = [0] * len(kept)
+            for at, token in enumerate(known):
+                ring[at % KEPT] = token
+            drafts.append(next(token for token in ring if ring.count(token) == most))
+        else:
+            drafts.append(sorted(kept)[int(number * len(kept))])
+        text.append(drafts[-1])
+    return drafts
+
+
+def contexts_of(rows: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([([-1] * CONTEXT + row)[-CONTEXT:][::-1] for row in rows]).T.contiguous()
+
+
+@pytest.mark.parametrize("n_letters", [2, 5, 40])
+def test_the_table_drafts_what_a_search_finds(n_letters: int) -> None:
+    rng = random.Random(n_letters)
+    texts = random_texts(rng, n_letters, 120)
+    found, table = followers(texts), entered(texts, NgramTable.empty(22, CPU))
+    rows = [
+        (scope, [*before, *tokens][: rng.randrange(70)]) for scope, before, tokens in random_texts(rng, n_letters, 60)
     ]
+    params = [GREEDY if number % 3 == 0 else SamplingParams() for number in range(len(rows))]
+    sampler, slots = settings_of(len(rows) + 1, 100, params, "cpu")
+    positions = torch.arange(len(rows)) % 7
+    scopes = torch.tensor([scope for scope, _ in rows])
+    contexts = contexts_of([text for _, text in rows])
+    drafts = draft_tokens(table, contexts, scopes, slots, positions, sampler.tensors, 5)
+    keys, n_same = sampler.tensors.key[slots], 0
+    for row, (scope, text) in enumerate(rows):
+        numbers = [uniform(keys[row : row + 1], positions[row : row + 1] + j).item() for j in range(5)]
+        expected = searched(found, text[-CONTEXT:], scope, [None] * 5 if params[row].is_greedy else numbers)
+        n_same += drafts[row].tolist() == expected
+    assert n_same >= len(rows) - 2  # of two suffixes with one entry, the table keeps one
+    assert (drafts >= 0).any(0).all()
 
 
-def longest_suffix(text: list[int], texts: list[tuple[int, list[int]]], least: int) -> int:
-    return max((n for n in LENGTHS if followers(text, n, texts, least)), default=0)
+def test_texts_in_parts_and_at_once_make_the_same_table() -> None:
+    texts = random_texts(random.Random(3), 3, 60)
+    tables = [entered(texts, NgramTable.empty(24, CPU), at_once) for at_once in (1, 8, 60)]
+    for table in tables[1:]:
+        assert torch.equal(table.counts[:-1], tables[0].counts[:-1])
+        assert torch.equal(table.tokens[:-1], tables[0].tokens[:-1])
+    tables[0].clear()
+    assert not tables[0].counts.any()
+
+
+def compare_drafts(device: str, n_rows: int, n_tokens: int) -> None:
+    from areno.kernels.sampling import drafts, triton_drafts
+
+    rng = random.Random(1)
+    texts = random_texts(rng, 4, 80)
+    table = entered(texts, NgramTable.empty(16, torch.device(device)))
+    rows = [(scope, [*before, *tokens][: rng.randrange(70)]) for scope, before, tokens in random_texts(rng, 4, n_rows)]
+    params = [GREEDY if number % 3 == 0 else SamplingParams() for number in range(n_rows)]
+    sampler, slots = settings_of(n_rows + 1, 100, params, device)
+    given = (
+        contexts_of([text for _, text in rows]).to(device),
+        torch.tensor([scope for scope, _ in rows], device=device),
+        slots,
+        torch.arange(n_rows, device=device) % 5,
+        sampler.tensors,
+        n_tokens,
+    )
+    found, expected = triton_drafts.draft_tokens(table, *given), drafts.draft_tokens(table, *given)
+    assert torch.equal(found, expected)
+    assert (expected[:, -1] >= 0).any()
+    if n_rows > 8:
+        assert (expected < 0).any()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_letters", [2, 4, 30])
-def test_the_index_finds_what_a_search_finds(n_letters: int) -> None:
-    rng, index = random.Random(n_letters), DraftIndex(4096 * SEGMENT)
-    scopes = [7, 7, 7, -(2**62), -(2**62)]
-    befores = [[rng.randrange(n_letters) for _ in range(rng.randrange(12))] for _ in scopes]
-    texts = [index.open(scope, before) for scope, before in zip(scopes, befores, strict=True)]
-    written = [before[-LONGEST:] for before in befores]
-    n_found = n_hidden = 0
-    for _ in range(120):
-        new = [[rng.randrange(n_letters) for _ in range(rng.choice([0, 1, 1, 3, 40]))] for _ in texts]
-        index.extend(texts, new)
-        for mine, more in zip(written, new, strict=True):
-            mine += more
-        lengths, places = index.find(texts)
-        for row in range(len(texts)):
-            alike = [
-                (min(LONGEST, len(before)), each)
-                for before, each, scope in zip(befores, written, scopes, strict=True)
-                if scope == scopes[row]
-            ]
-            assert lengths[row] <= longest_suffix(written[row], alike, 1)
-            # A suffix may be hidden by a collision of hashes.
-            n_hidden += lengths[row] < longest_suffix(written[row], alike, MOST)
-            if lengths[row]:
-                n_found += 1
-                [draft] = index.following(places[row : row + 1])
-                # A segment may end before the draft does.
-                assert draft in [each[: len(draft)] for each in followers(written[row], lengths[row], alike, 1)]
-    assert n_found > 20
-    assert n_hidden < 5
+def test_the_kernel_drafts_as_torch_does() -> None:
+    run_interpreted("from tests.engine.decoder.test_drafts import compare_drafts; compare_drafts('cpu', 24, 4)")
 
 
-def test_the_newest_occurrence_counts() -> None:
-    index = DraftIndex(4 * SEGMENT)
-    text = index.open(1, [])
-    index.extend([text], [[1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 8, 7, 6, 7, 9, 1, 2, 3]])
-    lengths, places = index.find([text])
-    assert (lengths.tolist(), index.following(places)) == ([3], [[5, 9, 8, 7, 6, 7, 9, 1]])
+@pytest.mark.gpu
+def test_the_kernel_drafts_as_torch_does_on_the_gpu() -> None:
+    compare_drafts("cuda", 300, 7)
+    texts = random_texts(random.Random(5), 3, 200)
+    on_cpu, on_gpu = (entered(texts, NgramTable.empty(14, torch.device(name)), 50) for name in ("cpu", "cuda"))
+    for name in ("tags", "counts", "tokens"):
+        assert torch.equal(vars_of(on_cpu)[name][:-1], vars_of(on_gpu)[name][:-1].cpu())
 
 
-def test_a_growing_text_is_found_when_a_whole_draft_follows() -> None:
-    index = DraftIndex(8 * SEGMENT)
-    ended, growing, text = (index.open(1, []) for _ in range(3))
-    index.extend([ended], [[1, 2, 3, 4, 5]], ends=True)
-    index.extend([growing, text], [[1, 2, 3, *range(10, 17)], [1, 2, 3]])
-    assert index.following(index.find([text])[1]) == [[4, 5]]
-    index.extend([growing], [[17]])
-    assert index.following(index.find([text])[1]) == [[*range(10, 18)]]
+def vars_of(table: NgramTable) -> dict[str, torch.Tensor]:
+    return {"tags": table.tags, "counts": table.counts, "tokens": table.tokens}
 
 
-def test_a_repetition_is_continued() -> None:
-    index = DraftIndex(4 * SEGMENT)
-    text = index.open(1, [])
-    index.extend([text], [[5, *[1, 2] * 7, 1]])
-    _, places = index.find([text])
-    assert index.following(places) == [[2, 1, 2, 1, 2, 1, 2, 1]]
-
-
-def test_the_oldest_segments_are_overwritten() -> None:
-    index = DraftIndex(3 * SEGMENT)
-    first = index.open(1, [])
-    index.extend([first], [[1, 2, 3, 4, 5, 6]])
-    assert index.is_stored(first)
-    for scope in (2, 3, 4):
-        other = index.open(scope, [])
-        index.extend([other], [[9, 9, 9, 9]])
-    assert not index.is_stored(first)
-    again = index.open(1, [1, 2, 3, 4])
-    assert index.find([again])[0].tolist() == [0]
+def test_drafts_agree_with_a_policy_whose_shares_they_know() -> None:
+    """A policy that draws one of four tokens with probability 1/4 each: a guess is right in 1/4 of the cases."""
+    table = entered([(5, [1, 2, 3], [token]) for token in (10, 20, 30, 40) * 2], NgramTable.empty(20, CPU))
+    sampler, slots = settings_of(301, 50, [SamplingParams()] * 300, "cpu")
+    sampler.tensors.key[slots] = torch.tensor([sample_key(3, number) for number in range(300)])
+    contexts, zeros = contexts_of([[1, 2, 3]] * 300), torch.zeros(300, dtype=torch.int64)
+    drafts = draft_tokens(table, contexts, zeros + 5, slots, zeros, sampler.tensors, 1)[:, 0]
+    drawn = 10 * (1 + (4 * uniform(sampler.tensors.key[slots], zeros)).long())
+    assert torch.equal(drafts, drawn)
+    assert len(set(drafts.tolist())) == 4
 
 
 def test_the_memory_keeps_the_newest_samples_within_its_budgets() -> None:
@@ -146,198 +202,164 @@ def size_of(samples: list[tuple[int, list[int], list[int]]]) -> int:
     return sum(len(before) + len(tokens) + 64 for _, before, tokens in samples)
 
 
-def test_the_index_takes_the_memory_that_the_documentation_says() -> None:
-    drafter = SuffixDrafter()
-    assert 55e6 < drafter.index.n_bytes < 65e6
-    drafter.begin(COSTS)
-    drafter.finished(sequence([5] * 100))
-    [(_, tokens)] = drafter.memory.of(hash((1, 2, 3, 4)))
-    assert tokens.itemsize == 4
-
-
 def sequence(
     tokens: list[int], prompt: list[int] | None = None, scope: int | None = None, request_id: int = 0
 ) -> Sequence:
     item = GenerationRequest(request_id=request_id, prompt=prompt or [1, 2, 3, 4], draft_scope=scope)
     made = Sequence(request=item, sample=0, key=0, max_new=10_000, stop_ids=frozenset(), tokens=[*item.prompt])
     made.tokens += tokens
+    made.logprobs += [-1.0] * len(tokens)
+    made.versions += [0] * len(tokens)
     return made
 
 
+class Batch:
+    """A drafter, and sequences in the slots of a batch, which get a token after the other or all of a completion."""
+
+    def __init__(self, **how: Any):
+        self.drafter = NgramDrafter(CPU, table_bits=18, **how)
+        self.drafter.begin(COSTS)
+        self.table = SlotTable(16)
+        self.n_joined = 0
+
+    def join(self, each: Sequence) -> Sequence:
+        each.join(self.table, self.n_joined)
+        self.n_joined += 1
+        return each
+
+    def drafts(self, rows: list[Sequence], n: int = 7) -> list[list[int]]:
+        self.drafter._n_tokens = n
+        made = self.drafter.propose(rows)
+        sampler, slots = settings_of(len(self.table.owner) + 1, 100, [GREEDY] * len(rows), "cpu")
+        sampler.tensors.greedy[:] = True
+        contexts = torch.from_numpy(made.contexts_BW[:, ::-1].T.copy())
+        found = draft_tokens(
+            self.drafter.table, contexts, torch.from_numpy(made.scopes_B), slots, slots, sampler.tensors, n
+        )
+        return [[token for token in draft if token >= 0] for draft in found.tolist()]
+
+
+COMPLETION = list(range(20, 30))
+
+
 def test_other_samples_and_earlier_rollouts_of_the_prompt_are_drafts() -> None:
-    drafter = begun()
-    completion = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]
-    drafter.finished(sequence(completion))
-    drafter.begin(COSTS)
-    new, other_prompt = sequence([]), sequence([], [9, 2, 3, 4])
-    assert drafter.is_due(2)
-    (draft, none) = drafter.propose([new, other_prompt])
-    assert (draft, none) == (completion[: len(draft)], [])
-    assert len(draft) > 2
-    new.tokens += completion[:4]
-    (draft,) = drafter.propose([new])
-    assert draft == completion[4 : 4 + len(draft)]
-    assert draft
-    # The memory has them when the index has overwritten them.
-    for _ in range(drafter.index.n_segments):
-        drafter.index.open(0, [])
-    (draft,) = drafter.propose([sequence([])])
-    assert draft == completion[: len(draft)]
-    assert draft
-    # With texts that do not repeat, nothing is drafted, and ever fewer steps ask.
-    rng = random.Random(0)
-    noise, asked = [sequence([rng.randrange(1000)], [5, 6, 7]) for _ in range(8)], 0
-    for _ in range(300):
-        if drafter.is_due(8):
-            asked += 1
-            assert not any(drafter.propose(noise))
-        for each in noise:
-            each.tokens.append(rng.randrange(1000))
-    assert 3 < asked < 15
-    assert not drafter.is_due(MAX_SEQUENCES + 1)
+    batch = Batch()
+    batch.drafter.finished(sequence(COMPLETION))
+    new, other_prompt = batch.join(sequence([])), batch.join(sequence([], [9, 2, 3, 4]))
+    draft, none = batch.drafts([new, other_prompt])
+    assert draft == COMPLETION[:7]
+    assert none == COMPLETION[:7][: len(none)]  # the last tokens of another prompt are the same: levels of all scopes
+    batch.drafter.begin(COSTS)
+    batch.table = SlotTable(16)
+    assert batch.drafts([batch.join(sequence(COMPLETION[:4]))]) == [COMPLETION[4:]]
+    # The memory has them when the table has not.
+    batch.drafter.table.clear()
+    batch.drafter._n_entered = 1 << 30
+    batch.drafter.begin(COSTS)
+    batch.table = SlotTable(16)
+    assert batch.drafts([batch.join(sequence(COMPLETION[:3]))]) == [COMPLETION[3:]]
 
 
-def test_drafts_that_are_wrong_stop() -> None:
-    """Texts repeat parts of three tokens, and go on otherwise each time."""
-    rng, drafter = random.Random(1), begun()
-    rows = [sequence([rng.randrange(1000) for _ in range(50)]) for _ in range(4)]
-    n_drafted: list[int] = []
-    for _ in range(200):
-        for each in rows:
-            at = rng.randrange(len(each.tokens) - 3)
-            each.tokens += [rng.randrange(1000), *each.tokens[at : at + 3]]
-        n_drafted.append(sum(map(len, drafter.propose(rows))) if drafter.is_due(4) else 0)
-    assert sum(n_drafted[:20]) > 0
-    assert sum(n_drafted[100:]) == 0
+def test_a_drafter_that_does_not_remember_forgets() -> None:
+    batch = Batch(remembers=False)
+    batch.drafter.finished(sequence(COMPLETION))
+    batch.drafter.begin(COSTS)
+    assert batch.drafts([batch.join(sequence(COMPLETION[:4]))]) == [[]]
+    assert batch.drafter.memory.of(hash((1, 2, 3, 4))) == []
 
 
-def test_turns_of_a_task_share_drafts() -> None:
-    drafter, call = begun(), [30, 31, 32, 33, 34, 35, 36, 37]
-    first, other = list(range(100, 300)), list(range(400, 450))
-    drafter.finished(sequence([*call, 50, 51], first, scope=-5))
+def test_prompts_and_other_turns_of_a_scope_are_drafts() -> None:
+    batch, call = Batch(), list(range(30, 38))
+    first = list(range(100, 300))
+    batch.drafter.finished(sequence([*call, 50, 51], first, scope=-5))
     later = [*first, *call, 50, 51, *range(500, 560)]
-    turn = sequence([60, *call[:3]], later, scope=-5)
-    stranger = sequence([60, *call[:3]], later, scope=7)
-    elsewhere = sequence([70, *call[:4]], other, scope=-5)
-    drafts = drafter.propose([turn, stranger, elsewhere])
-    assert [len(draft) > 1 for draft in drafts] == [True, True, True]
-    assert drafts[0] == [*call, 50, 51][3 : 3 + len(drafts[0])]
-    assert drafts[1][:5] == call[3 : 3 + len(drafts[1][:5])]  # its own prompt has the call
-    assert drafts[2] == [*call, 50, 51][4 : 4 + len(drafts[2])]
-    n_opened = drafter.index._n_opened
-    drafter.propose([sequence([], [*later, 5, *range(600, 610)], scope=-5)])
-    # Of a prompt that goes on, the index stores the new part alone.
-    stored = drafter.index._length[n_opened : drafter.index._n_opened]
-    assert sum(stored) < 64 + 2 * LONGEST + 11 + LONGEST
-    assert drafter.propose([sequence([], later, scope=8)])[0] == []
+    turn, stranger = (
+        batch.join(sequence([60, *call[:2]], later, scope=-5)),
+        batch.join(sequence([60, 30], [70], scope=7)),
+    )
+    of_turn, of_stranger = batch.drafts([turn, stranger])
+    assert of_turn == [*call[2:], 50][: len(of_turn)]
+    assert len(of_turn) == 7
+    assert of_stranger == []  # two tokens count only in the same scope
+    n_before = batch.drafter._n_entered
+    batch.drafts([batch.join(sequence([], [*later, 5, *range(600, 610)], scope=-5))])
+    assert batch.drafter._n_entered - n_before < 64 + 80  # of a prompt that goes on, the new part alone is entered
 
 
-def test_a_draft_ends_where_its_sample_ends() -> None:
-    drafter = begun()
-    for completion in ([10, 11, 12, 13, 14], [20, 21, 22, 23, 24]):
-        drafter.finished(sequence(completion))
-    assert drafter.propose([sequence([10, 11, 12]), sequence([20, 21, 22])]) == [[13, 14], [23, 24]]
+def test_running_samples_are_entered_now_and_then() -> None:
+    batch = Batch()
+    row = batch.join(sequence([*COMPLETION, 5, 6]))
+    batch.drafts([row])
+    row.tokens += COMPLETION[:3]
+    row.logprobs += [-1.0] * 3
+    row.versions += [0] * 3
+    batch.table.n_new[row.slot] += 3
+    assert batch.drafts([row]) == [[*COMPLETION[3:]]]
 
 
-def test_many_short_samples_of_many_scopes_fit_into_the_index() -> None:
-    rng, drafter = random.Random(0), begun()
-    for number in range(128):
-        for _ in range(100):
-            drafter.finished(sequence([rng.randrange(9) for _ in range(20)], scope=number, request_id=number))
-    rows = [sequence([1], scope=number, request_id=number) for number in range(128)]
-    while not drafter.index._n_opened or drafter._pending:
-        drafter.propose(rows)
-    n_opened = drafter.index._n_opened
-    assert n_opened < drafter.index.n_segments / 4
-    for _ in range(5):
-        drafter.propose(rows)
-    assert drafter.index._n_opened == n_opened
+def test_tokens_that_were_sampled_are_the_next_context() -> None:
+    batch = Batch()
+    row = batch.join(sequence(COMPLETION))
+    batch.drafter._n_tokens = 3
+    made = batch.drafter.propose([row])
+    assert made.contexts_BW[0].tolist() == [3, 4, *COMPLETION]
+    made.verified(made, np.array([[1, 2, 3, 4]]), np.array([2]), np.array([[True, False, False]]))
+    batch.table.n_new[row.slot] += 2
+    assert batch.drafter.propose([row]).contexts_BW[0].tolist() == [*COMPLETION, 1, 2]
+    assert batch.drafter.length._tried.tolist()[:3] == [1, 1, 0]
+    assert batch.drafter.length._right.tolist()[:3] == [1, 0, 0]
 
 
-@pytest.mark.slow
-def test_aborted_samples_are_forgotten() -> None:
-    drafter = begun()
-    for number in range(3000):
-        each = sequence([1, 2, 3], request_id=number)
-        drafter.propose([each])
-        each.finish_reason = "abort"
-    assert len(drafter._rows) < 2 * MAX_SEQUENCES + 3
-    assert len(drafter._loaded) <= 1
+def test_rows_are_accepted_up_to_the_first_wrong_draft_a_stop_token_or_the_limit() -> None:
+    tokens = np.array([[5, 6, 7, 8], [5, 6, 7, 8], [5, 9, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
+    inputs = np.array([[1, 5, 6, 7], [1, 5, 3, 7], [1, 5, 9, 7], [1, 5, -1, -1], [-2, -2, -2, -2]])
+    stops = np.array([[-1, -1], [2, -1], [2, 9], [2, -1], [2, -1]])
+    right, counts, stopped = accepted_rows(tokens, inputs, stops)
+    assert counts.tolist() == [4, 2, 2, 2, 0]
+    assert stopped.tolist() == [False, False, True, False, False]
+    assert right.tolist()[:2] == [[True, True, True], [True, False, False]]
 
 
-def test_a_text_that_begins_to_repeat_is_drafted_again() -> None:
-    rng, drafter = random.Random(2), begun(StepCosts(fixed=320, verification=450, most_rows=1024, host=4))
-    rows = [sequence([rng.randrange(1000) for _ in range(50)]) for _ in range(8)]
-    searches: list[int] = []
-    for step in range(3000):
-        for each in rows:
-            at = rng.randrange(len(each.tokens) - 3)
-            repeated = each.tokens[-40:-39] if step > 1000 else [rng.randrange(1000), *each.tokens[at : at + 3]]
-            each.tokens += repeated
-        if drafter.is_due(8):
-            searches.append(step)
-            drafter.propose(rows)
-    assert 0 < len([step for step in searches if step < 1000]) < 60
-    assert len([step for step in searches if step > 2000]) > 500
+def lengths(share: float, n_rows: int, costs: StepCosts = COSTS, n_steps: int = 400) -> list[int]:
+    """How many tokens each step drafts, if a share of the drafted tokens is right."""
+    rng, decides, found = random.Random(0), DraftLength(costs), list[int]()
+    for _ in range(n_steps):
+        n = decides.of(n_rows)
+        found.append(n)
+        right = np.array([[rng.random() < share for _ in range(n)] for _ in range(n_rows)]).reshape(n_rows, n)
+        right = np.logical_and.accumulate(right, axis=1)
+        if n:
+            decides.count(np.array([n_rows, *right.sum(0)[:-1]]), right.sum(0))
+    return found
 
 
-def test_drafts_are_looked_for_only_if_they_can_pay() -> None:
-    def is_due(right: float, tried: float) -> bool:
-        drafter = begun(StepCosts(fixed=320, verification=450, most_rows=1024, host=4))
-        for length in LENGTHS:
-            drafter._right[length], drafter._tried[length] = right * tried, tried
-        return any(drafter.is_due(8) for _ in range(100))
-
-    assert [is_due(right, 400) for right in (0.2, 0.5, 0.7, 0.9)] == [False, False, True, True]
-    assert is_due(0.2, 0)  # unknown
+def test_as_many_tokens_are_drafted_as_pay() -> None:
+    assert set(lengths(0.9, 8)[10:]) == {max(DRAFT_LENGTHS)}
+    assert lengths(0.05, 8)[50:].count(0) > 330
+    assert 0 < 400 - lengths(0.05, 256).count(0) < 12  # tried now and then
+    assert set(lengths(0.9, 200)[10:]) <= {1, 3}  # more rows than a step may have
+    assert lengths(0.9, MAX_SEQUENCES + 1) == [0] * 400
+    assert lengths(1.0, 0) == [0] * 400
 
 
-def test_a_large_batch_that_does_not_draft_costs_next_to_nothing() -> None:
-    rng = random.Random(0)
-    drafter = begun(StepCosts(fixed=240, verification=80, most_rows=1024, host=2))
-    rows = [sequence([rng.randrange(10_000)], [row, 5, 6], request_id=row) for row in range(256)]
-    n_looked_at: list[int] = []
-    index_new = drafter._index_new
-    drafter._index_new = lambda some, of: n_looked_at.append(len(some)) or index_new(some, of)  # type: ignore[method-assign,func-returns-value]
-    for _ in range(600):
-        if drafter.is_due(256):
-            assert not any(drafter.propose(rows))
-        for each in rows:
-            each.tokens.append(rng.randrange(10_000))
-    assert 5 < len(n_looked_at) < 15
-    assert max(n_looked_at) == 16
-    assert drafter.is_due(100)  # a smaller batch is looked at anew
-    assert not drafter.is_due(MAX_SEQUENCES + 1)
+def test_drafts_are_tried_again_when_the_batch_has_shrunk_or_the_text_begins_to_repeat() -> None:
+    decides = DraftLength(COSTS)
+    decides.count(np.array([400.0, 0]), np.array([8.0, 0]))
+    assert not any(decides.of(200) for _ in range(200))
+    drafted: list[int] = []
+    for _ in range(2500):
+        drafted.append(decides.of(64))
+        decides.count(*[np.full(drafted[-1], 64.0)] * 2)
+    assert drafted[-1] == max(DRAFT_LENGTHS)
 
 
-def test_a_large_batch_drafts_if_some_of_its_samples_show_that_it_pays() -> None:
-    text = [number * number % 1009 for number in range(120)]
-    drafter = begun(StepCosts(fixed=2000, verification=80, most_rows=1024))
-    rows = [sequence(text[:3], [row // 8, 5, 6], request_id=row // 8) for row in range(96)]
-    for number in range(0, 96, 8):
-        drafter.finished(sequence(text, [number // 8, 5, 6], request_id=number // 8))
-    n_drafted = 0
-    for at in range(3, 60):
-        if drafter.is_due(96):
-            n_drafted += sum(map(len, drafts := drafter.propose(rows)))
-            assert all(draft == text[at : at + len(draft)] for draft in drafts)
-        for each in rows:
-            each.tokens.append(text[at])
-    assert n_drafted > 96 * 100
-
-
-def test_a_row_costs_few_microseconds() -> None:
-    rng, drafter = random.Random(0), begun()
-    rows = [sequence([rng.randrange(9) for _ in range(300)], [row, 1, 2]) for row in range(128)]
-    drafter.propose(rows)
-    seconds: list[float] = []
-    for _ in range(20):
-        for each in rows:
-            each.tokens += [rng.randrange(9), rng.randrange(9)]
-        started = time.perf_counter()
-        drafter.propose(rows)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) / len(rows) < 40e-6  # 5 on an idle core
+def test_a_rollout_that_does_not_draft_only_notes_its_samples() -> None:
+    drafter = NgramDrafter(CPU, table_bits=10)
+    drafter.begin(COSTS)
+    for number in range(10_000):
+        drafter.finished(sequence([5] * 10, request_id=number))
+    assert drafter.memory.n_tokens == 0
+    assert len(drafter._finished) < 10_000
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
@@ -345,7 +367,7 @@ def test_the_second_rollout_of_the_same_samples_takes_fewer_steps(runs_ahead: bo
     requests = [request(i, 9, n_samples=2, max_new_tokens=40) for i in (1, 2, 3)]
     n_steps: list[int] = []
     results: list[Outputs] = []
-    drafter = SuffixDrafter()
+    drafter = NgramDrafter(CPU)
     decoder = make_decoder(model(), drafter=drafter, runs_ahead=runs_ahead)
     schedule = decoder._scheduler.schedule
     decoder._scheduler.schedule = lambda *given: n_steps.append(1) or schedule(*given)  # type: ignore[method-assign,func-returns-value]
@@ -365,14 +387,12 @@ def test_the_second_rollout_of_the_same_samples_takes_fewer_steps(runs_ahead: bo
 
 
 def test_completions_leave_as_arrays_while_nothing_is_drafted() -> None:
-    drafter = begun()
+    drafter = NgramDrafter(CPU)
+    drafter.begin(COSTS)
     drafter.is_due = lambda n_running: False  # type: ignore[method-assign]
     decoder = make_decoder(model(), drafter=drafter)
     decoder.submit(request(1, 9, n_samples=3, max_new_tokens=20))
     outputs = run(decoder)
     assert all(isinstance(vars(each)["tokens"], np.ndarray) for each in outputs.values())
-    assert [tokens.tolist() for _, tokens in drafter.memory.of(hash(tuple(request(1, 9).prompt)))] == [
-        outputs[1, sample].tokens for sample in range(3)
-    ]
     assert decoder.stats.decode_steps == 19
     assert decoder.stats.draft_steps == 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.decoder.attention_split import AttentionSplit, PrefixGroups
-from areno.engine.decoder.graphs import DecodeGraphs, GraphCache, verification_sizes
+from areno.engine.decoder.graphs import DecodeGraphs, GraphCache, drafting_sizes
 from areno.kernels.sampling import SamplingFlags
 from tests.helpers.cpu_graphs import CpuCaptures
 
@@ -76,5 +76,6 @@ def test_other_errors_and_ranks_that_wait_for_this_one_end_the_run() -> None:
 
 
 def test_sizes() -> None:
-    assert verification_sizes(1024) == [8, 16, 32, 64, 128, 256, 512, 1024]
-    assert verification_sizes(72) == [8, 16, 32, 64, 72]
+    assert drafting_sizes(256) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert drafting_sizes(72) == [1, 2, 4, 8, 16, 32, 64, 72]
+    assert drafting_sizes(1) == [1]
