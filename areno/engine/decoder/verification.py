@@ -309,23 +309,25 @@ class NgramSteps:
         """
         slots_B, n_rows = drafts.slots_B, drafts.n_rows
         before_B = table.n_prompt[slots_B] + drafts.n_new_B - 1  # positions before the rows of a sequence, at least
-        shared_B, groups_BG = np.zeros_like(before_B), None
+        graphs = None if self.captures is None else self._graphs_of(n_rows, self.captures)
+        shared_B, groups_GR = np.zeros_like(before_B), None
         if self._group_size:
             shared_B = before_B // self._block_size * self._block_size
-            groups_BG = np.full((len(slots_B), self._group_size), -1, dtype=np.int64)
-            groups_BG[:, :n_rows] = np.arange(len(slots_B) * n_rows).reshape(-1, n_rows)
-        groups = PrefixGroups(shared_B, groups_BG, shared_B.tolist())
+            n_groups = len(slots_B) if graphs is None else graphs.size_for(len(slots_B))
+            groups_GR = np.full((n_groups, self._group_size), -1, dtype=np.int64)
+            groups_GR[: len(slots_B), :n_rows] = np.arange(len(slots_B) * n_rows).reshape(-1, n_rows)
+        groups = PrefixGroups(shared_B, groups_GR, shared_B.tolist())
         split = self._split([], max_groups=0, lengths_B=table.n_kv[slots_B], groups=groups)
-        if groups_BG is not None:  # few numbers of splits, so few graphs; a split without positions costs little
+        if groups_GR is not None:  # few numbers of splits, so few graphs; a split without positions costs little
             split.splits = split.splits[0], 4 if split.splits[1] <= 4 else 16
         inputs = np.empty((6 + CONTEXT, len(slots_B)), dtype=np.int64)
         inputs[0], inputs[1], inputs[2], inputs[3] = slots_B, drafts.n_new_B, before_B, drafts.limits_B
         inputs[4], inputs[5], inputs[6:] = drafts.follows_B, drafts.scopes_B, drafts.contexts_BW[:, ::-1].T
         flags = self._sampler.flags(table, slots_B, drafts.n_new_B)
-        if self.captures is not None:
-            return self._graphs_of(n_rows, self.captures).run(inputs, split, flags).flatten(1)
-        groups_GR = None if groups_BG is None else self._upload(groups_BG)
-        given = self._upload(inputs), self._upload(split.split_lens), groups_GR
+        if graphs is not None:
+            return graphs.run(inputs, split, flags).flatten(1)
+        groups_on_device = None if groups_GR is None else self._upload(groups_GR)
+        given = self._upload(inputs), self._upload(split.split_lens), groups_on_device
         most = int(table.n_kv[slots_B].max())
         return self._draft_and_verify(n_rows, *given, split.splits, flags, most).flatten(1)
 
