@@ -239,7 +239,7 @@ class DecoderConfig(Section):
     speculation: Literal["auto", "on", "off"] = setting(
         "off",
         help="auto: on for GPUs, off for CPUs. on: where faster, draft the next tokens of a sample and verify several "
-        "in one decode step. A draft is what followed the same tokens before, in the samples of the prompt. Samples of "
+        "in one decode step. A drafted token is one that followed the same tokens in earlier samples. Samples of "
         "earlier steps count with engine.exact, and on GPUs without engine.deterministic. Drafts change samples no "
         "more than another batch size does, and not at all with engine.exact. off: no drafts. Also off "
         "with prompts_ahead and max_head_offpolicyness, and with dynamic_sampling if its rounds overlap",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areno.config.models import MicroBatchSpec
-from areno.engine import threads
+from areno.engine import deterministic
 from areno.engine.deterministic import Threads
 from areno.engine.engine import Engine
 from areno.engine.train.backend import TrainBackend
@@ -63,7 +63,7 @@ def test_scores_of_an_engine_count_the_tokens_of_a_micro_batch(monkeypatch: pyte
     )
     with Engine(engine_spec("examples/quickstart/model")) as engine:
         rows = np.random.default_rng(1).integers(4, 16, (30, 100)).tolist()  # without common prefixes
-        monkeypatch.setattr(threads, "_ALL_FROM", engine.info.n_params * 1000)
+        monkeypatch.setattr(deterministic, "_ALL_FROM", engine.info.n_params * 1000)
         engine.logprobs("actor", rows, mb_spec=MicroBatchSpec(max_tokens_per_mb=999))
         assert set(seen) == {1}
         seen.clear()

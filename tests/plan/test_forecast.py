@@ -124,13 +124,13 @@ def ways_of(found: Forecast) -> list[Way]:
 
 
 def test_drafts_take_memory_for_logits() -> None:
-    """A step with drafts computes up to 4 tokens of each of few samples."""
+    """A step with drafts computes up to 8 tokens of each of few samples."""
 
     def peak(*settings: str) -> int:
         found = predicted("grpo", "actor.path=Qwen/Qwen3-0.6B", "rollout.max_concurrent_rollouts=64", *settings)
         return next(phase.terms["activations"] for phase in found.phases if phase.name == "rollout")
 
-    assert peak("rollout.speculation=on") - peak() == (256 - 64) * 151936 * 4
+    assert peak("rollout.speculation=on") - peak() == (512 - 64) * 151936 * 4
 
 
 def test_a_run_that_does_not_fit_gets_ways_that_fit() -> None:

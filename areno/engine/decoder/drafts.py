@@ -121,13 +121,13 @@ class StepCosts:
     verification: float
     most_rows: int
 
-    def plain_rate(self, n_rows: int) -> float:
-        """Return how many tokens a step without drafts samples in the time of one more row.
+    def plain_time(self, n_rows: int) -> float:
+        """Return the time of a step without drafts, as a multiple of the time of one more row.
 
         Args:
             n_rows: Number of sequences.
         """
-        return n_rows / (self.fixed + n_rows)
+        return self.fixed + n_rows
 
     def time(self, n_rows: int, n_drafted: Any) -> Any:
         """Return the time of a step with drafts, as a multiple of the time of one more row.
@@ -209,8 +209,12 @@ class DraftLength:
         is_known = self._tried[0] >= _KNOWN
         self._tried *= _KEPT
         self._right *= _KEPT
-        shortest = min(DRAFT_LENGTHS)
-        return 0 if is_known or n_running * (1 + shortest) > self.costs.most_rows else shortest
+        return 0 if is_known else self._tried_length(n_running)
+
+    def _tried_length(self, n_rows: int) -> int:
+        """Return the largest number of drafted tokens with which a step takes at most twice as long as without."""
+        most = min(2 * self.costs.plain_time(n_rows), self.costs.time(n_rows, self.costs.most_rows - n_rows))
+        return max((length for length in DRAFT_LENGTHS if self.costs.time(n_rows, n_rows * length) <= most), default=0)
 
     def _best(self, n_rows: int) -> int:
         """Return the number of drafted tokens with the largest expected speed. 0 if none is faster than no drafts."""
@@ -218,7 +222,7 @@ class DraftLength:
         average = (self._right.sum() + 2) / (self._tried.sum() + 4)
         right_J = (self._right + 4 * average) / (self._tried + 4)
         expected_J = 1 + np.cumsum(np.cumprod(right_J))
-        best, found = self.costs.plain_rate(n_rows) * _LEAST_GAIN, 0
+        best, found = n_rows / self.costs.plain_time(n_rows) * _LEAST_GAIN, 0
         for length in DRAFT_LENGTHS:
             if n_rows * (1 + length) <= self.costs.most_rows:
                 rate = n_rows * expected_J[length - 1] / self.costs.time(n_rows, n_rows * length)
@@ -332,6 +336,8 @@ class NgramDrafter:
             n_running: Number of sequences in the batch.
         """
         self._n_tokens = self.length.of(n_running)
+        if self._n_tokens == 0:
+            self._n_steps = 0  # the first step after a pause enters all texts
         return self._n_tokens > 0
 
     def finished(self, sequence: Sequence) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from areno.bench import shapes
+from areno.bench.work import model_folder
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
@@ -59,7 +59,7 @@ def test_with_unchanged_weights_every_update_has_ratio_one(dtype, recompute, how
 def test_other_models_have_ratio_one_too(device, kind, tmp_path):
     """Rows of a real rollout, in bfloat16, with several updates of the batch."""
     shape = {"recurrent": "tiny-qwen3.5", "experts with replay": "tiny-moe"}.get(kind, "tiny")
-    folder, _ = shapes.model_folder(shape, tmp_path / "model")
+    folder, _ = model_folder(shape, tmp_path / "model")
     lora = LoraSpec(adapters=AdapterSpec(4, 8.0, ("q_proj", "down_proj")), base=folder) if kind == "adapters" else None
     settings = {"dtype": "bfloat16", "optimizer": FROZEN, "lora": lora, "routing_replay": kind == "experts with replay"}
     with Engine(dataclasses.replace(spec(folder, **settings), devices=[device]), "inline") as engine:
