@@ -480,6 +480,7 @@ class Decoder:
         tokens_BR, logprobs_BR, inputs_BR = pending.rows(drafts.n_rows)
         right_BJ, counts_B, stops_B = accepted_rows(tokens_BR, inputs_BR, table.stop_ids[slots_B])
         is_wanted_B = table.owner[slots_B] == pending.owners_B
+        right_BJ, counts_B = right_BJ & is_wanted_B[:, None], np.where(is_wanted_B, counts_B, 0)
         by_host_B = is_wanted_B & table.needs_host[slots_B]
         if not np.isfinite(logprobs_BR).all():
             self._has_bad_blocks = True  # a rejected row, too, may have left numbers in the cache
@@ -497,9 +498,9 @@ class Decoder:
         if ahead is not None:
             n_ahead[ahead.slots_B] = ahead.n_rows
         table.take_back(slots_B[wanted], n_ahead[slots_B[wanted]])
-        self._n_generated += int(counts_B[wanted].sum())
+        self._n_generated += int(counts_B.sum())
         self._n_drafted += int((inputs_BR[wanted, 1:] >= 0).sum())
-        self._n_accepted += int((right_BJ & (number[:-1] < counts_B[:, None]))[wanted].sum())
+        self._n_accepted += int((right_BJ & (number[:-1] < counts_B[:, None])).sum())
         return self._after_accepted(self._touched(pending, plain, stops_B[plain], streams) | by_host, streams)
 
     def _accept_some(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, n: int) -> int:

@@ -31,7 +31,7 @@ _MOST = max(DRAFT_LENGTHS)
 _SAMPLE_OVERHEAD = 64  # memory of a sample in addition to its tokens, in tokens
 _CHUNK = 64  # prompts are compared in chunks of this many tokens
 _PENDING_TOKENS = 1 << 18  # of texts that wait to be entered; the oldest are dropped
-_FINISHED = 8192  # samples that wait for the next step with drafts; the oldest are dropped
+_FINISHED_TOKENS = 1 << 22  # of samples that wait for the next step with drafts; the oldest are dropped
 _ENTERED_AT_ONCE = 1 << 14  # tokens that are entered before a step
 _ENTERED_EVERY = 16  # steps with drafts, after which the new tokens of the sequences are entered
 _LEAST_GAIN = 1.03  # least expected speed with drafts, relative to the speed without
@@ -147,7 +147,7 @@ def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -
     Args:
         n_params: Number of parameters of the model.
         n_rows: Largest number of rows of a step with drafts.
-        on_cuda: Whether the model is on a GPU, where the host cannot launch a step with drafts ahead.
+        on_cuda: Whether the model is on a GPU.
         use_graphs: Whether steps run as CUDA graphs. Without them, launching a step takes longer than reading weights.
     """
     if not on_cuda:
@@ -306,8 +306,10 @@ class NgramDrafter:
         self._chunks = set[int]()  # hashes of prompts, each up to the end of a chunk, that were entered
         self._pending = deque[_Text]()
         self._n_pending = self._n_steps = self._n_entered = 0
-        # (sample, number of its tokens in the table). A rollout that never drafts spends no more time on them.
-        self._finished = deque[tuple[Sequence, int]](maxlen=_FINISHED)
+        # Finished samples: (request, completion, number of its tokens in the table). A rollout that never drafts spends
+        # no more time on them.
+        self._finished = deque[tuple[GenerationRequest, np.ndarray, int]]()
+        self._n_finished = 0
         self._texts: _SlotTexts | None = None
         self._n_tokens = 0
 
@@ -326,7 +328,7 @@ class NgramDrafter:
             self._loaded.clear()
             self._finished.clear()
             self._pending.clear()
-            self._n_pending = 0
+            self._n_pending = self._n_finished = 0
         self.length.begin(costs, kept=0.5 if self._remembers else 0.0)
 
     def is_due(self, n_running: int) -> bool:
@@ -349,19 +351,22 @@ class NgramDrafter:
         n_known, texts, slot = 0, self._texts, sequence.slot
         if texts is not None and sequence.table is not None and texts.owner[slot] == sequence.table.owner[slot]:
             n_known = int(texts.n_entered[slot]) - sequence.n_prompt
-        self._finished.append((sequence, n_known))
+        self._finished.append((sequence.request, tokens := sequence.completion_tokens(), n_known))
+        self._n_finished += len(tokens)
+        while self._n_finished > _FINISHED_TOKENS:
+            self._n_finished -= len(self._finished.popleft()[1])
 
     def _take_finished(self) -> None:
         """Put finished samples into the memory, and await their tokens that the table does not have."""
-        for sequence, n_known in self._finished:
-            tokens, prompt = sequence.completion_tokens(), sequence.request.prompt
+        for request, tokens, n_known in self._finished:
             if len(tokens):
-                scope = self._scope(sequence.request)
-                self.memory.add(scope, prompt[-CONTEXT:], tokens)
+                scope, prompt_end = self._scope(request), request.prompt[-CONTEXT:]
+                self.memory.add(scope, prompt_end, tokens)
                 self._load(scope, but_newest=True)
-                before = [*prompt[-CONTEXT:], *tokens[max(0, n_known - CONTEXT) : n_known].tolist()]
+                before = [*prompt_end, *tokens[max(0, n_known - CONTEXT) : n_known].tolist()]
                 self._await(_Text(scope, before[-CONTEXT:], tokens[n_known:]))
         self._finished.clear()
+        self._n_finished = 0
 
     def propose(self, sequences: list[Sequence]) -> TableDrafts:
         """Return the drafts of the next step, which the device looks up.
@@ -413,7 +418,8 @@ class NgramDrafter:
         texts.n_new[slots_B] += n_new_B
         n_right_J = right_BJ.sum(0)
         # A draft of a sequence at its limit counts as wrong. There are few.
-        self.length.count(np.concatenate(([len(right_BJ)], n_right_J[:-1])), n_right_J)
+        n_tried = np.count_nonzero(n_new_B)
+        self.length.count(np.concatenate(([n_tried], n_right_J[:-1])), n_right_J)
 
     def _read(self, sequence: Sequence, slots: SlotTable, *, is_new: bool) -> None:
         """Read the last tokens of a sequence. If it is new, the texts of its scope await entry in the table."""

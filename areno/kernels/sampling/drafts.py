@@ -23,12 +23,12 @@ from torch import Tensor
 
 from areno.kernels.sampling.reference import SamplingSettings, mixed_bits, shifted_right, uniform
 
-# (tokens of the suffix, whether it counts only in texts of the same scope), the most reliable first. Among six orders
-# that were tried on searches for countdown, this one accepts the most: 1.56 tokens of 8, where 8, 5, 4 and 3 tokens of
-# the same scope give 1.21.
+# (tokens of the suffix, whether it counts only in texts of the same scope), the most reliable first. In a replay of
+# samples of countdown, drafts of 8 tokens are right for 1.56 tokens, with 10 levels for 1.56, and with 8, 5, 4 and 3
+# tokens of the same scope for 1.21.
 LEVELS = ((12, False), (8, False), (6, True), (4, True), (6, False), (3, True), (4, False), (2, True))
 CONTEXT = max(n_tokens for n_tokens, _ in LEVELS)
-KEPT = 8  # tokens that followed a suffix last
+KEPT = 8  # tokens that followed a suffix last; with 64 of them, 1.59 tokens are right
 _TAG = (1 << 31) - 1
 _NONE = -1  # key of a suffix that does not exist
 
