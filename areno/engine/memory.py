@@ -72,8 +72,8 @@ def total_bytes(device: Any, n_sharing: int) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // n_sharing
 
 
-class RolloutGarbage:
-    """The garbage collection of Python in a process that samples. Call `begin` and `end` for each rollout phase.
+class RolloutCollector:
+    """Tunes the garbage collector of Python in a process that samples. Call `begin` and `end` for each rollout phase.
 
     Attributes:
         in_rollout: Whether a phase has begun and not ended.
@@ -94,7 +94,7 @@ class RolloutGarbage:
             gc.set_threshold(_ROLLOUT_THRESHOLD, *self._threshold[1:])
 
     def end(self) -> None:
-        """Collect as before the phase."""
+        """Restore the settings from before `begin`."""
         gc.freeze()  # with `unfreeze`, all objects are old ones, or the next collection would look through the samples
         gc.unfreeze()
         if self.in_rollout:

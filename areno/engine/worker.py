@@ -89,7 +89,7 @@ class Worker:
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
         self._is_held = False
-        self._garbage = memory.RolloutGarbage()
+        self._garbage = memory.RolloutCollector()
         self.states = StateCheckpointer(self.roles, context)
         self._writer = ThreadPoolExecutor(1, "areno-writer")
         self._saving: list[Future[None]] = []
@@ -374,9 +374,9 @@ class Worker:
             free_unused()  # runner and graphs refer to each other, so only the collector frees them
 
     def tidy(self) -> None:
-        """Free what an ended rollout phase has left behind on the host. Otherwise the next phase does so.
+        """Release the KV blocks that the samples of an ended rollout phase still hold.
 
-        Thousands of samples take milliseconds, in which a device would wait.
+        Otherwise the next phase would do so, which takes milliseconds for thousands of samples.
         """
         if self.decoder is not None and not self._garbage.in_rollout:
             self.decoder.forget_left()

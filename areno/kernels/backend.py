@@ -1,7 +1,7 @@
 """The choice between the Triton kernels and the torch reference of an operation, by the device of its tensors.
 
-Every package of `areno.kernels` calls `use_triton` or `form`. The other functions tell what a GPU supports, such as
-bfloat16, from its compute capability.
+Every package of `areno.kernels` calls `use_triton` or `form`. `to_device` copies inputs to the device. The other
+functions tell what a GPU supports, such as bfloat16, from its compute capability.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,17 @@ from areno.errors import ConfigError, Problem
 
 AMPERE = (8, 0)  # the first compute capability with bfloat16, TF32 and flash attention
 VOLTA = (7, 0)  # the first compute capability that Triton compiles for
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array as a tensor on a device. The host does not wait for a GPU, which copies from pinned memory.
+
+    Args:
+        array: the array, which must not change afterwards: on a CPU, the tensor has the same memory.
+        device: the device.
+    """
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def use_triton(x: Tensor) -> bool:

@@ -284,7 +284,8 @@ class Decoder:
         if self._scheduler.is_short_of_blocks():
             self._collect()
         drafts = self.drafter is not None and self.drafter.is_due(self._scheduler.n_running)
-        # The length of a sequence after a verification is known only when its tokens have been read.
+        # The host knows the lengths of sequences after a verification when it has read their tokens. For another step
+        # with TableDrafts, it suffices that the device knows them.
         if not (drafts and self._may_draft_ahead()) and (
             drafts or any(pending.drafts is not None for pending in self._in_flight)
         ):
@@ -347,7 +348,7 @@ class Decoder:
         """Wait for the tokens of the previous step, append them to their sequences, and queue outputs for `step`.
 
         Args:
-            ahead: The drafts of a later step that has been launched. None if there is none, or it has no drafts.
+            ahead: Drafts of the step that was launched after that one. None if that step has no TableDrafts.
         """
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
@@ -409,9 +410,9 @@ class Decoder:
     def _touched(
         self, pending: PendingTokens, plain: np.ndarray, stops: np.ndarray, streams: _Streams
     ) -> dict[int, Sequence]:
-        """Return the sequences that end with their new tokens, or need their tokens for another reason.
+        """Find the sequences that end, fill a block or their part of the slot table, or report a piece.
 
-        The tokens have been written to the slots' table. The `finish_reason` of the sequences that end is set.
+        The new tokens are in the slot table. Sets the `finish_reason` of the sequences that end.
 
         Args:
             pending: The pass that sampled the tokens.
@@ -471,7 +472,7 @@ class Decoder:
             pending: The pass that sampled the tokens.
             drafts: The drafts of the pass.
             streams: Which sequences report their new tokens.
-            ahead: The drafts of a later step that has been launched, or None.
+            ahead: Drafts of the step that was launched after this one. None if that step has no TableDrafts.
 
         Returns:
             The sequences that end, in the order of the batch.
@@ -515,7 +516,7 @@ class Decoder:
         return sequence.n_new - n_before
 
     def _keep_completions(self, finished: list[Sequence]) -> None:
-        """Take the tokens of finished sequences from the slot table as arrays.
+        """Move the tokens of finished sequences from the slot table to `completion`, without lists.
 
         Sequences that already have completion tokens in their lists are left out.
         """
@@ -526,15 +527,14 @@ class Decoder:
                 sequence.completion = completion
 
     def _propose(self, sequences: list[Sequence]) -> Drafts:
-        """Return the drafts of the drafter for some sequences.
+        """Draft tokens for sequences, as lists if the host must read the drafts, and otherwise as TableDrafts.
 
-        Drafts are looked up at once if the host must read them, for a grammar, or for settings of the sampler that
-        depend on the tokens before.
+        The host must read them for a grammar, and for settings of the sampler that depend on the tokens before.
         """
         assert self.drafter is not None
         drafts = self.drafter.propose(sequences)
         if isinstance(drafts, TableDrafts):
-            if not self._scheduler.table.needs_lists(drafts.slots_B):
+            if not self._scheduler.table.needs_host_drafts(drafts.slots_B):
                 if self._in_flight:
                     follows_B = np.isin(drafts.slots_B, self._in_flight[0].slots_B)
                     drafts = replace(drafts, follows_B=follows_B)
@@ -586,7 +586,7 @@ class Decoder:
         self._n_generated += n_new
         self._n_drafted += len(draft)
         self._n_accepted += n_accepted
-        self._scheduler.take_back(sequence)
+        self._scheduler.table.take_back(np.array([sequence.slot]))
         if n_new:
             self.runner.verified(sequence, n_new)
         if self._scheduler.caches_early:

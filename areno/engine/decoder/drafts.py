@@ -20,6 +20,7 @@ import torch
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.engine.decoder.verification import DRAFT_LENGTHS, TableDrafts
+from areno.kernels.backend import to_device
 from areno.kernels.sampling import CONTEXT, LEVELS, NgramTable, add_texts
 from areno.types import GenerationRequest
 
@@ -34,6 +35,7 @@ _PENDING_TOKENS = 1 << 18  # of texts that wait to be entered; the oldest are dr
 _FINISHED_TOKENS = 1 << 22  # of samples that wait for the next step with drafts; the oldest are dropped
 _ENTERED_AT_ONCE = 1 << 14  # tokens that are entered before a step
 _ENTERED_EVERY = 16  # steps with drafts, after which the new tokens of the sequences are entered
+_MOST_KNOWN = 1 << 16  # requests whose scopes, and chunks of prompts whose hashes are remembered
 _LEAST_GAIN = 1.03  # least expected speed with drafts, relative to the speed without
 _SHORT_PAUSE, _LONGEST_PAUSE = 8, 128  # steps
 _KEPT = 0.75  # part of the counts of right and wrong tokens that is kept in a pause
@@ -189,7 +191,9 @@ class DraftLength:
         self._pause, self._waits, self._paused_at = self._pause // 4, 0, 0
 
     def of(self, n_running: int) -> int:
-        """Return how many tokens each sequence of the next step drafts. 0 for a step without drafts.
+        """Return the number of tokens to draft for each sequence of the next step, 0 for none.
+
+        Call this once before each step, because pauses are counted in calls.
 
         Args:
             n_running: Number of sequences in the batch.
@@ -233,8 +237,8 @@ class DraftLength:
         """Count the tokens of a verified step.
 
         Args:
-            tried_J: Number of sequences whose drafted tokens before place j were right, and that drafted a token there.
-            right_J: Number of those whose token there was right.
+            tried_J: For each place in a draft, number of sequences whose drafted tokens before it were all right.
+            right_J: Number of those sequences whose token there was right, too.
         """
         self._tried[: len(tried_J)] += tried_J
         self._right[: len(right_J)] += right_J
@@ -254,6 +258,8 @@ class _Text:
 
 class _SlotTexts:
     """The last tokens of the sequences in the batch, one entry for each slot.
+
+    An entry is valid while its `owner` is that of the slot table.
 
     Attributes:
         last: (slots, W) int64, the last tokens, the last one at the end. -1 before the text begins.
@@ -303,7 +309,7 @@ class NgramDrafter:
         self._scope_of: dict[int, tuple[GenerationRequest, int]] = {}  # by request id, so that prompts are hashed once
         # Scope -> number of tokens that had been entered in the table when the samples of the scope were.
         self._loaded: dict[int, int] = {}
-        self._chunks = set[int]()  # hashes of prompts, each up to the end of a chunk, that were entered
+        self._chunks = set[int]()  # hashes of prompts that were entered, each up to the end of a chunk
         self._pending = deque[_Text]()
         self._n_pending = self._n_steps = self._n_entered = 0
         # Finished samples: (request, completion, number of its tokens in the table). A rollout that never drafts spends
@@ -357,14 +363,14 @@ class NgramDrafter:
             self._n_finished -= len(self._finished.popleft()[1])
 
     def _take_finished(self) -> None:
-        """Put finished samples into the memory, and await their tokens that the table does not have."""
+        """Put finished samples into the memory, and queue their tokens for the table unless it has them."""
         for request, tokens, n_known in self._finished:
-            if len(tokens):
+            if len(tokens) > n_known:
                 scope, prompt_end = self._scope(request), request.prompt[-CONTEXT:]
                 self.memory.add(scope, prompt_end, tokens)
                 self._load(scope, but_newest=True)
                 before = [*prompt_end, *tokens[max(0, n_known - CONTEXT) : n_known].tolist()]
-                self._await(_Text(scope, before[-CONTEXT:], tokens[n_known:]))
+                self._queue(_Text(scope, before[-CONTEXT:], tokens[n_known:]))
         self._finished.clear()
         self._n_finished = 0
 
@@ -386,12 +392,11 @@ class NgramDrafter:
         for row in np.flatnonzero(is_new_B | (texts.n_new[slots_B] != slots.n_new[slots_B])).tolist():
             self._read(sequences[row], slots, is_new=bool(is_new_B[row]))
         if is_turn := self._n_steps % _ENTERED_EVERY == 0:
-            self._enter_running(sequences, slots_B)
+            self._queue_running(sequences, slots_B)
         self._n_steps += 1
-        if is_turn or self._n_pending > _ENTERED_AT_ONCE:  # to enter few tokens costs the host as much as many
+        if is_turn or self._n_pending > _ENTERED_AT_ONCE:  # an entry has a fixed cost on the host
             self._enter_pending()
         return TableDrafts(
-            table=self.table,
             n_tokens=self._n_tokens,
             slots_B=slots_B,
             contexts_BW=texts.last[slots_B],
@@ -399,11 +404,11 @@ class NgramDrafter:
             n_new_B=slots.n_new[slots_B],
             limits_B=slots.capacity[slots_B],
             follows_B=np.zeros(len(slots_B), dtype=bool),
-            verified=self._note,
+            verified=self._verified,
         )
 
-    def _note(self, drafts: TableDrafts, tokens_BR: np.ndarray, n_new_B: np.ndarray, right_BJ: np.ndarray) -> None:
-        """Take over the tokens that sequences got from a step with drafts, and count which drafts were right.
+    def _verified(self, drafts: TableDrafts, tokens_BR: np.ndarray, n_new_B: np.ndarray, right_BJ: np.ndarray) -> None:
+        """Update the contexts of the slots, and the counts of right drafts, after a step with drafts.
 
         Args:
             drafts: The drafts.
@@ -412,24 +417,25 @@ class NgramDrafter:
             right_BJ: bool, whether a drafted token was right, and all before it.
         """
         texts, slots_B = self._texts, drafts.slots_B
-        assert texts is not None
+        if texts is None:  # another rollout has begun since
+            return
         both = np.concatenate((texts.last[slots_B], tokens_BR), axis=1)
         texts.last[slots_B] = both[np.arange(len(both))[:, None], n_new_B[:, None] + np.arange(CONTEXT)]
         texts.n_new[slots_B] += n_new_B
         n_right_J = right_BJ.sum(0)
-        # A draft of a sequence at its limit counts as wrong. There are few.
+        # A draft of a sequence at its limit counts as wrong. Few sequences are.
         n_tried = np.count_nonzero(n_new_B)
         self.length.count(np.concatenate(([n_tried], n_right_J[:-1])), n_right_J)
 
     def _read(self, sequence: Sequence, slots: SlotTable, *, is_new: bool) -> None:
-        """Read the last tokens of a sequence. If it is new, the texts of its scope await entry in the table."""
+        """Read the last tokens of a sequence. If it is new, queue the texts of its scope for the table."""
         texts, slot = self._texts, sequence.slot
         assert texts is not None
         sequence.settle()
         if is_new:
             scope = texts.scope[slot] = self._scope(sequence.request)
             self._load(scope)
-            self._await_prompt(scope, sequence.request.prompt)
+            self._queue_prompt(scope, sequence.request.prompt)
             texts.n_entered[slot] = sequence.n_prompt
         last = sequence.tokens[-CONTEXT:]
         texts.last[slot, : CONTEXT - len(last)] = -1
@@ -437,7 +443,9 @@ class NgramDrafter:
         texts.owner[slot], texts.n_new[slot] = slots.owner[slot], slots.n_new[slot]
 
     def _load(self, scope: int, *, but_newest: bool = False) -> None:
-        """Await the samples of a scope in the memory, unless the table is likely to have them.
+        """Queue the samples of a scope in the memory for the table.
+
+        Does nothing if they were entered before, and so few tokens since that most entries must still exist.
 
         Args:
             scope: The scope.
@@ -446,7 +454,7 @@ class NgramDrafter:
         n_before, room = self._loaded.get(scope), len(self.table.counts) // (2 * len(LEVELS))
         if n_before is None or self._n_entered - n_before > room:
             for before, tokens in self.memory.of(scope)[: -1 if but_newest else None]:
-                self._await(_Text(scope, before, tokens))
+                self._queue(_Text(scope, before, tokens))
         if len(self._loaded) > room:
             self._loaded.clear()
         self._loaded[scope] = self._n_entered
@@ -457,14 +465,18 @@ class NgramDrafter:
             return request.draft_scope
         found = self._scope_of.get(request.request_id)
         if found is None or found[0] is not request:
+            if len(self._scope_of) > _MOST_KNOWN:
+                self._scope_of.clear()
             found = self._scope_of[request.request_id] = request, hash(tuple(request.prompt))
         return found[1]
 
-    def _await_prompt(self, scope: int, prompt: list[int]) -> None:
-        """Await the tokens of a prompt, except leading chunks that are equal to those of another prompt of the scope.
+    def _queue_prompt(self, scope: int, prompt: list[int]) -> None:
+        """Queue a prompt for the table, except leading chunks that are equal to those of another prompt of the scope.
 
         So each token of a conversation is entered once, although each prompt repeats the previous one.
         """
+        if len(self._chunks) > _MOST_KNOWN:
+            self._chunks.clear()
         tokens, digest, n_known, is_known = np.array(prompt, dtype=np.int64), scope, 0, True
         for start in range(0, len(prompt), _CHUNK):
             digest = hash((digest, tokens[start : start + _CHUNK].tobytes()))
@@ -473,20 +485,20 @@ class NgramDrafter:
                 n_known = start + _CHUNK
             self._chunks.add(digest)
         if n_known < len(prompt):
-            self._await(_Text(scope, prompt[max(0, n_known - CONTEXT) : n_known], prompt[n_known:]))
+            self._queue(_Text(scope, prompt[max(0, n_known - CONTEXT) : n_known], prompt[n_known:]))
 
-    def _enter_running(self, sequences: list[Sequence], slots_B: np.ndarray) -> None:
-        """Await the tokens of running sequences that the table does not have."""
+    def _queue_running(self, sequences: list[Sequence], slots_B: np.ndarray) -> None:
+        """Queue the tokens of running sequences that the table does not have."""
         texts = self._texts
         assert texts is not None
         for sequence, slot, start in zip(sequences, slots_B.tolist(), texts.n_entered[slots_B].tolist(), strict=True):
             sequence.settle()
             if start < len(sequence.tokens):
                 before = sequence.tokens[max(0, start - CONTEXT) : start]
-                self._await(_Text(int(texts.scope[slot]), before, sequence.tokens[start:]))
+                self._queue(_Text(int(texts.scope[slot]), before, sequence.tokens[start:]))
                 texts.n_entered[slot] = len(sequence.tokens)
 
-    def _await(self, text: _Text) -> None:
+    def _queue(self, text: _Text) -> None:
         self._pending.append(text)
         self._n_pending += len(text.new)
         while self._n_pending > _PENDING_TOKENS and len(self._pending) > 1:
@@ -501,10 +513,7 @@ class NgramDrafter:
             self._n_pending -= len(chosen[-1].new)
             self._n_entered += len(chosen[-1].new)
         if chosen:
-            host = torch.from_numpy(_packed(chosen))
-            if self._device.type == "cuda":
-                host = host.pin_memory()
-            add_texts(self.table, host.to(self._device, non_blocking=True))
+            add_texts(self.table, to_device(_packed(chosen), self._device))
 
 
 def _packed(texts: list[_Text]) -> np.ndarray:

@@ -29,7 +29,7 @@ from areno.engine.decoder.slots import SlotTable
 from areno.engine.decoder.verification import DraftedRows, NgramSteps, TableDrafts
 from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
-from areno.kernels.backend import use_triton
+from areno.kernels.backend import to_device, use_triton
 from areno.kernels.delta import DeltaWeights, RowChunks
 from areno.kernels.paged import PagedBatch, decode_attention, max_group_rows
 from areno.kernels.sampling import SamplingFlags, can_sample_columns, can_sample_hidden
@@ -290,11 +290,7 @@ class Runner:
             self.sampler.correct(slots, tokens, counted)
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        """Start copying a numpy array to the device, and return the tensor on the device without waiting."""
-        host = torch.from_numpy(array)
-        if self.device.type != "cuda":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+        return to_device(array, self.device)
 
     def _upload_columns(self, rows: Collection[tuple[int, ...]]) -> tuple[Tensor, ...]:
         """Start copying a list of int tuples of equal length to the device.

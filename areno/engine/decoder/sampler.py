@@ -525,8 +525,8 @@ class PendingTokens:
             after `ready`.
         ready: CUDA event that marks the end of the copy. None on a CPU.
         drafts: The drafts that the pass verified. `sampled` then has a column for each row of a DraftedRows. With
-            TableDrafts, it has 1 + J columns for each sequence, and a third row with their input tokens: -1 without a
-            draft, -2 without room. None if no draft was verified.
+            TableDrafts, it has 1 + J columns for each sequence, and a third row with their input tokens, -1 without
+            a draft or without room. None if no draft was verified.
     """
 
     sequences: list[Sequence]

@@ -225,8 +225,9 @@ class Scheduler:
         sliding window. Settings for which the host looks up the drafts need all tokens.
         """
         slots_B, table = self._slots_of_running(), self.table
+        # For each sequence one block to grow, one or two for drafts, and one in reserve.
         has_blocks = self.blocks.n_available >= 4 * len(slots_B) * self.blocks.blocks_over_all_groups
-        return has_blocks and not self.blocks.has_windows and not table.needs_lists(slots_B)
+        return has_blocks and not self.blocks.has_windows and not table.needs_host_drafts(slots_B)
 
     def _drafts_with_room(self, decode: list[Sequence], drafts: Drafts, grown: list[Sequence]) -> Drafts | None:
         """Allocate the KV blocks of drafted tokens, and shorten the drafts for which too few blocks are available.
@@ -265,15 +266,6 @@ class Scheduler:
                     grown.append(sequence)
             found.append(draft)
         return found if any(found) else None
-
-    def take_back(self, sequence: Sequence) -> None:
-        """Remove the rejected draft tokens of a running sequence from the plan, after its tokens have arrived.
-
-        Args:
-            sequence: The sequence. No other tokens of the sequence are in flight.
-        """
-        sequence.n_sampled = sequence.n_new
-        sequence.n_kv = sequence.n_prompt + sequence.n_new - 1
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
         """Add the full blocks of a sequence to the prefix cache. Does nothing if the prefix cache is not used.

@@ -71,11 +71,11 @@ class SlotTable:
         self.stop_ids[slot, : len(stop_ids)] = list(stop_ids)
 
     def take_like(self, slots: list[int], like: list[int]) -> None:
-        """Give free slots to samples that share the prefill of samples in other slots.
+        """Give free slots to samples, with the numbers of the samples whose prefills they share.
 
         Args:
             slots: The free slots.
-            like: For each of them the other slot, whose sample has no completion tokens.
+            like: For each free slot the slot of the other sample, which has no completion tokens.
         """
         self._numbers[:, slots] = self._numbers[:, like]
         self._flags[:, slots] = self._flags[:, like]
@@ -144,19 +144,19 @@ class SlotTable:
         self.n_staged[slots_B] += counts_B
         self.n_new[slots_B] += counts_B
 
-    def take_back(self, slots_B: np.ndarray, n_ahead_B: np.ndarray | int = 0) -> None:
-        """Remove tokens that have not arrived from the plan, because their drafts were rejected.
+    def take_back(self, slots_B: np.ndarray, n_in_flight_B: np.ndarray | int = 0) -> None:
+        """Set the planned lengths of sequences to their arrived tokens plus those in flight, after a verification.
 
         Args:
             slots_B: Slots of the sequences.
-            n_ahead_B: Largest number of tokens of each sequence that are in flight.
+            n_in_flight_B: Largest number of tokens of each sequence that are in flight.
         """
-        n_sampled_B = self.n_new[slots_B] + n_ahead_B
+        n_sampled_B = self.n_new[slots_B] + n_in_flight_B
         self.n_sampled[slots_B] = n_sampled_B
         self.n_kv[slots_B] = self.n_prompt[slots_B] + n_sampled_B - 1
 
-    def needs_lists(self, slots_B: np.ndarray) -> bool:
-        """Return whether the host must read the drafts of some sequence: for a grammar, penalties or edits of logits.
+    def needs_host_drafts(self, slots_B: np.ndarray) -> bool:
+        """Return whether drafts must be on the host, because a sequence has a grammar, a penalty or edits of logits.
 
         Args:
             slots_B: The slots.

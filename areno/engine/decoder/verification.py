@@ -24,6 +24,7 @@ from areno.engine.decoder.grammar import masks_along
 from areno.engine.decoder.graphs import Captures, DecodeGraphs, GraphCache, GraphKey, drafting_sizes
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
+from areno.kernels.backend import to_device
 from areno.kernels.sampling import CONTEXT, NgramTable, SamplingFlags, SamplingSettings, draft_tokens
 
 # Numbers of drafted tokens of a sequence. With its last token, these are 2, 4 and 8 rows, at most a group of rows that
@@ -33,24 +34,24 @@ DRAFT_LENGTHS = (1, 3, 7)
 
 @dataclass(frozen=True, slots=True)
 class TableDrafts:
-    """Drafts that the device looks up in a table of n-grams, at the beginning of the step that verifies them.
+    """Drafts that the device looks up in a table of n-grams at the start of the step that verifies them.
 
     Attributes:
-        table: The table.
         n_tokens: Number J of drafted tokens of each sequence.
         slots_B: int64, slots of the B sequences.
         contexts_BW: int64, the last W arrived tokens of each sequence, the last one at the end. -1 before the text
             begins.
         scopes_B: int64, scope of each sequence.
         n_new_B: int64, number of completion tokens of each sequence that have arrived.
-        limits_B: int64, for each sequence the first position that has no KV block, or lies beyond its largest length.
-        follows_B: bool, whether the sequence gets more tokens from a step with TableDrafts that is in flight. The
-            numbers above are then those before that step.
-        verified: Called with (these drafts, sampled tokens (B, 1 + J) int64, number of them that each sequence got (B,)
-            int64, whether each drafted token and all before it were right (B, J) bool) when the tokens have arrived.
+        limits_B: int64, first position of each sequence that must not be computed: it has no KV block, or comes after
+            the last input token.
+        follows_B: bool, whether a step with TableDrafts for the sequence is in flight. If so, `contexts_BW` and
+            `n_new_B` lack the tokens of that step, and the device adds them.
+        verified: Function that is called when the tokens have arrived, with these drafts, the sampled tokens (B, 1 + J)
+            int64, the number of tokens that each sequence got (B,) int64, and whether each drafted token and all before
+            it were right (B, J) bool.
     """
 
-    table: NgramTable
     n_tokens: int
     slots_B: np.ndarray
     contexts_BW: np.ndarray
@@ -67,14 +68,14 @@ class TableDrafts:
 
 
 Drafts = list[list[int]] | TableDrafts
-"""The drafted tokens of each sequence, or where the device finds them."""
+"""The drafted tokens of each sequence as lists, or TableDrafts, which the device looks up."""
 
 
 class Drafter(Protocol):
     """Proposes the next tokens of sequences. Wrong proposals cost time, but never change a token."""
 
     def is_due(self, n_running: int) -> bool:
-        """Return whether the next step wants drafts, which need all sampled tokens on the host.
+        """Return whether the next step should verify drafts.
 
         Args:
             n_running: Number of sequences in the batch.
@@ -85,8 +86,8 @@ class Drafter(Protocol):
         """Return a draft for each sequence: the tokens that may follow. Empty for no draft.
 
         Args:
-            sequences: The sequences of the next step, all of whose tokens have arrived. Call `Sequence.settle` before
-                reading `Sequence.tokens`.
+            sequences: The sequences of the next step. All their tokens have arrived, except those of a step with
+                TableDrafts that is in flight. Call `Sequence.settle` before reading `Sequence.tokens`.
         """
         ...
 
@@ -200,18 +201,20 @@ class DraftedRows:
 def accepted_rows(
     tokens_BR: np.ndarray, inputs_BR: np.ndarray, stop_ids_BS: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return which tokens of a step with TableDrafts its sequences get.
+    """Find the accepted tokens of a step with TableDrafts.
+
+    NgramSteps counts them on the device in the same way, except that the tokens after a stop token count there.
 
     Args:
         tokens_BR: int64, the token that each row sampled.
-        inputs_BR: int64, the input token of each row. -1 without a draft, -2 without room.
+        inputs_BR: int64, the input token of each row. -1 for a row without a draft or without room.
         stop_ids_BS: int64, the stop tokens of each sequence, padded with -1.
 
     Returns:
         Whether a drafted token and all before it were right, (B, J) bool. How many tokens each sequence gets, (B,)
         int64. Whether the last of them is a stop token, (B,) bool.
     """
-    # An input below 0 differs from all tokens, so a row without a draft or without room ends the accepted ones.
+    # An input of -1 differs from all tokens, so a row without a draft or without room ends the accepted ones.
     right_BJ = np.logical_and.accumulate(tokens_BR[:, :-1] == inputs_BR[:, 1:], axis=1)
     counts_B = np.where(inputs_BR[:, 0] >= 0, 1 + right_BJ.sum(1), 0)
     is_stop_BR = (stop_ids_BS[:, None] == tokens_BR[:, :, None]).any(2)
@@ -221,7 +224,7 @@ def accepted_rows(
 
 
 class RowSampler(Protocol):
-    """The sampling settings on the device, as SlotSampler holds them."""
+    """The part of SlotSampler that NgramSteps uses."""
 
     n_slots: int
     tensors: SamplingSettings
@@ -238,8 +241,8 @@ class RowSampler(Protocol):
 class NgramSteps:
     """Runs the decode pass of steps with TableDrafts, as CUDA graphs if possible.
 
-    The device keeps what it needs to draft again before the host has read the tokens: how many tokens each slot got,
-    and its last tokens.
+    The number of new tokens of each slot and its last tokens stay on the device, so that the next step can draft before
+    the host has read the tokens.
 
     Args:
         decode: Runs the model on rows, and samples a token for each, as `Runner._decode` does.
@@ -271,29 +274,33 @@ class NgramSteps:
 
     @property
     def graphs(self) -> list[GraphCache[GraphKey]]:
-        """The CUDA graphs."""
+        """The CUDA graphs, one cache for each number of rows of a sequence."""
         return [each.graphs for each in self._graphs.values()]
 
     def use(self, table: NgramTable) -> None:
-        """Set the table.
+        """Set the table, and drop the CUDA graphs of another table.
 
         Args:
-            table: The table. CUDA graphs that read another one are dropped.
+            table: The table.
         """
         if table is not self._table:
             self._table = table
             self._graphs.clear()
 
     def look_up(self, drafts: TableDrafts) -> list[list[int]]:
-        """Return drafts as lists. Waits for the device.
+        """Look up drafts for the host. Waits for the device.
 
         Args:
             drafts: The drafts. All tokens of the sequences have arrived.
+
+        Returns:
+            The drafted tokens of each sequence.
         """
+        assert self._table is not None
         given = (drafts.contexts_BW[:, ::-1].T.copy(), drafts.scopes_B, drafts.slots_B, drafts.n_new_B)
-        contexts_WB, scopes_B, slots_B, n_new_B = (self._upload(each) for each in given)
+        contexts_WB, scopes_B, slots_B, n_new_B = (to_device(each, self._device) for each in given)
         settings = self._sampler.tensors
-        found_BJ = draft_tokens(drafts.table, contexts_WB, scopes_B, slots_B, n_new_B, settings, drafts.n_tokens)
+        found_BJ = draft_tokens(self._table, contexts_WB, scopes_B, slots_B, n_new_B, settings, drafts.n_tokens)
         return [[token for token in draft if token >= 0] for draft in found_BJ.tolist()]
 
     def launch(self, drafts: TableDrafts, table: SlotTable) -> Tensor:
@@ -305,7 +312,7 @@ class NgramSteps:
 
         Returns:
             (3, B (1 + J)) float64: token, log-probability and input token of each row. The input token is -1 for a row
-            without a draft, and -2 for a row without room.
+            without a draft or without room.
         """
         slots_B, n_rows = drafts.slots_B, drafts.n_rows
         before_B = table.n_prompt[slots_B] + drafts.n_new_B - 1  # positions before the rows of a sequence, at least
@@ -326,14 +333,10 @@ class NgramSteps:
         flags = self._sampler.flags(table, slots_B, drafts.n_new_B)
         if graphs is not None:
             return graphs.run(inputs, split, flags).flatten(1)
-        groups_on_device = None if groups_GR is None else self._upload(groups_GR)
-        given = self._upload(inputs), self._upload(split.split_lens), groups_on_device
-        most = int(table.n_kv[slots_B].max())
+        groups_on_device = None if groups_GR is None else to_device(groups_GR, self._device)
+        given = to_device(inputs, self._device), to_device(split.split_lens, self._device), groups_on_device
+        most = int(np.minimum(table.n_kv[slots_B], drafts.limits_B).max())
         return self._draft_and_verify(n_rows, *given, split.splits, flags, most).flatten(1)
-
-    def _upload(self, array: np.ndarray) -> Tensor:
-        host = torch.from_numpy(array)
-        return host if self._device.type != "cuda" else host.pin_memory().to(self._device, non_blocking=True)
 
     def _graphs_of(self, n_rows: int, captures: Captures) -> DecodeGraphs:
         """Return the CUDA graphs of steps with `n_rows` rows for a sequence."""
@@ -353,15 +356,15 @@ class NgramSteps:
         flags: SamplingFlags,
         max_len: int | None = None,
     ) -> Tensor:
-        """Draft the next tokens of B sequences, run the model on them, and sample the tokens that they should be.
+        """Draft tokens for B sequences, run the model on them, and sample a token for each row.
 
         A sequence has R rows: its last token, then the drafted tokens.
 
         Args:
             n_rows: R.
-            inputs: (6 + W, B) int64. For each sequence: its slot, number of completion tokens, number of positions
-                before its rows, first position without room, 1 if it has got more tokens from the last step that
-                drafted and 0 otherwise, scope, and its W last tokens, the last one first.
+            inputs: (6 + W, B) int64. For each sequence: its slot, `n_new_B` of TableDrafts, the number of positions
+                before its rows, `limits_B`, `follows_B` as 0 or 1, `scopes_B`, and its W last tokens, the last one
+                first. For a sequence that follows, the device corrects these numbers and tokens.
             split_lens: As for `Runner._decode`.
             prefix_groups_GR: As for `Runner._decode`.
             splits: As for `Runner._decode`.
@@ -370,7 +373,7 @@ class NgramSteps:
 
         Returns:
             (3, B, R) float64: token, log-probability and input token of each row. The input token is -1 for a row
-            without a draft, and -2 for a row without room.
+            without a draft or without room.
         """
         assert self._table is not None
         settings, scratch, device = self._sampler.tensors, self._sampler.n_slots - 1, inputs.device
@@ -404,4 +407,4 @@ class NgramSteps:
         self._gained[slots_B] = gained_B
         self._last_tokens[:, slots_B] = last_BW.T
         settings.last_token[slots_B] = last_BW[:, 0]
-        return torch.cat((out_2N.view(2, -1, n_rows), inputs_BR.masked_fill(~has_room_BR, -2).double()[None]))
+        return torch.cat((out_2N.view(2, -1, n_rows), inputs_BR.masked_fill(~has_room_BR, -1).double()[None]))

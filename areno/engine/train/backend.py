@@ -34,7 +34,6 @@ from areno.engine.train.packing import (
     StepBatches,
     not_masked,
     pack_group,
-    upload,
 )
 from areno.engine.train.prefixes import order_to_share
 from areno.engine.train.routes import StepRouting
@@ -42,6 +41,7 @@ from areno.engine.train.rows import without_padding
 from areno.engine.train.teacher import TeacherPasses, Teachers, listed_teacher
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
+from areno.kernels.backend import to_device
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
 from areno.kernels.logprobs.divergence import Teacher, logprobs_and_divergence
 from areno.layers.attention import PrefixKeys
@@ -553,7 +553,7 @@ class TrainBackend:
             heartbeat.beat()
             stats.add({"loss": loss, "total_loss": loss, **loss_stats})
         counts = np.array([n_computed, sum(len(pack.tokens) for _, pack in batches)], dtype=np.float64)
-        computed, of_rows = upload(counts, self.device)
+        computed, of_rows = to_device(counts, self.device)
         stats.add({"computed_tokens": computed, "row_tokens": of_rows})
         return stats
 

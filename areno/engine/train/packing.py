@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from areno.engine.train.micro_batches import StepMicroBatches
 from areno.engine.train.prefixes import Forest, distinct, divide_forest, forest_of, shared_routes
 from areno.engine.train.rows import FlatRows
+from areno.kernels.backend import to_device
 from areno.kernels.copies import copy_rows
 from areno.layers.attention import PackedAttend, PrefixKeys, SharedKeys
 from areno.layers.parallel import ParallelGroup
@@ -157,17 +158,6 @@ class PrefixPass:
         self.keys = self._hidden_ND = self._leaf_ND = None
 
 
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """Return an array as a tensor on a device. The host does not wait for a GPU, which copies from pinned memory.
-
-    Args:
-        array: The array, which must not change afterwards: on a CPU, the tensor has the same memory.
-        device: The device.
-    """
-    host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
 def pack_tokens(
     token_rows: Sequence[np.ndarray],
     device: torch.device,
@@ -194,9 +184,9 @@ def pack_tokens(
     starts = np.concatenate([[0], lengths.cumsum()])
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     arrays = np.concatenate(token_rows), positions, starts.astype(np.int32)
-    tokens_N, positions_N, cu_seqlens = (upload(array, device) for array in arrays)
-    routes_NLk = None if routes is None else upload(np.concatenate(routes), device)
-    predicted_T = None if trained is None else upload(np.flatnonzero(trained), device)
+    tokens_N, positions_N, cu_seqlens = (to_device(array, device) for array in arrays)
+    routes_NLk = None if routes is None else to_device(np.concatenate(routes), device)
+    predicted_T = None if trained is None else to_device(np.flatnonzero(trained), device)
     return PackedTokens(tokens_N, positions_N, cu_seqlens, int(lengths.max()), routes_NLk, predicted_T)
 
 
@@ -258,7 +248,7 @@ def _pack_forest(
     """
 
     def on_device(array: np.ndarray | None) -> Tensor | None:
-        return None if array is None else upload(array, device)
+        return None if array is None else to_device(array, device)
 
     longest, n_tokens = int(np.diff(forest.key_starts).max()), len(forest.tokens_N)
     keys = SharedKeys(on_device(forest.keys_M), on_device(forest.key_starts), longest, n_tokens)  # type: ignore[arg-type]
@@ -399,7 +389,7 @@ def _pack_rows(rows: FlatRows, packed: PackedTokens, step: StepMicroBatches, row
         step_tokens=step.step_tokens,
         step_rows=step.step_rows,
         rows_per_unit=rows_per_unit,
-        **{name: upload(array, device) for name, array in arrays.items()},  # type: ignore[arg-type]
+        **{name: to_device(array, device) for name, array in arrays.items()},  # type: ignore[arg-type]
     )
 
 

@@ -375,3 +375,44 @@ def test_on_the_gpu(wrong: float, use_graphs: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("areno.engine.decoder.attention_split.MIN_SAVING", 0)
         assert_equal(sampled(of, plain, known(expected, wrong), **how), alone, bits=True)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("n_blocks", [24, 30])
+def test_samples_as_long_as_the_context(runs_ahead: bool, n_blocks: int) -> None:
+    """Steps that draft plan with more positions than there are."""
+    item = request(1, 9, max_new_tokens=87)
+    drafter = NgramDrafter(torch.device("cpu"), table_bits=12)
+    drafter.is_due = lambda n_running: True  # type: ignore[method-assign]
+    drafter._n_tokens = 7
+    drafter.begin(StepCosts(fixed=10_000, verification=1, most_rows=200))
+    decoder = make_decoder(exact_model(), drafter=drafter, n_blocks=n_blocks, runs_ahead=runs_ahead, **EXACT)
+    expected = sampled(exact_model(), [item], **EXACT)
+    for _ in range(2):
+        decoder.submit(item)
+        outputs: Outputs = {}
+        while decoder.has_work:
+            outputs |= {(o.request_id, o.sample): o for o in decoder.step() if o.finish_reason is not None}
+        assert len(outputs[1, 0].tokens) == 87
+        assert (outputs[1, 0].tokens, outputs[1, 0].logprobs) == (expected[1, 0].tokens, expected[1, 0].logprobs)
+    assert decoder.stats.accepted_tokens > 60
+
+
+def test_a_rollout_begins_while_tokens_of_the_last_one_are_in_flight() -> None:
+    drafter = NgramDrafter(torch.device("cpu"), table_bits=12)
+    drafter.is_due = lambda n_running: True  # type: ignore[method-assign]
+    drafter._n_tokens = 3
+    costs = StepCosts(fixed=10_000, verification=1, most_rows=200)
+    decoder = make_decoder(exact_model(), drafter=drafter, runs_ahead=True, **EXACT)
+    drafter.begin(costs)
+    decoder.submit(request(1, 9, max_new_tokens=40))
+    for _ in range(5):
+        decoder.step()
+    decoder.clear()
+    drafter.begin(costs)
+    item = request(2, 9, max_new_tokens=40)
+    decoder.submit(item)
+    outputs: Outputs = {}
+    while decoder.has_work:
+        outputs |= {(o.request_id, o.sample): o for o in decoder.step() if o.finish_reason is not None}
+    assert outputs[2, 0].tokens == sampled(exact_model(), [item], **EXACT)[2, 0].tokens
