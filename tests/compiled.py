@@ -115,6 +115,7 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     from areno.kernels.matmul import fixed_order_matmul
     from areno.kernels.matmul import triton_few_rows as few_rows
     from areno.kernels.paged import decode_attention
+    from areno.kernels.sampling import CONTEXT, NgramTable, draft_tokens
     from areno.kernels.sampling.triton_head import sample_hidden
     from areno.kernels.symmetric_memory import triton as symmetric_memory
     from areno.types import SamplingParams
@@ -134,6 +135,8 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     for n_rows in (32, 128):  # small and large tiles
         sampler, slots = settings_of(n_rows + 1, 300, [SamplingParams()] * n_rows, "cpu")
         sample_hidden(some.repeat(n_rows // 16, 1), some.repeat(20, 1)[:300], slots, slots, sampler.tensors)
+    contexts = torch.zeros(CONTEXT, n_rows, dtype=torch.int64)
+    draft_tokens(NgramTable.empty(8, contexts.device), contexts, slots, slots, slots, sampler.tensors, 3)
     if _has_few_rows(capability, str(dtype).removeprefix("torch.")):
         for n_rows in (4, 64):
             for weight in (torch.zeros(96, 128, dtype=dtype), torch.zeros(50, 100, dtype=dtype)):
