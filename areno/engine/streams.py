@@ -57,7 +57,7 @@ class FairLock:
 
 
 class OutputQueue:
-    """The outputs for one reader. Unlike asyncio.Queue, the reader takes all of them at once."""
+    """A queue of outputs with one reader, which takes all of them at once, unlike with asyncio.Queue."""
 
     def __init__(self) -> None:
         self._items: list[GenerationOutput | Exception] = []
@@ -68,13 +68,21 @@ class OutputQueue:
         return not self._items
 
     def put(self, item: GenerationOutput | Exception) -> None:
-        """Add an output, or an exception to raise. Call it in the event loop of the reader."""
+        """Add an item. Call this in the event loop of the reader.
+
+        Args:
+            item: An output, or an exception that the reader raises.
+        """
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take_all(self) -> list[GenerationOutput | Exception]:
-        """Wait until the queue is not empty, and remove its items."""
+        """Wait until the queue is not empty, and remove all items.
+
+        Returns:
+            The items, the oldest first.
+        """
         if not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

@@ -536,8 +536,8 @@ class BlockTables:
         Args:
             blocks: Allocates the blocks.
             n: Number of sequences.
-            has_part: Whether the end of the prompt fills a part of a block. Each sequence then gets a block of its own
-                for this end, in all layers.
+            has_part: Whether the prompt ends within a block. Each sequence then gets its own copy of this block, in all
+                layers.
         """
         if not has_part:
             return [BlockTables(blocks) for _ in range(n)]

@@ -105,8 +105,8 @@ class Sequence:
         slot: Row of the sequence in the block tables and sampling settings on the device. -1 while it waits.
         table: The numbers of all slots. None while the sequence is not in the batch.
         block_tables: KV blocks of the sequence. Only set while it has a slot.
-        completion: Tokens, log-probabilities and versions of the whole completion as arrays, for a finished sample
-            whose tokens are not in the lists. None otherwise.
+        completion: Tokens, log-probabilities and versions of the whole completion as arrays. Set when a sample finishes
+            with all its tokens in the slot table. `settle` moves them to the lists and sets None.
         phases: (name, start) of each phase so far, such as "prefill". Empty unless the run is traced.
     """
 
@@ -166,10 +166,10 @@ class Sequence:
         self.table, self.slot = table, slot
 
     def join_like(self, leader: Sequence, slot: int, block_tables: BlockTables) -> None:
-        """Enter the batch in a slot whose numbers `SlotTable.take_like` sets.
+        """Enter the batch together with the leader of a shared prefill. `SlotTable.take_like` then fills the slot.
 
         Args:
-            leader: The sample whose prefill the sequence shares, which is in the batch.
+            leader: The leader, which is in the batch.
             slot: The slot.
             block_tables: KV blocks of the sequence.
         """

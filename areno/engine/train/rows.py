@@ -148,7 +148,7 @@ class FlatRows(Sequence[Row]):
 
     @property
     def n_trained(self) -> np.ndarray:
-        """Number of tokens of each row that the loss trains on, int64."""
+        """Number of tokens of each row that the loss trains on, (rows,) int64."""
         return np.add.reduceat(self.trained, self.starts, dtype=np.int64)
 
     def per_row(self, values: np.ndarray) -> list[np.ndarray]:
