@@ -202,9 +202,9 @@ def model_folder(shape: str, folder: Path, **changes: Any) -> tuple[str, bool]:
 
 
 class Texts:
-    """A source of random texts, whose words are mostly one token each.
+    """Draws random texts from words that the tokenizer mostly encodes as one token each.
 
-    A text has about as many tokens as words.
+    So a text has about as many tokens as words.
 
     Args:
         tokenizer: Tokenizer from transformers.

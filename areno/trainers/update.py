@@ -21,7 +21,7 @@ from areno.data.encode import encode_generation_prompt
 from areno.data.row_schema import name_problem, row_problem
 from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
-from areno.engine.train.packing import pack_step
+from areno.engine.train.packing import StepBatches
 from areno.engine.train.rows import read_rows
 from areno.errors import DataError, Key
 from areno.loss_fns.correction import behave_weights, m2_keep
@@ -121,7 +121,7 @@ def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
     vocab_size = 1 + max(max(tokens) for tokens in token_rows(rows))
     whole = UpdateSpec(MicroBatchSpec(mini_bs=len(rows)), rows_per_unit=rows_per_unit)
     ((step,),) = share_steps(read_rows(rows, vocab_size), whole)
-    ((_, pack),) = pack_step(step, rows_per_unit, torch.device("cpu"))
+    ((_, pack),) = StepBatches(step, rows_per_unit, torch.device("cpu"))
     return pack
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -124,21 +123,29 @@ class StepCosts:
     most_rows: int
 
     def plain_time(self, n_rows: int) -> float:
-        """Return the time of a step without drafts, as a multiple of the time of one more row.
+        """Estimate the time of a decode step without drafts. The unit is the time that one more row adds to a step.
 
         Args:
             n_rows: Number of sequences.
         """
         return self.fixed + n_rows
 
-    def time(self, n_rows: int, n_drafted: Any) -> Any:
-        """Return the time of a step with drafts, as a multiple of the time of one more row.
+    def time(self, n_rows: int, length: int) -> float:
+        """Estimate the time of a decode step with drafts, in the unit of `plain_time`.
 
         Args:
             n_rows: Number of sequences.
-            n_drafted: Number of drafted tokens of all sequences together, or an array of such numbers.
+            length: Number of drafted tokens of each sequence.
         """
-        return self.fixed + self.verification + n_rows + n_drafted
+        return self.fixed + self.verification + n_rows * (1 + length)
+
+    def lengths(self, n_rows: int) -> list[int]:
+        """Return the numbers of drafted tokens for which a step does not have too many rows.
+
+        Args:
+            n_rows: Number of sequences.
+        """
+        return [length for length in DRAFT_LENGTHS if n_rows * (1 + length) <= self.most_rows]
 
 
 def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -> StepCosts:
@@ -217,8 +224,8 @@ class DraftLength:
 
     def _tried_length(self, n_rows: int) -> int:
         """Return the largest number of drafted tokens with which a step takes at most twice as long as without."""
-        most = min(2 * self.costs.plain_time(n_rows), self.costs.time(n_rows, self.costs.most_rows - n_rows))
-        return max((length for length in DRAFT_LENGTHS if self.costs.time(n_rows, n_rows * length) <= most), default=0)
+        costs, most = self.costs, 2 * self.costs.plain_time(n_rows)
+        return max((length for length in costs.lengths(n_rows) if costs.time(n_rows, length) <= most), default=0)
 
     def _best(self, n_rows: int) -> int:
         """Return the number of drafted tokens with the largest expected speed. 0 if none is faster than no drafts."""
@@ -227,14 +234,13 @@ class DraftLength:
         right_J = (self._right + 4 * average) / (self._tried + 4)
         expected_J = 1 + np.cumsum(np.cumprod(right_J))
         best, found = n_rows / self.costs.plain_time(n_rows) * _LEAST_GAIN, 0
-        for length in DRAFT_LENGTHS:
-            if n_rows * (1 + length) <= self.costs.most_rows:
-                rate = n_rows * expected_J[length - 1] / self.costs.time(n_rows, n_rows * length)
-                best, found = max((best, found), (rate, length))
+        for length in self.costs.lengths(n_rows):
+            rate = n_rows * expected_J[length - 1] / self.costs.time(n_rows, length)
+            best, found = max((best, found), (rate, length))
         return found
 
     def count(self, tried_J: np.ndarray, right_J: np.ndarray) -> None:
-        """Count the tokens of a verified step.
+        """Update the shares of right tokens with the result of a step with drafts.
 
         Args:
             tried_J: For each place in a draft, number of sequences whose drafted tokens before it were all right.
@@ -517,7 +523,7 @@ class NgramDrafter:
 
 
 def _packed(texts: list[_Text]) -> np.ndarray:
-    """Return texts in the form that `add_texts` takes, (4, N) int64."""
+    """Join texts into the array that `add_texts` takes, (4, N) int64 for N tokens."""
     parts = [part for text in texts for part in (text.before, text.new)]
     sizes = np.array([len(part) for part in parts], dtype=np.int64)
     n_before, n_all = sizes[::2], sizes.reshape(-1, 2).sum(1)

@@ -218,6 +218,11 @@ class Scheduler:
         self.table.n_sampled[slots_B] += n_rows_B
         return SchedulerOutput(chunks, decode, slots_B, grown, self.table, drafts)
 
+    def _append_blocks(self, sequences: list[Sequence], slots: np.ndarray | int) -> None:
+        """Allocate a KV block in each group of layers for some sequences, whose slots are `slots`."""
+        BlockTables.append_blocks([sequence.block_tables for sequence in sequences])
+        self.table.capacity[slots] += self.blocks.block_size
+
     def may_draft_ahead(self) -> bool:
         """Return whether a step may draft while the tokens of a step with TableDrafts are in flight.
 
@@ -248,8 +253,7 @@ class Scheduler:
                 if self.blocks.n_available - len(rows) * self.blocks.blocks_over_all_groups < reserve:
                     break
                 needy = [decode[row] for row in rows.tolist()]
-                BlockTables.append_blocks([sequence.block_tables for sequence in needy])
-                table.capacity[slots_B[rows]] += self.blocks.block_size
+                self._append_blocks(needy, slots_B[rows])
                 known = set(map(id, grown))
                 grown += [sequence for sequence in needy if id(sequence) not in known]
             return replace(drafts, limits_B=np.minimum(table.capacity[slots_B], most_B))
@@ -260,8 +264,7 @@ class Scheduler:
                 if self.blocks.n_available - self.blocks.blocks_over_all_groups < reserve:
                     draft = draft[:room]
                     break
-                BlockTables.append_blocks([sequence.block_tables])
-                table.capacity[sequence.slot] = sequence.block_tables.capacity
+                self._append_blocks([sequence], sequence.slot)
                 if sequence not in grown[-1:]:
                     grown.append(sequence)
             found.append(draft)
@@ -380,8 +383,7 @@ class Scheduler:
         needy = [running[row] for row in rows]
         has_room = len(rows) * self.blocks.blocks_over_all_groups <= self.blocks.n_available
         if needy and has_room and not self.blocks.has_windows:
-            BlockTables.append_blocks([sequence.block_tables for sequence in needy])
-            table.capacity[slots_B[rows]] += self.blocks.block_size
+            self._append_blocks(needy, slots_B[rows])
             grown, needy = needy, []
         for sequence in needy:  # one by one: some may be preempted for others
             if sequence.slot < 0:  # preempted for an older one
@@ -392,8 +394,7 @@ class Scheduler:
                 self._preempt_youngest()
                 self.cache_left()
             if sequence.slot >= 0:
-                BlockTables.append_blocks([sequence.block_tables])
-                table.capacity[sequence.slot] = sequence.block_tables.capacity
+                self._append_blocks([sequence], sequence.slot)
                 grown.append(sequence)
         # Those that were preempted are the youngest, so the rows of the others are as before.
         decodes_B, slots_B = decodes_B[: len(running)], self._slots_of_running()

@@ -230,11 +230,11 @@ class RowSampler(Protocol):
     tensors: SamplingSettings
 
     def flags(self, table: SlotTable, slots_B: np.ndarray, index_B: np.ndarray | None = None) -> SamplingFlags:
-        """Return the sampling operations that at least one of some slots needs."""
+        """Return the sampling operations that at least one slot needs, as `SlotSampler.flags` does."""
         ...
 
     def at_rows(self, slots_N: Tensor, flags: SamplingFlags) -> RowSampler:
-        """Return settings with a slot for each of N rows."""
+        """Return a sampler with one slot for each of N rows, as `SlotSampler.at_rows` does."""
         ...
 
 

@@ -343,13 +343,6 @@ class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
         return True
 
 
-def pack_step(
-    step: StepMicroBatches, rows_per_unit: int, device: torch.device, share: bool = False
-) -> list[tuple[PackedTokens, DataPack]]:
-    """Pack the micro-batches of a step at once. The arguments are those of `StepBatches`."""
-    return list(StepBatches(step, rows_per_unit, device, share))
-
-
 def _pack_for_teacher(rows: FlatRows, device: torch.device) -> PackedTokens | None:
     """Pack rows for a teacher with prompts of its own. None if no row has such a prompt.
 

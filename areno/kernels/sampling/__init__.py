@@ -153,12 +153,13 @@ def draft_tokens(
     settings: SamplingSettings,
     n_tokens: int,
 ) -> Tensor:
-    """Draft the next tokens of each row.
+    """Draft the next tokens of each row, for speculative decoding.
 
-    The first of the longest suffixes of a row with an entry in the table decides each token. Among the tokens that
-    followed this suffix before, the draft is the one at which their cumulated shares exceed the random number with
-    which the sampler will draw the token. If the shares resemble the policy's probabilities, sampler and draft then
-    mostly agree, also where the policy is undecided. A greedy row gets the most frequent of the tokens.
+    For each token, the table is asked for the suffixes of the row in the order of LEVELS, and the first one with an
+    entry counts. The entry lists tokens that followed this suffix before. The draft is drawn from them by inverse CDF,
+    in the order of token ids, with the random number that `sample_slots` uses at this position. If the listed tokens
+    resemble the policy's distribution, draft and sampled token mostly agree, also where the policy is undecided. A
+    greedy row gets the most frequent of the listed tokens.
 
     Args:
         table: the table.

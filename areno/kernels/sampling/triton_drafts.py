@@ -1,5 +1,8 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Drafts as a Triton kernel with one program for each row. Shape letters as in `drafts.py`."""
+"""Draft tokens from a table of n-grams with a Triton kernel, one program for each row.
+
+Shape letters as in `drafts.py`.
+"""
 
 from __future__ import annotations
 

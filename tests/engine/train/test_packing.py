@@ -20,7 +20,7 @@ from areno.engine.train.micro_batches import (
     share_steps,
     split_balanced,
 )
-from areno.engine.train.packing import StepBatches, pack_step
+from areno.engine.train.packing import StepBatches
 from areno.engine.train.rows import read_rows
 from areno.errors import DataError
 from areno.types import TrainSequence
@@ -149,7 +149,7 @@ def test_rows_that_do_not_come_out_even():
 
 
 def packed(rows, step_tokens=1, step_rows=1, rows_per_unit=1):
-    (packed,) = pack_step(StepMicroBatches(rows, [[len(rows)]], step_tokens, step_rows, 1), rows_per_unit, CPU)
+    (packed,) = StepBatches(StepMicroBatches(rows, [[len(rows)]], step_tokens, step_rows, 1), rows_per_unit, CPU)
     return packed
 
 
@@ -288,7 +288,8 @@ def test_a_step_arrives_as_it_was_sent():
     ((step,),) = share_steps(rows, UpdateSpec(MicroBatchSpec(max_tokens_per_mb=9)))
     arrived = pickle.loads(pickle.dumps(step))
     assert (arrived.sizes, arrived.step_tokens, arrived.step_rows) == (step.sizes, step.step_tokens, step.step_rows)
-    for (inputs, pack), (other_inputs, other) in zip(pack_step(arrived, 1, CPU), pack_step(step, 1, CPU), strict=True):
+    packed, others = StepBatches(arrived, 1, CPU), StepBatches(step, 1, CPU)
+    for (inputs, pack), (other_inputs, other) in zip(packed, others, strict=True):
         assert torch.equal(inputs.tokens_N, other_inputs.tokens_N)
         assert inputs.tokens_N.dtype == torch.int64
         for name in ("rollout_logprobs", "rewards", "loss_mask", "row_of_token"):
