@@ -40,5 +40,8 @@ class KnownDrafter:
             else token
         )
 
-    def finished(self, sequence: Sequence) -> None:
-        self.n_finished += 1
+    def prepare(self, sequences: list[Sequence]) -> None:
+        pass
+
+    def finished(self, sequences: list[Sequence]) -> None:
+        self.n_finished += len(sequences)

@@ -296,6 +296,8 @@ class Decoder:
         self._n_decode_steps += bool(scheduled.decode)
         self._n_draft_steps += scheduled.drafts is not None
         launched = self.runner.launch(scheduled)
+        if self.drafter is not None:
+            self.drafter.prepare(scheduled.decode)
         self._collect(scheduled.drafts if isinstance(scheduled.drafts, TableDrafts) else None)
         self._in_flight, self._in_flight_version = launched, self.weights_version
         if not self._runs_ahead:
@@ -367,14 +369,11 @@ class Decoder:
         if finished:
             cache = self.runner.routes
             if self.drafter is not None:
-                for each in finished:
-                    self.drafter.finished(each)
+                self.drafter.finished(finished)
             # While the blocks are theirs: what comes to the device later may write over them.
-            routes = (
-                [cache.read(each.blocks, each.n_prompt + each.n_new - 1) for each in finished]
-                if cache is not None
-                else None
-            )
+            routes = None
+            if cache is not None:
+                routes = [cache.read(each.blocks, each.n_prompt + each.n_new - 1) for each in finished]
             self._scheduler.remove_finished()
             self._finish(finished, routes)
 

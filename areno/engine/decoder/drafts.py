@@ -34,6 +34,8 @@ _PENDING_TOKENS = 1 << 18  # of texts that wait to be entered; the oldest are dr
 _FINISHED_TOKENS = 1 << 22  # of samples that wait for the next step with drafts; the oldest are dropped
 _ENTERED_AT_ONCE = 1 << 14  # tokens that are entered before a step
 _ENTERED_EVERY = 16  # steps with drafts, after which the new tokens of the sequences are entered
+# Samples that are read, and tokens that are entered, during a step before a try.
+_PREPARED_SAMPLES, _PREPARED_TOKENS = 16, 1 << 12
 _MOST_KNOWN = 1 << 16  # requests whose scopes, and chunks of prompts whose hashes are remembered
 _LEAST_GAIN = 1.03  # least expected speed with drafts, relative to the speed without
 _SHORT_PAUSE, _LONGEST_PAUSE = 8, 128  # steps
@@ -173,10 +175,13 @@ class DraftLength:
     """Decides how many tokens each sequence of a step drafts, from measured shares of right tokens.
 
     If no number pays, drafts pause, at first for 8 steps and finally for 128, or until the batch has shrunk to half.
-    After a pause, one step drafts again, unless the shares are known well.
+    After a pause, one step tries drafts again, unless the shares are known well.
 
     Args:
         costs: Time of a step.
+
+    Attributes:
+        awaits_texts: Whether drafts would be tried if the table had the texts of the batch.
     """
 
     def __init__(self, costs: StepCosts):
@@ -184,6 +189,7 @@ class DraftLength:
         # For each place in a draft: how often the tokens before it were right, and how often it was right as well.
         self._tried, self._right = np.zeros(_MOST), np.zeros(_MOST)
         self._pause = self._waits = self._paused_at = 0
+        self.awaits_texts = False
 
     def begin(self, costs: StepCosts, kept: float) -> None:
         """Begin a rollout.
@@ -195,16 +201,18 @@ class DraftLength:
         self.costs = costs
         self._tried *= kept
         self._right *= kept
-        self._pause, self._waits, self._paused_at = self._pause // 4, 0, 0
+        self._waits, self._paused_at, self.awaits_texts = 0, 0, False
 
-    def of(self, n_running: int) -> int:
+    def of(self, n_running: int, *, is_prepared: bool) -> int:
         """Return the number of tokens to draft for each sequence of the next step, 0 for none.
 
         Call this once before each step, because pauses are counted in calls.
 
         Args:
             n_running: Number of sequences in the batch.
+            is_prepared: Whether the table has the texts of the batch. Without them, drafts are not tried.
         """
+        self.awaits_texts = False
         if not 0 < n_running <= MAX_SEQUENCES:
             return 0
         if (found := self._best(n_running)) > 0:
@@ -215,12 +223,15 @@ class DraftLength:
         self._waits -= 1
         if self._waits >= 0:
             return 0
+        tried = 0 if self._tried[0] >= _KNOWN else self._tried_length(n_running)
+        self.awaits_texts = tried > 0 and not is_prepared
+        if self.awaits_texts:
+            return 0
         self._pause = min(max(_SHORT_PAUSE, 2 * self._pause), _LONGEST_PAUSE)
         self._waits, self._paused_at = self._pause, n_running
-        is_known = self._tried[0] >= _KNOWN
         self._tried *= _KEPT
         self._right *= _KEPT
-        return 0 if is_known else self._tried_length(n_running)
+        return tried
 
     def _tried_length(self, n_rows: int) -> int:
         """Return the largest number of drafted tokens with which a step takes at most twice as long as without."""
@@ -262,6 +273,21 @@ class _Text:
     new: list[int] | np.ndarray
 
 
+@dataclass(slots=True)
+class _Known:
+    """A request of the rollout.
+
+    Attributes:
+        request: The request.
+        scope: Its `draft_scope` if given, otherwise a hash of its prompt.
+        is_queued: Whether its prompt was queued for the table.
+    """
+
+    request: GenerationRequest
+    scope: int
+    is_queued: bool = False
+
+
 class _SlotTexts:
     """The last tokens of the sequences in the batch, one entry for each slot.
 
@@ -285,7 +311,8 @@ class NgramDrafter:
 
     Before a step with drafts, the table gets the finished samples of all scopes, and the prompts of the running
     sequences. It also gets earlier samples in the scopes of the running sequences, if it may have replaced them. Each
-    16 such steps, it gets the new tokens of the running sequences.
+    16 such steps, it gets the new tokens of the running sequences. Before a try, which may be in vain, the host does
+    this work in small parts, while the device computes steps without drafts.
 
     Args:
         device: Device of the table.
@@ -312,7 +339,7 @@ class NgramDrafter:
         self.table, self.memory = NgramTable.empty(table_bits, device), SampleMemory(memory_tokens, SCOPE_TOKENS)
         self.length = DraftLength(StepCosts(fixed=0, verification=0, most_rows=0))
         self._device, self._remembers = device, remembers
-        self._scope_of: dict[int, tuple[GenerationRequest, int]] = {}  # by request id, so that prompts are hashed once
+        self._requests: dict[int, _Known] = {}  # by request id, so that prompts are hashed once
         # Scope -> number of tokens that had been entered in the table when the samples of the scope were.
         self._loaded: dict[int, int] = {}
         self._chunks = set[int]()  # hashes of prompts that were entered, each up to the end of a chunk
@@ -324,6 +351,7 @@ class NgramDrafter:
         self._n_finished = 0
         self._texts: _SlotTexts | None = None
         self._n_tokens = 0
+        self._is_prepared = False
 
     def begin(self, costs: StepCosts) -> None:
         """Begin a rollout, and forget unfinished samples of the last one.
@@ -331,9 +359,9 @@ class NgramDrafter:
         Args:
             costs: Time of a step.
         """
-        for known in (self._scope_of, self._chunks):
+        for known in (self._requests, self._chunks):
             known.clear()
-        self._texts, self._n_steps = None, 0
+        self._texts, self._n_steps, self._is_prepared = None, 0, False
         if not self._remembers:
             self.table.clear()
             self.memory.clear()
@@ -349,36 +377,67 @@ class NgramDrafter:
         Args:
             n_running: Number of sequences in the batch.
         """
-        self._n_tokens = self.length.of(n_running)
+        self._n_tokens = self.length.of(n_running, is_prepared=self._is_prepared)
         if self._n_tokens == 0:
             self._n_steps = 0  # the first step after a pause enters all texts
+        else:
+            self._is_prepared = False
         return self._n_tokens > 0
 
-    def finished(self, sequence: Sequence) -> None:
-        """Keep a completion.
+    def prepare(self, sequences: list[Sequence]) -> None:
+        """Enter some of the texts that a try of drafts needs. Does nothing if no try is due.
 
         Args:
-            sequence: The sequence, all of whose tokens have arrived, and which is still in the batch.
+            sequences: The sequences in the batch.
         """
-        n_known, texts, slot = 0, self._texts, sequence.slot
-        if texts is not None and sequence.table is not None and texts.owner[slot] == sequence.table.owner[slot]:
-            n_known = int(texts.n_entered[slot]) - sequence.n_prompt
-        self._finished.append((sequence.request, tokens := sequence.completion_tokens(), n_known))
-        self._n_finished += len(tokens)
+        if not self.length.awaits_texts or not sequences:
+            return
+        slots, slots_B = _slots_of(sequences)
+        texts = self._slot_texts(slots)
+        budget = _PREPARED_SAMPLES - self._take_finished(_PREPARED_SAMPLES)
+        new = np.flatnonzero(texts.owner[slots_B] != slots.owner[slots_B]).tolist()
+        for row in new[:budget]:
+            self._begin_text(sequences[row], slots)
+        self._enter_pending(_PREPARED_TOKENS)
+        self._is_prepared = len(new) < budget and not self._pending
+
+    def finished(self, sequences: list[Sequence]) -> None:
+        """Keep completions.
+
+        Args:
+            sequences: The sequences, all of whose tokens have arrived, and which are still in the batch.
+        """
+        slots, slots_B = _slots_of(sequences)
+        n_known_B = np.zeros(len(sequences), dtype=np.int64)
+        if (texts := self._texts) is not None:
+            is_known_B = texts.owner[slots_B] == slots.owner[slots_B]
+            n_known_B = np.where(is_known_B, texts.n_entered[slots_B] - slots.n_prompt[slots_B], 0)
+        for sequence, n_known in zip(sequences, n_known_B.tolist(), strict=True):
+            self._finished.append((sequence.request, tokens := sequence.completion_tokens(), n_known))
+            self._n_finished += len(tokens)
         while self._n_finished > _FINISHED_TOKENS:
             self._n_finished -= len(self._finished.popleft()[1])
 
-    def _take_finished(self) -> None:
-        """Put finished samples into the memory, and queue their tokens for the table unless it has them."""
-        for request, tokens, n_known in self._finished:
+    def _take_finished(self, most: int | None = None) -> int:
+        """Put finished samples into the memory, and queue their tokens for the table unless it has them.
+
+        Args:
+            most: Largest number of samples. None for all.
+
+        Returns:
+            The number of samples.
+        """
+        n_taken = len(self._finished) if most is None else min(most, len(self._finished))
+        for _ in range(n_taken):
+            request, tokens, n_known = self._finished.popleft()
+            self._n_finished -= len(tokens)
             if len(tokens) > n_known:
-                scope, prompt_end = self._scope(request), request.prompt[-CONTEXT:]
+                scope, prompt_end = self._known(request).scope, request.prompt[-CONTEXT:]
                 self.memory.add(scope, prompt_end, tokens)
                 self._load(scope, but_newest=True)
                 before = [*prompt_end, *tokens[max(0, n_known - CONTEXT) : n_known].tolist()]
                 self._queue(_Text(scope, before[-CONTEXT:], tokens[n_known:]))
-        self._finished.clear()
-        self._n_finished = 0
+        return n_taken
 
     def propose(self, sequences: list[Sequence]) -> TableDrafts:
         """Return the drafts of the next step, which the device looks up.
@@ -387,21 +446,17 @@ class NgramDrafter:
             sequences: The sequences of the step. All of their tokens have arrived, except those of a step with
                 TableDrafts.
         """
-        slots = sequences[0].table
-        assert slots is not None
-        if self._texts is None:
-            self._texts = _SlotTexts(len(slots.owner))
-        texts = self._texts
+        slots, slots_B = _slots_of(sequences)
+        texts = self._slot_texts(slots)
         self._take_finished()
-        slots_B = np.array([sequence.slot for sequence in sequences], dtype=np.int64)
-        is_new_B = texts.owner[slots_B] != slots.owner[slots_B]
-        for row in np.flatnonzero(is_new_B | (texts.n_new[slots_B] != slots.n_new[slots_B])).tolist():
-            self._read(sequences[row], slots, is_new=bool(is_new_B[row]))
+        for row in np.flatnonzero(texts.owner[slots_B] != slots.owner[slots_B]).tolist():
+            self._begin_text(sequences[row], slots)
+        self._read_last(sequences, slots, slots_B)
         if is_turn := self._n_steps % _ENTERED_EVERY == 0:
-            self._queue_running(sequences, slots_B)
+            self._queue_running(sequences, slots, slots_B)
         self._n_steps += 1
         if is_turn or self._n_pending > _ENTERED_AT_ONCE:  # an entry has a fixed cost on the host
-            self._enter_pending()
+            self._enter_pending(_ENTERED_AT_ONCE)
         return TableDrafts(
             n_tokens=self._n_tokens,
             slots_B=slots_B,
@@ -433,20 +488,38 @@ class NgramDrafter:
         n_tried = np.count_nonzero(n_new_B)
         self.length.count(np.concatenate(([n_tried], n_right_J[:-1])), n_right_J)
 
-    def _read(self, sequence: Sequence, slots: SlotTable, *, is_new: bool) -> None:
-        """Read the last tokens of a sequence. If it is new, queue the texts of its scope for the table."""
+    def _slot_texts(self, slots: SlotTable) -> _SlotTexts:
+        """Return the last tokens of all slots. No entry is valid at first."""
+        if self._texts is None:
+            self._texts = _SlotTexts(len(slots.owner))
+        return self._texts
+
+    def _begin_text(self, sequence: Sequence, slots: SlotTable) -> None:
+        """Set the scope of a sequence that is new in the batch, and queue the texts of the scope for the table."""
         texts, slot = self._texts, sequence.slot
         assert texts is not None
-        sequence.settle()
-        if is_new:
-            scope = texts.scope[slot] = self._scope(sequence.request)
-            self._load(scope)
-            self._queue_prompt(scope, sequence.request.prompt)
-            texts.n_entered[slot] = sequence.n_prompt
-        last = sequence.tokens[-CONTEXT:]
-        texts.last[slot, : CONTEXT - len(last)] = -1
-        texts.last[slot, CONTEXT - len(last) :] = last
-        texts.owner[slot], texts.n_new[slot] = slots.owner[slot], slots.n_new[slot]
+        known = self._known(sequence.request)
+        self._load(known.scope)
+        if not known.is_queued:
+            self._queue_prompt(known.scope, sequence.request.prompt)
+            known.is_queued = True
+        texts.scope[slot] = known.scope
+        texts.owner[slot], texts.n_new[slot], texts.n_entered[slot] = slots.owner[slot], -1, sequence.n_prompt
+
+    def _read_last(self, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray) -> None:
+        """Read the last tokens of the sequences that got tokens in steps without TableDrafts."""
+        texts = self._texts
+        assert texts is not None
+        n_staged_B, is_old_B = slots.n_staged[slots_B], texts.n_new[slots_B] != slots.n_new[slots_B]
+        many = np.flatnonzero(is_old_B & (n_staged_B >= CONTEXT))
+        columns = n_staged_B[many, None] + np.arange(-CONTEXT, 0)
+        texts.last[slots_B[many]] = slots.tokens[slots_B[many, None], columns]
+        for row in np.flatnonzero(is_old_B & (n_staged_B < CONTEXT)).tolist():
+            sequence = sequences[row]
+            last = sequence.tokens_from(max(0, sequence.n_prompt + int(slots.n_new[sequence.slot]) - CONTEXT))
+            texts.last[sequence.slot, : CONTEXT - len(last)] = -1
+            texts.last[sequence.slot, CONTEXT - len(last) :] = last
+        texts.n_new[slots_B] = slots.n_new[slots_B]
 
     def _load(self, scope: int, *, but_newest: bool = False) -> None:
         """Queue the samples of a scope in the memory for the table.
@@ -465,16 +538,15 @@ class NgramDrafter:
             self._loaded.clear()
         self._loaded[scope] = self._n_entered
 
-    def _scope(self, request: GenerationRequest) -> int:
-        """Return the scope of a request: `draft_scope` if given, otherwise a hash of its prompt."""
-        if request.draft_scope is not None:
-            return request.draft_scope
-        found = self._scope_of.get(request.request_id)
-        if found is None or found[0] is not request:
-            if len(self._scope_of) > _MOST_KNOWN:
-                self._scope_of.clear()
-            found = self._scope_of[request.request_id] = request, hash(tuple(request.prompt))
-        return found[1]
+    def _known(self, request: GenerationRequest) -> _Known:
+        """Return a request with its scope."""
+        found = self._requests.get(request.request_id)
+        if found is None or found.request is not request:
+            if len(self._requests) > _MOST_KNOWN:
+                self._requests.clear()
+            scope = hash(tuple(request.prompt)) if request.draft_scope is None else request.draft_scope
+            found = self._requests[request.request_id] = _Known(request, scope)
+        return found
 
     def _queue_prompt(self, scope: int, prompt: list[int]) -> None:
         """Queue a prompt for the table, except leading chunks that are equal to those of another prompt of the scope.
@@ -493,16 +565,17 @@ class NgramDrafter:
         if n_known < len(prompt):
             self._queue(_Text(scope, prompt[max(0, n_known - CONTEXT) : n_known], prompt[n_known:]))
 
-    def _queue_running(self, sequences: list[Sequence], slots_B: np.ndarray) -> None:
+    def _queue_running(self, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray) -> None:
         """Queue the tokens of running sequences that the table does not have."""
         texts = self._texts
         assert texts is not None
-        for sequence, slot, start in zip(sequences, slots_B.tolist(), texts.n_entered[slots_B].tolist(), strict=True):
-            sequence.settle()
-            if start < len(sequence.tokens):
-                before = sequence.tokens[max(0, start - CONTEXT) : start]
-                self._queue(_Text(int(texts.scope[slot]), before, sequence.tokens[start:]))
-                texts.n_entered[slot] = len(sequence.tokens)
+        starts_B = texts.n_entered[slots_B]
+        n_tokens_B = slots.n_prompt[slots_B] + slots.n_new[slots_B]
+        for row in np.flatnonzero(starts_B < n_tokens_B).tolist():
+            n_before = min(CONTEXT, int(starts_B[row]))
+            tokens = sequences[row].tokens_from(int(starts_B[row]) - n_before)
+            self._queue(_Text(int(texts.scope[slots_B[row]]), tokens[:n_before], tokens[n_before:]))
+        texts.n_entered[slots_B] = n_tokens_B
 
     def _queue(self, text: _Text) -> None:
         self._pending.append(text)
@@ -510,9 +583,9 @@ class NgramDrafter:
         while self._n_pending > _PENDING_TOKENS and len(self._pending) > 1:
             self._n_pending -= len(self._pending.popleft().new)
 
-    def _enter_pending(self) -> None:
-        """Enter texts in the table, at most `_ENTERED_AT_ONCE` tokens and the rest of a text."""
-        chosen, budget = list[_Text](), _ENTERED_AT_ONCE
+    def _enter_pending(self, budget: int) -> None:
+        """Enter texts in the table, at most `budget` tokens and the rest of a text."""
+        chosen = list[_Text]()
         while self._pending and budget > 0:
             chosen.append(self._pending.popleft())
             budget -= len(chosen[-1].new)
@@ -520,6 +593,13 @@ class NgramDrafter:
             self._n_entered += len(chosen[-1].new)
         if chosen:
             add_texts(self.table, to_device(_packed(chosen), self._device))
+
+
+def _slots_of(sequences: list[Sequence]) -> tuple[SlotTable, np.ndarray]:
+    """Return the slot table of sequences in the batch, and their slots, int64."""
+    table = sequences[0].table
+    assert table is not None
+    return table, np.array([sequence.slot for sequence in sequences], dtype=np.int64)
 
 
 def _packed(texts: list[_Text]) -> np.ndarray:

@@ -183,8 +183,8 @@ class SlotSampler:
         tensors.min_new[slots] = packed[7]
         if (more := len(banned_KN) - tensors.banned.shape[1]) > 0:
             tensors.banned = F.pad(tensors.banned, (0, more), value=-1)
-        tensors.banned[slots, : len(banned_KN)] = banned_KN.T
-        tensors.banned[slots, len(banned_KN) :] = -1
+        missing = tensors.banned.shape[1] - len(banned_KN)
+        tensors.banned[slots] = F.pad(banned_KN, (0, 0, 0, missing), value=-1).T
 
     @staticmethod
     def pack_counts(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
@@ -216,7 +216,7 @@ class SlotSampler:
         if self.tensors.counts is None:
             self.tensors.counts = torch.zeros((self.n_slots, self.vocab_size), dtype=torch.int32, device=slots.device)
         counts = self.tensors.counts
-        counts[slots] = 0
+        counts.index_fill_(0, slots, 0)  # an assignment of 0 copies it from the host, and waits
         counts.index_put_((pairs_2N[0], pairs_2N[1]), counts.new_ones(()), accumulate=True)
 
     @property

@@ -188,6 +188,19 @@ class Sequence:
             self.logprobs += logprobs.tolist()
             self.versions += versions.tolist()
 
+    def tokens_from(self, start: int) -> np.ndarray:
+        """Return the tokens of prompt and completion from index `start` on, (n,) int64.
+
+        Leaves arrived tokens where they are, unlike `settle`, because lists of many tokens take time.
+
+        Args:
+            start: Index of the first token.
+        """
+        assert self.table is not None
+        n_settled = len(self.tokens)
+        staged = self.table.tokens[self.slot, max(0, start - n_settled) : self.table.n_staged[self.slot]]
+        return np.concatenate((np.array(self.tokens[start:], dtype=np.int64), staged))
+
     def completion_tokens(self) -> np.ndarray:
         """Return all completion tokens of a finished sample, (n,) int64."""
         if self.completion is not None:

@@ -91,11 +91,19 @@ class Drafter(Protocol):
         """
         ...
 
-    def finished(self, sequence: Sequence) -> None:
-        """Learn a completion that has ended.
+    def prepare(self, sequences: list[Sequence]) -> None:
+        """Do some work for later drafts, while the device computes a step.
 
         Args:
-            sequence: The sequence. `Sequence.completion_tokens` returns its tokens.
+            sequences: The sequences that decode in that step.
+        """
+        ...
+
+    def finished(self, sequences: list[Sequence]) -> None:
+        """Learn completions that have ended.
+
+        Args:
+            sequences: The sequences, which are still in the batch. `Sequence.completion_tokens` returns their tokens.
         """
         ...
 

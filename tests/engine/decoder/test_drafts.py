@@ -227,6 +227,9 @@ class Batch:
         self.n_joined += 1
         return each
 
+    def finish(self, each: Sequence) -> None:
+        self.drafter.finished([self.join(each)])
+
     def drafts(self, rows: list[Sequence], n: int = 7) -> list[list[int]]:
         self.drafter._n_tokens = n
         made = self.drafter.propose(rows)
@@ -244,7 +247,7 @@ COMPLETION = list(range(20, 30))
 
 def test_other_samples_and_earlier_rollouts_of_the_prompt_are_drafts() -> None:
     batch = Batch()
-    batch.drafter.finished(sequence(COMPLETION))
+    batch.finish(sequence(COMPLETION))
     new, other_prompt = batch.join(sequence([])), batch.join(sequence([], [9, 2, 3, 4]))
     draft, none = batch.drafts([new, other_prompt])
     assert draft == COMPLETION[:7]
@@ -262,7 +265,7 @@ def test_other_samples_and_earlier_rollouts_of_the_prompt_are_drafts() -> None:
 
 def test_a_drafter_that_does_not_remember_forgets() -> None:
     batch = Batch(remembers=False)
-    batch.drafter.finished(sequence(COMPLETION))
+    batch.finish(sequence(COMPLETION))
     batch.drafter.begin(COSTS)
     assert batch.drafts([batch.join(sequence(COMPLETION[:4]))]) == [[]]
     assert batch.drafter.memory.of(hash((1, 2, 3, 4))) == []
@@ -271,7 +274,7 @@ def test_a_drafter_that_does_not_remember_forgets() -> None:
 def test_prompts_and_other_turns_of_a_scope_are_drafts() -> None:
     batch, call = Batch(), list(range(30, 38))
     first = list(range(100, 300))
-    batch.drafter.finished(sequence([*call, 50, 51], first, scope=-5))
+    batch.finish(sequence([*call, 50, 51], first, scope=-5))
     later = [*first, *call, 50, 51, *range(500, 560)]
     turn, stranger = (
         batch.join(sequence([60, *call[:2]], later, scope=-5)),
@@ -324,7 +327,7 @@ def lengths(share: float, n_rows: int, costs: StepCosts = COSTS, n_steps: int = 
     """How many tokens each step drafts, if a share of the drafted tokens is right."""
     rng, decides, found = random.Random(0), DraftLength(costs), list[int]()
     for _ in range(n_steps):
-        n = decides.of(n_rows)
+        n = decides.of(n_rows, is_prepared=True)
         found.append(n)
         right = np.array([[rng.random() < share for _ in range(n)] for _ in range(n_rows)]).reshape(n_rows, n)
         right = np.logical_and.accumulate(right, axis=1)
@@ -345,22 +348,49 @@ def test_as_many_tokens_are_drafted_as_pay() -> None:
 def test_drafts_are_tried_again_when_the_batch_has_shrunk_or_the_text_begins_to_repeat() -> None:
     decides = DraftLength(COSTS)
     decides.count(np.array([400.0, 0]), np.array([8.0, 0]))
-    assert not any(decides.of(200) for _ in range(200))
+    assert not any(decides.of(200, is_prepared=True) for _ in range(200))
     drafted: list[int] = []
     for _ in range(2500):
-        drafted.append(decides.of(64))
+        drafted.append(decides.of(64, is_prepared=True))
         decides.count(*[np.full(drafted[-1], 64.0)] * 2)
     assert drafted[-1] == max(DRAFT_LENGTHS)
 
 
 def test_a_rollout_that_does_not_draft_only_notes_its_samples() -> None:
-    drafter = NgramDrafter(CPU, table_bits=10)
-    drafter.begin(COSTS)
+    batch = Batch()
+    drafter = batch.drafter
     for number in range(500):
-        drafter.finished(sequence([5] * 20_000, request_id=number))
+        batch.n_joined = 0
+        batch.finish(sequence([5] * 20_000, request_id=number))
     assert drafter.memory.n_tokens == 0
     assert sum(len(tokens) for _, tokens, _ in drafter._finished) == drafter._n_finished <= 1 << 22
     assert drafter._finished[-1][0].request_id == 499
+
+
+def test_before_a_try_the_texts_are_entered_in_small_parts() -> None:
+    batch = Batch()
+    drafter = batch.drafter
+    for number in range(40):
+        batch.n_joined = 0
+        batch.finish(sequence([*COMPLETION, *range(100, 400)], request_id=number))
+    batch.table, batch.n_joined = SlotTable(16), 0
+    rows = [batch.join(sequence(COMPLETION[:4], [7, 2, 3, number], request_id=100 + number)) for number in range(16)]
+    drafter.length.count(np.array([40.0]), np.array([0.0]))  # too few to know well that drafts are wrong
+    counts: list[tuple[int, int]] = []
+    while not drafter.is_due(len(rows)):
+        assert drafter.length.awaits_texts
+        before = len(drafter._finished), drafter._n_entered
+        drafter.prepare(rows)
+        counts.append((before[0] - len(drafter._finished), drafter._n_entered - before[1]))
+    assert [n for n, _ in counts][:4] == [16, 16, 8, 0]
+    assert max(n for _, n in counts) < (1 << 12) + 310
+    assert sum(n for _, n in counts) == 40 * 310 + 16 * 4
+    assert 4 <= len(counts) < 8
+    n_entered = drafter._n_entered
+    assert batch.drafts(rows, drafter._n_tokens)[0] == [*COMPLETION, 100][4 : 4 + drafter._n_tokens]
+    assert drafter._n_entered == n_entered + 16 * 4  # what the rows have sampled
+    drafter.prepare(rows)  # no try is due
+    assert drafter._n_entered == n_entered + 16 * 4
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
