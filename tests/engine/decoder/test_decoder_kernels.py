@@ -166,7 +166,7 @@ def test_no_number_of_rows_has_kernels_compiled_again() -> None:
 
 @pytest.mark.gpu
 def test_launching_a_step_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = make_decoder(model("cuda"), use_graphs=True, attn_backend="sdpa", runs_ahead=True)
+    decoder = make_decoder(model("cuda", torch.bfloat16), use_graphs=True, attn_backend="varlen", runs_ahead=True)
     launch = decoder.runner.launch
 
     def watched(scheduled):
