@@ -162,24 +162,3 @@ def test_no_number_of_rows_has_kernels_compiled_again() -> None:
                 is_number = not param.name.endswith("_ptr")
                 assert param.do_not_specialize if is_number else param.do_not_specialize_on_alignment, param.name
     assert n_found == 15
-
-
-@pytest.mark.gpu
-def test_launching_a_step_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = make_decoder(model("cuda", torch.bfloat16), use_graphs=True, attn_backend="varlen", runs_ahead=True)
-    launch = decoder.runner.launch
-
-    def watched(scheduled):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return launch(scheduled)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    for repeat in range(2):  # the first captures the graphs, which may wait
-        if repeat:
-            monkeypatch.setattr(decoder.runner, "launch", watched)
-        for item in MIXED:
-            decoder.submit(item)
-        assert len(run(decoder)) == len(mixed_outputs())
-        decoder.reset_cache()
