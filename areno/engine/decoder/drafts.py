@@ -36,6 +36,7 @@ _ENTERED_AT_ONCE = 1 << 14  # tokens that are entered before a step
 _ENTERED_EVERY = 16  # steps with drafts, after which the new tokens of the sequences are entered
 # Samples that are read, and tokens that are entered, during a step before a try.
 _PREPARED_SAMPLES, _PREPARED_TOKENS = 16, 1 << 12
+_MOST_PREPARATIONS = 64  # steps, after which drafts are tried in any case
 _MOST_KNOWN = 1 << 16  # requests whose scopes, and chunks of prompts whose hashes are remembered
 _LEAST_GAIN = 1.03  # least expected speed with drafts, relative to the speed without
 _SHORT_PAUSE, _LONGEST_PAUSE = 8, 128  # steps
@@ -192,13 +193,15 @@ class DraftLength:
         self.awaits_texts = False
 
     def begin(self, costs: StepCosts, kept: float) -> None:
-        """Begin a rollout.
+        """Begin a rollout. The length of pauses goes on from the last rollout if some of the counts are kept.
 
         Args:
             costs: Time of a step.
             kept: Part of the counts of earlier rollouts that is kept.
         """
         self.costs = costs
+        if kept == 0:
+            self._pause = 0
         self._tried *= kept
         self._right *= kept
         self._waits, self._paused_at, self.awaits_texts = 0, 0, False
@@ -351,7 +354,7 @@ class NgramDrafter:
         self._n_finished = 0
         self._texts: _SlotTexts | None = None
         self._n_tokens = 0
-        self._is_prepared = False
+        self._is_prepared, self._n_preparations = False, 0
 
     def begin(self, costs: StepCosts) -> None:
         """Begin a rollout, and forget unfinished samples of the last one.
@@ -361,7 +364,8 @@ class NgramDrafter:
         """
         for known in (self._requests, self._chunks):
             known.clear()
-        self._texts, self._n_steps, self._is_prepared = None, 0, False
+        self._texts, self._n_steps = None, 0
+        self._is_prepared, self._n_preparations = False, 0
         if not self._remembers:
             self.table.clear()
             self.memory.clear()
@@ -377,20 +381,20 @@ class NgramDrafter:
         Args:
             n_running: Number of sequences in the batch.
         """
-        self._n_tokens = self.length.of(n_running, is_prepared=self._is_prepared)
+        is_prepared, self._is_prepared = self._is_prepared, False
+        self._n_tokens = self.length.of(n_running, is_prepared=is_prepared)
         if self._n_tokens == 0:
             self._n_steps = 0  # the first step after a pause enters all texts
-        else:
-            self._is_prepared = False
         return self._n_tokens > 0
 
     def prepare(self, sequences: list[Sequence]) -> None:
-        """Enter some of the texts that a try of drafts needs. Does nothing if no try is due.
+        """Enter some of the texts that a try of drafts needs. Does nothing unless `DraftLength.awaits_texts` is set.
 
         Args:
-            sequences: The sequences in the batch.
+            sequences: The sequences that decode in the launched step.
         """
         if not self.length.awaits_texts or not sequences:
+            self._n_preparations = 0
             return
         slots, slots_B = _slots_of(sequences)
         texts = self._slot_texts(slots)
@@ -399,7 +403,10 @@ class NgramDrafter:
         for row in new[:budget]:
             self._begin_text(sequences[row], slots)
         self._enter_pending(_PREPARED_TOKENS)
-        self._is_prepared = len(new) < budget and not self._pending
+        # New samples may arrive faster than their texts are entered, so the preparation ends after some steps.
+        self._n_preparations += 1
+        is_done = len(new) < budget and not self._pending
+        self._is_prepared = is_done or self._n_preparations >= _MOST_PREPARATIONS
 
     def finished(self, sequences: list[Sequence]) -> None:
         """Keep completions.
@@ -539,13 +546,17 @@ class NgramDrafter:
         self._loaded[scope] = self._n_entered
 
     def _known(self, request: GenerationRequest) -> _Known:
-        """Return a request with its scope."""
+        """Return the record of a request, which is made at the first call.
+
+        Records of requests with a `draft_scope` are not kept, because servers have many of them with long prompts.
+        """
+        if request.draft_scope is not None:
+            return _Known(request, request.draft_scope)
         found = self._requests.get(request.request_id)
         if found is None or found.request is not request:
             if len(self._requests) > _MOST_KNOWN:
                 self._requests.clear()
-            scope = hash(tuple(request.prompt)) if request.draft_scope is None else request.draft_scope
-            found = self._requests[request.request_id] = _Known(request, scope)
+            found = self._requests[request.request_id] = _Known(request, hash(tuple(request.prompt)))
         return found
 
     def _queue_prompt(self, scope: int, prompt: list[int]) -> None:

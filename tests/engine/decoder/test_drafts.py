@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from areno.engine.decoder.drafts import (
-    MAX_SEQUENCES,
-    DraftLength,
     NgramDrafter,
     SampleMemory,
     StepCosts,
@@ -21,7 +19,7 @@ from areno.engine.decoder.drafts import (
 )
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
-from areno.engine.decoder.verification import DRAFT_LENGTHS, accepted_rows
+from areno.engine.decoder.verification import accepted_rows
 from areno.kernels.sampling import CONTEXT, LEVELS, NgramTable, add_texts, draft_tokens
 from areno.kernels.sampling.drafts import KEPT
 from areno.kernels.sampling.reference import sample_key, uniform
@@ -323,39 +321,6 @@ def test_rows_are_accepted_up_to_the_first_wrong_draft_a_stop_token_or_the_limit
     assert right.tolist()[:2] == [[True, True, True], [True, False, False]]
 
 
-def lengths(share: float, n_rows: int, costs: StepCosts = COSTS, n_steps: int = 400) -> list[int]:
-    """How many tokens each step drafts, if a share of the drafted tokens is right."""
-    rng, decides, found = random.Random(0), DraftLength(costs), list[int]()
-    for _ in range(n_steps):
-        n = decides.of(n_rows, is_prepared=True)
-        found.append(n)
-        right = np.array([[rng.random() < share for _ in range(n)] for _ in range(n_rows)]).reshape(n_rows, n)
-        right = np.logical_and.accumulate(right, axis=1)
-        if n:
-            decides.count(np.array([n_rows, *right.sum(0)[:-1]]), right.sum(0))
-    return found
-
-
-def test_as_many_tokens_are_drafted_as_pay() -> None:
-    assert set(lengths(0.9, 8)[10:]) == {max(DRAFT_LENGTHS)}
-    assert lengths(0.05, 8)[50:].count(0) > 330
-    assert 0 < 400 - lengths(0.05, 256).count(0) < 12  # tried now and then
-    assert set(lengths(0.9, 200)[10:]) <= {1, 3}  # more rows than a step may have
-    assert lengths(0.9, MAX_SEQUENCES + 1) == [0] * 400
-    assert lengths(1.0, 0) == [0] * 400
-
-
-def test_drafts_are_tried_again_when_the_batch_has_shrunk_or_the_text_begins_to_repeat() -> None:
-    decides = DraftLength(COSTS)
-    decides.count(np.array([400.0, 0]), np.array([8.0, 0]))
-    assert not any(decides.of(200, is_prepared=True) for _ in range(200))
-    drafted: list[int] = []
-    for _ in range(2500):
-        drafted.append(decides.of(64, is_prepared=True))
-        decides.count(*[np.full(drafted[-1], 64.0)] * 2)
-    assert drafted[-1] == max(DRAFT_LENGTHS)
-
-
 def test_a_rollout_that_does_not_draft_only_notes_its_samples() -> None:
     batch = Batch()
     drafter = batch.drafter
@@ -378,6 +343,7 @@ def test_before_a_try_the_texts_are_entered_in_small_parts() -> None:
     drafter.length.count(np.array([40.0]), np.array([0.0]))  # too few to know well that drafts are wrong
     counts: list[tuple[int, int]] = []
     while not drafter.is_due(len(rows)):
+        assert len(counts) < 20
         assert drafter.length.awaits_texts
         before = len(drafter._finished), drafter._n_entered
         drafter.prepare(rows)
@@ -391,6 +357,28 @@ def test_before_a_try_the_texts_are_entered_in_small_parts() -> None:
     assert drafter._n_entered == n_entered + 16 * 4  # what the rows have sampled
     drafter.prepare(rows)  # no try is due
     assert drafter._n_entered == n_entered + 16 * 4
+
+
+def test_drafts_are_tried_although_new_samples_arrive_in_each_step() -> None:
+    batch = Batch()
+    drafter = batch.drafter
+    drafter.length.count(np.array([40.0]), np.array([0.0]))
+    n_steps = 0
+    while not drafter.is_due(200):
+        assert n_steps < 100
+        for number in range(16):
+            batch.n_joined = 0
+            batch.finish(sequence(COMPLETION, request_id=16 * n_steps + number))
+        batch.n_joined = 0
+        drafter.prepare([batch.join(sequence([], request_id=5000 + n_steps))])
+        n_steps += 1
+    assert n_steps == 64
+
+
+def test_requests_with_a_scope_are_not_kept() -> None:
+    batch = Batch()
+    batch.drafts([batch.join(sequence(COMPLETION, scope=3)), batch.join(sequence(COMPLETION, [9, 9]))])
+    assert len(batch.drafter._requests) == 1
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
