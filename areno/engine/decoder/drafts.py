@@ -176,13 +176,13 @@ class DraftLength:
     """Decides how many tokens each sequence of a step drafts, from measured shares of right tokens.
 
     If no number pays, drafts pause, at first for 8 steps and finally for 128, or until the batch has shrunk to half.
-    After a pause, one step tries drafts again, unless the shares are known well.
+    After a pause, one step tries drafts again, as soon as the table is prepared, unless the shares are known well.
 
     Args:
         costs: Time of a step.
 
     Attributes:
-        awaits_texts: Whether drafts would be tried if the table had the texts of the batch.
+        awaits_texts: Whether the last call of `of` returned 0 only because the table is not prepared for a try.
     """
 
     def __init__(self, costs: StepCosts):
@@ -213,7 +213,7 @@ class DraftLength:
 
         Args:
             n_running: Number of sequences in the batch.
-            is_prepared: Whether the table has the texts of the batch. Without them, drafts are not tried.
+            is_prepared: Whether drafts may be tried now, because the texts of the batch were entered in the table.
         """
         self.awaits_texts = False
         if not 0 < n_running <= MAX_SEQUENCES:
@@ -277,13 +277,13 @@ class _Text:
 
 
 @dataclass(slots=True)
-class _Known:
-    """A request of the rollout.
+class _RequestRecord:
+    """Notes about a request of the rollout.
 
     Attributes:
         request: The request.
-        scope: Its `draft_scope` if given, otherwise a hash of its prompt.
-        is_queued: Whether its prompt was queued for the table.
+        scope: The `draft_scope` of the request if given, otherwise a hash of the prompt.
+        is_queued: Whether the prompt was queued for the table.
     """
 
     request: GenerationRequest
@@ -314,8 +314,9 @@ class NgramDrafter:
 
     Before a step with drafts, the table gets the finished samples of all scopes, and the prompts of the running
     sequences. It also gets earlier samples in the scopes of the running sequences, if it may have replaced them. Each
-    16 such steps, it gets the new tokens of the running sequences. Before a try, which may be in vain, the host does
-    this work in small parts, while the device computes steps without drafts.
+    16 such steps, it gets the new tokens of the running sequences. If the gain is not known, one step tries drafts,
+    perhaps in vain. Before this step, the host enters finished samples and prompts in parts, while the device computes
+    steps without drafts.
 
     Args:
         device: Device of the table.
@@ -342,7 +343,7 @@ class NgramDrafter:
         self.table, self.memory = NgramTable.empty(table_bits, device), SampleMemory(memory_tokens, SCOPE_TOKENS)
         self.length = DraftLength(StepCosts(fixed=0, verification=0, most_rows=0))
         self._device, self._remembers = device, remembers
-        self._requests: dict[int, _Known] = {}  # by request id, so that prompts are hashed once
+        self._requests: dict[int, _RequestRecord] = {}  # by request id, so that prompts are hashed once
         # Scope -> number of tokens that had been entered in the table when the samples of the scope were.
         self._loaded: dict[int, int] = {}
         self._chunks = set[int]()  # hashes of prompts that were entered, each up to the end of a chunk
@@ -388,7 +389,9 @@ class NgramDrafter:
         return self._n_tokens > 0
 
     def prepare(self, sequences: list[Sequence]) -> None:
-        """Enter some of the texts that a try of drafts needs. Does nothing unless `DraftLength.awaits_texts` is set.
+        """Enter a part of the texts that must be in the table before drafts are tried.
+
+        Does nothing unless `DraftLength.awaits_texts` is set.
 
         Args:
             sequences: The sequences that decode in the launched step.
@@ -397,15 +400,12 @@ class NgramDrafter:
             self._n_preparations = 0
             return
         slots, slots_B = _slots_of(sequences)
-        texts = self._slot_texts(slots)
         budget = _PREPARED_SAMPLES - self._take_finished(_PREPARED_SAMPLES)
-        new = np.flatnonzero(texts.owner[slots_B] != slots.owner[slots_B]).tolist()
-        for row in new[:budget]:
-            self._begin_text(sequences[row], slots)
+        n_new = self._begin_texts(sequences, slots, slots_B, budget)
         self._enter_pending(_PREPARED_TOKENS)
         # New samples may arrive faster than their texts are entered, so the preparation ends after some steps.
         self._n_preparations += 1
-        is_done = len(new) < budget and not self._pending
+        is_done = n_new < budget and not self._pending
         self._is_prepared = is_done or self._n_preparations >= _MOST_PREPARATIONS
 
     def finished(self, sequences: list[Sequence]) -> None:
@@ -439,7 +439,7 @@ class NgramDrafter:
             request, tokens, n_known = self._finished.popleft()
             self._n_finished -= len(tokens)
             if len(tokens) > n_known:
-                scope, prompt_end = self._known(request).scope, request.prompt[-CONTEXT:]
+                scope, prompt_end = self._record(request).scope, request.prompt[-CONTEXT:]
                 self.memory.add(scope, prompt_end, tokens)
                 self._load(scope, but_newest=True)
                 before = [*prompt_end, *tokens[max(0, n_known - CONTEXT) : n_known].tolist()]
@@ -456,11 +456,10 @@ class NgramDrafter:
         slots, slots_B = _slots_of(sequences)
         texts = self._slot_texts(slots)
         self._take_finished()
-        for row in np.flatnonzero(texts.owner[slots_B] != slots.owner[slots_B]).tolist():
-            self._begin_text(sequences[row], slots)
-        self._read_last(sequences, slots, slots_B)
+        self._begin_texts(sequences, slots, slots_B)
+        self._read_last(texts, sequences, slots, slots_B)
         if is_turn := self._n_steps % _ENTERED_EVERY == 0:
-            self._queue_running(sequences, slots, slots_B)
+            self._queue_running(texts, sequences, slots, slots_B)
         self._n_steps += 1
         if is_turn or self._n_pending > _ENTERED_AT_ONCE:  # an entry has a fixed cost on the host
             self._enter_pending(_ENTERED_AT_ONCE)
@@ -496,27 +495,41 @@ class NgramDrafter:
         self.length.count(np.concatenate(([n_tried], n_right_J[:-1])), n_right_J)
 
     def _slot_texts(self, slots: SlotTable) -> _SlotTexts:
-        """Return the last tokens of all slots. No entry is valid at first."""
+        """Return the last tokens of the sequences in all slots. The first call in a rollout makes empty entries."""
         if self._texts is None:
             self._texts = _SlotTexts(len(slots.owner))
         return self._texts
 
-    def _begin_text(self, sequence: Sequence, slots: SlotTable) -> None:
-        """Set the scope of a sequence that is new in the batch, and queue the texts of the scope for the table."""
-        texts, slot = self._texts, sequence.slot
-        assert texts is not None
-        known = self._known(sequence.request)
-        self._load(known.scope)
-        if not known.is_queued:
-            self._queue_prompt(known.scope, sequence.request.prompt)
-            known.is_queued = True
-        texts.scope[slot] = known.scope
-        texts.owner[slot], texts.n_new[slot], texts.n_entered[slot] = slots.owner[slot], -1, sequence.n_prompt
+    def _begin_texts(
+        self, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray, most: int | None = None
+    ) -> int:
+        """Set the scopes of the sequences that are new in the batch, and queue the texts of these scopes for the table.
 
-    def _read_last(self, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray) -> None:
-        """Read the last tokens of the sequences that got tokens in steps without TableDrafts."""
-        texts = self._texts
-        assert texts is not None
+        Args:
+            sequences: The sequences.
+            slots: The slot table.
+            slots_B: int64, slot of each sequence.
+            most: Largest number of new sequences. None for all.
+
+        Returns:
+            The number of new sequences, also of those beyond `most`.
+        """
+        texts = self._slot_texts(slots)
+        new = np.flatnonzero(texts.owner[slots_B] != slots.owner[slots_B]).tolist()
+        for row in new[:most]:
+            request, slot = sequences[row].request, sequences[row].slot
+            record = self._record(request)
+            self._load(record.scope)
+            if not record.is_queued:
+                self._queue_prompt(record.scope, request.prompt)
+                record.is_queued = True
+            texts.owner[slot], texts.scope[slot] = slots.owner[slot], record.scope
+            texts.n_new[slot], texts.n_entered[slot] = -1, sequences[row].n_prompt
+        return len(new)
+
+    @staticmethod
+    def _read_last(texts: _SlotTexts, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray) -> None:
+        """Read the last tokens of new sequences, and of sequences that got tokens in steps without TableDrafts."""
         n_staged_B, is_old_B = slots.n_staged[slots_B], texts.n_new[slots_B] != slots.n_new[slots_B]
         many = np.flatnonzero(is_old_B & (n_staged_B >= CONTEXT))
         columns = n_staged_B[many, None] + np.arange(-CONTEXT, 0)
@@ -545,18 +558,19 @@ class NgramDrafter:
             self._loaded.clear()
         self._loaded[scope] = self._n_entered
 
-    def _known(self, request: GenerationRequest) -> _Known:
-        """Return the record of a request, which is made at the first call.
+    def _record(self, request: GenerationRequest) -> _RequestRecord:
+        """Return the record of a request. The first call for a request makes the record.
 
-        Records of requests with a `draft_scope` are not kept, because servers have many of them with long prompts.
+        Requests with a `draft_scope` get a new record in each call, and no record is kept, because a server has many
+        such requests with long prompts.
         """
         if request.draft_scope is not None:
-            return _Known(request, request.draft_scope)
+            return _RequestRecord(request, request.draft_scope)
         found = self._requests.get(request.request_id)
         if found is None or found.request is not request:
             if len(self._requests) > _MOST_KNOWN:
                 self._requests.clear()
-            found = self._requests[request.request_id] = _Known(request, hash(tuple(request.prompt)))
+            found = self._requests[request.request_id] = _RequestRecord(request, hash(tuple(request.prompt)))
         return found
 
     def _queue_prompt(self, scope: int, prompt: list[int]) -> None:
@@ -576,10 +590,10 @@ class NgramDrafter:
         if n_known < len(prompt):
             self._queue(_Text(scope, prompt[max(0, n_known - CONTEXT) : n_known], prompt[n_known:]))
 
-    def _queue_running(self, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray) -> None:
+    def _queue_running(
+        self, texts: _SlotTexts, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray
+    ) -> None:
         """Queue the tokens of running sequences that the table does not have."""
-        texts = self._texts
-        assert texts is not None
         starts_B = texts.n_entered[slots_B]
         n_tokens_B = slots.n_prompt[slots_B] + slots.n_new[slots_B]
         for row in np.flatnonzero(starts_B < n_tokens_B).tolist():
@@ -595,7 +609,7 @@ class NgramDrafter:
             self._n_pending -= len(self._pending.popleft().new)
 
     def _enter_pending(self, budget: int) -> None:
-        """Enter texts in the table, at most `budget` tokens and the rest of a text."""
+        """Enter the oldest queued texts in the table, as whole texts, until `budget` tokens are reached or exceeded."""
         chosen = list[_Text]()
         while self._pending and budget > 0:
             chosen.append(self._pending.popleft())

@@ -189,12 +189,13 @@ class Sequence:
             self.versions += versions.tolist()
 
     def tokens_from(self, start: int) -> np.ndarray:
-        """Return the tokens of prompt and completion from index `start` on, (n,) int64.
+        """Return the tokens of prompt and completion from index `start` on, (n,) int64, for a sequence in the batch.
 
-        Leaves arrived tokens where they are, unlike `settle`, because lists of many tokens take time.
+        Unlike `settle`, this does not move arrived tokens from the slot table to the lists of the sequence, because
+        lists of many tokens take time.
 
         Args:
-            start: Index of the first token.
+            start: Index of the first token, at least 0.
         """
         assert self.table is not None
         n_settled = len(self.tokens)

@@ -92,10 +92,10 @@ class Drafter(Protocol):
         ...
 
     def prepare(self, sequences: list[Sequence]) -> None:
-        """Do some work for later drafts, while the device computes a step.
+        """Prepare later drafts, while the device computes the step that was just launched.
 
         Args:
-            sequences: The sequences that decode in that step.
+            sequences: The sequences that decode in the launched step.
         """
         ...
 

@@ -155,11 +155,11 @@ def draft_tokens(
 ) -> Tensor:
     """Draft the next tokens of each row, for speculative decoding.
 
-    For each token, the table is asked for the suffixes of the row in the order of LEVELS, and the first one with an
-    entry counts. The entry lists tokens that followed this suffix before. The draft is drawn from them by inverse CDF,
-    in the order of token ids, with the random number that `sample_slots` uses at this position. If the listed tokens
-    resemble the policy's distribution, draft and sampled token mostly agree, also where the policy is undecided. A
-    greedy row gets the most frequent of the listed tokens.
+    Each token is drafted from the entry of one suffix of the row: the first suffix in the order of LEVELS that has an
+    entry in the table. The entry lists tokens that followed this suffix before. One of the listed tokens is drawn by
+    inverse CDF, in the order of token ids, with the random number that `sample_slots` uses at this position. If the
+    listed tokens resemble the policy's distribution, the drafted and the sampled token mostly agree, also where the
+    policy is undecided. A greedy row gets the most frequent of the listed tokens.
 
     Args:
         table: the table.

@@ -375,6 +375,27 @@ def test_drafts_are_tried_although_new_samples_arrive_in_each_step() -> None:
     assert n_steps == 64
 
 
+@pytest.mark.parametrize("is_settled", [False, True])
+@pytest.mark.parametrize("n_staged", [0, 3, 11, 12, 13])
+@pytest.mark.parametrize("n_prompt", [1, 4, 20])
+def test_contexts_are_the_last_tokens_wherever_these_are_kept(n_prompt: int, n_staged: int, is_settled: bool) -> None:
+    batch = Batch()
+    batch.drafts([batch.join(sequence(list(range(500, 530))))])  # the slot had another text before
+    batch.n_joined = 0
+    row = batch.join(sequence(COMPLETION[:2], list(range(60, 60 + n_prompt))))
+    slots = np.array([row.slot])
+    expected = [*range(60, 60 + n_prompt), *COMPLETION[:2], *range(100, 100 + n_staged)]
+    for token in range(100, 100 + n_staged):
+        batch.table.stage(slots, np.array([token]), np.array([-1.0]), 0)
+    assert row.tokens_from(1).tolist() == expected[1:]
+    if is_settled:
+        row.settle()
+    batch.drafter._n_tokens = 1
+    found = batch.drafter.propose([row]).contexts_BW[0].tolist()
+    assert found == ([-1] * 12 + expected)[-12:]
+    assert row.tokens_from(len(expected) - 1).tolist() == expected[-1:]
+
+
 def test_requests_with_a_scope_are_not_kept() -> None:
     batch = Batch()
     batch.drafts([batch.join(sequence(COMPLETION, scope=3)), batch.join(sequence(COMPLETION, [9, 9]))])
