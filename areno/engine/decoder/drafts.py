@@ -36,7 +36,7 @@ _ENTERED_AT_ONCE = 1 << 14  # tokens that are entered before a step
 _ENTERED_EVERY = 16  # steps with drafts, after which the new tokens of the sequences are entered
 # Samples that are read, and tokens that are entered, during a step before a try.
 _PREPARED_SAMPLES, _PREPARED_TOKENS = 16, 1 << 12
-_MOST_PREPARATIONS = 64  # steps, after which drafts are tried in any case
+_MOST_PREPARATIONS = 64  # steps since the last step with drafts, after which drafts are tried in any case
 _MOST_KNOWN = 1 << 16  # requests whose scopes, and chunks of prompts whose hashes are remembered
 _LEAST_GAIN = 1.03  # least expected speed with drafts, relative to the speed without
 _SHORT_PAUSE, _LONGEST_PAUSE = 8, 128  # steps
@@ -315,8 +315,8 @@ class NgramDrafter:
     Before a step with drafts, the table gets the finished samples of all scopes, and the prompts of the running
     sequences. It also gets earlier samples in the scopes of the running sequences, if it may have replaced them. Each
     16 such steps, it gets the new tokens of the running sequences. If the gain is not known, one step tries drafts,
-    perhaps in vain. Before this step, the host enters finished samples and prompts in parts, while the device computes
-    steps without drafts.
+    perhaps in vain. Before this step, the host enters finished samples and prompts in parts, while a GPU computes steps
+    without drafts.
 
     Args:
         device: Device of the table.
@@ -325,6 +325,8 @@ class NgramDrafter:
             change, can affect the last bits of its results.
         table_bits: Logarithm of the number of entries of the table to base 2.
         memory_tokens: Size of the memory of finished samples in tokens.
+        prepares: Whether a try waits until its texts were entered in parts. None for only on a GPU, because a CPU does
+            not compute a step while it enters texts.
 
     Attributes:
         table: The table.
@@ -339,10 +341,12 @@ class NgramDrafter:
         remembers: bool = True,
         table_bits: int = TABLE_BITS,
         memory_tokens: int = MEMORY_TOKENS,
+        prepares: bool | None = None,
     ):
         self.table, self.memory = NgramTable.empty(table_bits, device), SampleMemory(memory_tokens, SCOPE_TOKENS)
         self.length = DraftLength(StepCosts(fixed=0, verification=0, most_rows=0))
         self._device, self._remembers = device, remembers
+        self._prepares = device.type != "cpu" if prepares is None else prepares
         self._requests: dict[int, _RequestRecord] = {}  # by request id, so that prompts are hashed once
         # Scope -> number of tokens that had been entered in the table when the samples of the scope were.
         self._loaded: dict[int, int] = {}
@@ -366,8 +370,9 @@ class NgramDrafter:
         for known in (self._requests, self._chunks):
             known.clear()
         self._texts, self._n_steps = None, 0
-        self._is_prepared, self._n_preparations = False, 0
+        self._is_prepared = False
         if not self._remembers:
+            self._n_preparations = 0
             self.table.clear()
             self.memory.clear()
             self._loaded.clear()
@@ -382,10 +387,12 @@ class NgramDrafter:
         Args:
             n_running: Number of sequences in the batch.
         """
-        is_prepared, self._is_prepared = self._is_prepared, False
+        is_prepared, self._is_prepared = self._is_prepared or not self._prepares, False
         self._n_tokens = self.length.of(n_running, is_prepared=is_prepared)
         if self._n_tokens == 0:
             self._n_steps = 0  # the first step after a pause enters all texts
+        else:
+            self._n_preparations = 0
         return self._n_tokens > 0
 
     def prepare(self, sequences: list[Sequence]) -> None:
@@ -397,13 +404,13 @@ class NgramDrafter:
             sequences: The sequences that decode in the launched step.
         """
         if not self.length.awaits_texts or not sequences:
-            self._n_preparations = 0
             return
         slots, slots_B = _slots_of(sequences)
         budget = _PREPARED_SAMPLES - self._take_finished(_PREPARED_SAMPLES)
         n_new = self._begin_texts(sequences, slots, slots_B, budget)
         self._enter_pending(_PREPARED_TOKENS)
-        # New samples may arrive faster than their texts are entered, so the preparation ends after some steps.
+        # New samples may arrive faster than their texts are entered, and rollouts may be short, so the number of steps
+        # is limited over all rollouts.
         self._n_preparations += 1
         is_done = n_new < budget and not self._pending
         self._is_prepared = is_done or self._n_preparations >= _MOST_PREPARATIONS

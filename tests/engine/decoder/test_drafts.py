@@ -333,7 +333,7 @@ def test_a_rollout_that_does_not_draft_only_notes_its_samples() -> None:
 
 
 def test_before_a_try_the_texts_are_entered_in_small_parts() -> None:
-    batch = Batch()
+    batch = Batch(prepares=True)
     drafter = batch.drafter
     for number in range(40):
         batch.n_joined = 0
@@ -359,8 +359,9 @@ def test_before_a_try_the_texts_are_entered_in_small_parts() -> None:
     assert drafter._n_entered == n_entered + 16 * 4
 
 
-def test_drafts_are_tried_although_new_samples_arrive_in_each_step() -> None:
-    batch = Batch()
+@pytest.mark.parametrize("steps_of_rollout", [3, 1000])
+def test_drafts_are_tried_although_new_samples_arrive_in_each_step(steps_of_rollout: int) -> None:
+    batch = Batch(prepares=True)
     drafter = batch.drafter
     drafter.length.count(np.array([40.0]), np.array([0.0]))
     n_steps = 0
@@ -372,7 +373,17 @@ def test_drafts_are_tried_although_new_samples_arrive_in_each_step() -> None:
         batch.n_joined = 0
         drafter.prepare([batch.join(sequence([], request_id=5000 + n_steps))])
         n_steps += 1
+        if n_steps % steps_of_rollout == 0:
+            drafter.begin(COSTS)
+            drafter.length.count(np.array([20.0]), np.array([0.0]))
+            drafter.is_due(200)
     assert n_steps == 64
+
+
+def test_a_cpu_tries_drafts_without_preparation() -> None:
+    drafter = Batch().drafter
+    drafter.length.count(np.array([40.0]), np.array([0.0]))
+    assert drafter.is_due(16)
 
 
 @pytest.mark.parametrize("is_settled", [False, True])
