@@ -56,21 +56,20 @@ class RMSNorm(nn.Module):
 
     # Methods for fused layers, outside autograd and with Triton.
 
-    def add_and_norm(self, x_ND: Tensor, delta: Tensor | None, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x_ND: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add delta to x, and normalise the sum.
 
         Args:
             x_ND: the residual stream.
             delta: the output of attention or MLP, which is added to x: (N, D), or summands (parts, N, D). None means
                 that x itself is normalised.
-            pdl: whether the kernel may begin before the previous one has ended (`kernels/jit.py`).
 
         Returns:
             The sum in the dtype of x, and the norm of the sum in the dtype of the weight.
         """
         from areno.kernels.elementwise.triton_norm import add_rms_norm
 
-        return add_rms_norm(x_ND, delta, self.weight, self.eps, self.plus_one, pdl)
+        return add_rms_norm(x_ND, delta, self.weight, self.eps, self.plus_one)
 
     def add_parts_and_norm(self, x_ND: Tensor, part_ND: Tensor, memory: SymmetricMemory) -> tuple[Tensor, Tensor]:
         """Sum `part_ND` over the tensor-parallel ranks, add the sum to x, and normalise the result.

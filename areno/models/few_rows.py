@@ -81,7 +81,7 @@ def few_rows_layers(
     stream_ND, delta_SND = x_ND.float(), None
     for layer, of_layer in zip(layers, angles, strict=True):
         stream_ND, delta_SND = _run(layer, stream_ND, delta_SND, of_layer, attend)
-    return final_norm.add_and_norm(stream_ND, delta_SND, pdl=True)[1]
+    return final_norm.add_and_norm(stream_ND, delta_SND)[1]
 
 
 def _run(
@@ -97,10 +97,10 @@ def _run(
     assert isinstance(mlp, GatedMLP)
     assert isinstance(layer.input_norm, RMSNorm)
     assert isinstance(layer.pre_mlp_norm, RMSNorm)
-    stream_ND, normed_ND = layer.input_norm.add_and_norm(stream_ND, delta_SND, pdl=True)
+    stream_ND, normed_ND = layer.input_norm.add_and_norm(stream_ND, delta_SND)
     qkv_NX = product(normed_ND, attention.qkv.weight, attention.qkv.bias)
-    heads = to_heads(attention, qkv_NX, angles, decodes=True, pdl=True)
+    heads = to_heads(attention, qkv_NX, angles)
     out_NHC = attend(attention.index, *heads, attention.window)
     out_SND = partial_products(out_NHC.flatten(-2), attention.out.weight)
-    stream_ND, normed_ND = layer.pre_mlp_norm.add_and_norm(stream_ND, out_SND, pdl=True)
+    stream_ND, normed_ND = layer.pre_mlp_norm.add_and_norm(stream_ND, out_SND)
     return stream_ND, partial_products(gated_product(normed_ND, mlp.gate_up.weight, mlp.gelu), mlp.down.weight)

@@ -119,7 +119,7 @@ def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend
     """Compute attention outside autograd, with the arguments and results of `mix_tokens`."""
     both_NX = attention.qkv(x_ND, split)
     qkv_NX, gate_NQ = attention.split_gate(both_NX)
-    heads = to_heads(attention, qkv_NX, angles, decodes=not isinstance(attend, PackedAttend))
+    heads = to_heads(attention, qkv_NX, angles)
     if isinstance(attend, PackedAttend):
         out_NHC, saved = attend.forward(attention.index, *heads, attention.window)
     else:  # decoding has no backward pass
@@ -168,25 +168,19 @@ def _attended_backward(
     return attention.join_gate_gradient(attention.norm_all_heads_backward(grad_qkv_NX, qkv_NX), grad_gate_NQ)
 
 
-def to_heads(
-    attention: Attention, qkv_NX: Tensor, angles: Angles, decodes: bool = False, pdl: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def to_heads(attention: Attention, qkv_NX: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
     """Return normalised and rotated queries and keys, and values: each (N tokens, heads, C head dimension).
 
     Args:
         attention: the attention whose norms and sizes are used.
         qkv_NX: the output of the qkv projection, (N, (H + 2 K) C).
         angles: (cosines, sines) of the rotary embedding, each (N, 1, C / 2) float32.
-        decodes: whether a decode kernel reads the result next. Such a kernel can begin early.
-        pdl: whether the kernel may begin before the previous one has ended (`kernels/jit.py`).
     """
     q_size, kv_size, _ = attention.sizes
     dim = attention.head_dim
     q_weight, k_weight, eps, plus_one = _head_norms(attention)
     sizes = q_size // dim, kv_size // dim, dim
-    return qk_norm_rope(
-        attention.norm_all_heads(qkv_NX), *angles, q_weight, k_weight, eps, *sizes, plus_one, decodes, pdl
-    )
+    return qk_norm_rope(attention.norm_all_heads(qkv_NX), *angles, q_weight, k_weight, eps, *sizes, plus_one)
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:

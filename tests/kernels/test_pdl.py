@@ -83,8 +83,8 @@ def _touched_before_waiting(ttir: str, pointers: list[str]) -> set[str]:
 
 
 @pytest.mark.slow
-def test_layers_of_few_rows_wait_before_they_touch_anything_but_weights() -> None:
-    from areno.kernels.elementwise import triton_heads, triton_norm
+def test_small_kernels_and_products_of_few_rows_wait_before_they_touch_anything() -> None:
+    from areno.kernels.elementwise import triton_heads, triton_norm, triton_swiglu
     from areno.kernels.matmul import triton_few_rows
 
     halves = dict.fromkeys(["weight_ptr", "normed_ptr"], "bf16")
@@ -94,8 +94,8 @@ def test_layers_of_few_rows_wait_before_they_touch_anything_but_weights() -> Non
         ("size",),
         {"eps": 1e-6, "PARTS": 2, "BLOCK": 32, "PLUS_ONE": False, "PDL": True},
     )
-    assert before == {"weight_ptr"}
-    assert re.fullmatch(r"let read wait( read){3}( write)+", order)
+    assert not before
+    assert re.fullmatch(r"let wait( read){4}( write)+", order)
     before, order = _compiled(
         triton_few_rows._few_rows_kernel,
         dict.fromkeys(["x_ptr", "weight_ptr", "bias_ptr", "out_ptr"], "bf16"),
@@ -109,7 +109,15 @@ def test_layers_of_few_rows_wait_before_they_touch_anything_but_weights() -> Non
         {**dict.fromkeys(["qkv_ptr", "q_ptr", "k_ptr"], "bf16"), "cos_ptr": "fp32", "sin_ptr": "fp32"},
         ("qkv_stride",),
         {"q_weight_ptr": None, "k_weight_ptr": None, "eps": 1e-6, "HEADS": 2, "KV_HEADS": 1, "HALF": 8}
-        | {"HEADS_BLOCK": 4, "HALF_BLOCK": 8, "PLUS_ONE": False, "NEXT_USES_PDL": True, "PDL": True},
+        | {"HEADS_BLOCK": 4, "HALF_BLOCK": 8, "PLUS_ONE": False, "PDL": True},
+    )
+    assert not before
+    assert re.fullmatch(r"let wait( read)+( write)+", order)
+    before, order = _compiled(
+        triton_swiglu._swiglu_kernel,
+        dict.fromkeys(["gate_up_ptr", "out_ptr"], "bf16"),
+        ("inner",),
+        {"BLOCK": 64, "GELU": False, "PDL": True},
     )
     assert not before
     assert re.fullmatch(r"let wait( read)+( write)+", order)
@@ -117,27 +125,7 @@ def test_layers_of_few_rows_wait_before_they_touch_anything_but_weights() -> Non
 
 @pytest.mark.slow
 def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
-    from areno.kernels.elementwise import triton_heads
     from areno.kernels.paged import triton as paged
-
-    _, heads = _compiled(
-        triton_heads._qk_norm_rope_kernel,
-        {**dict.fromkeys(["qkv_ptr", "q_ptr", "k_ptr"], "bf16"), "cos_ptr": "fp32", "sin_ptr": "fp32"},
-        ("qkv_stride",),
-        {
-            "q_weight_ptr": None,
-            "k_weight_ptr": None,
-            "eps": 0.0,
-            "HEADS": 2,
-            "KV_HEADS": 1,
-            "HALF": 8,
-            "HEADS_BLOCK": 4,
-            "HALF_BLOCK": 8,
-            "PLUS_ONE": False,
-            "NEXT_USES_PDL": True,
-        },
-    )
-    assert re.fullmatch(r"let( read)+( write)+", heads)  # the first of the chain
 
     ints = {"lengths_ptr": "i64", "shared_ptr": "i64", "split_lens_ptr": "i64"}
     partial = {"partial_ptr": "fp32", "log_sum_ptr": "fp32"}
@@ -300,7 +288,7 @@ def test_attention_that_begins_early_gives_the_same_bits(span: int) -> None:
         hidden_BD = x_BD
         for (pages, _), qkv_XD, out_DQ in zip(cases, qkv, out, strict=True):
             given = hidden_BD @ qkv_XD.T, cos, sin, weight_C, weight_C, 1e-6, heads, kv_heads, dim
-            attended = decode_attention(*qk_norm_rope(*given, next_uses_pdl=True), pages, batch)
+            attended = decode_attention(*qk_norm_rope(*given), pages, batch)
             hidden_BD = attended.flatten(1) @ out_DQ.T
         return hidden_BD
 

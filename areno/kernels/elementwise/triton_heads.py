@@ -30,8 +30,6 @@ def qk_norm_rope(
     n_kv_heads: int,
     head_dim: int,
     plus_one: bool = False,
-    next_uses_pdl: bool = False,
-    pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Apply RMS norm (if any) and rotary embedding to each query and key head.
 
@@ -46,9 +44,6 @@ def qk_norm_rope(
         n_kv_heads: number of key heads, K.
         head_dim: head dimension, C.
         plus_one: whether a norm multiplies by 1 + weight instead of weight.
-        next_uses_pdl: whether the next kernel may be launched with `jit.pdl_options`, to begin early.
-        pdl: whether this kernel may begin before the previous one has ended. The weights and `cos_N1F` and `sin_N1F`
-            must then be complete before the chain of such kernels begins.
 
     Returns:
         q (N, H, C) and k (N, K, C), normalised and rotated, and v (N, K, C), a view of `qkv_NX`.
@@ -74,9 +69,8 @@ def qk_norm_rope(
             HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
             PLUS_ONE=plus_one,
-            NEXT_USES_PDL=next_uses_pdl and jit.supports_pdl(qkv_NX.device),
             num_warps=4,
-            **(jit.pdl_options(qkv_NX.device) if pdl else {}),
+            **jit.pdl_options(qkv_NX.device),
         )
     return q_NHC, k_NKC, v_NKC
 
@@ -166,10 +160,9 @@ def _qk_norm_rope_kernel(
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
-    NEXT_USES_PDL: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    if NEXT_USES_PDL:
+    if PDL:
         jit.launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_BLOCK)[:, None]

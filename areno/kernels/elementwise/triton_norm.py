@@ -22,7 +22,7 @@ NORM_TILE, NORM_PROGRAMS, NORM_WARPS = 8192, 2, 4
 
 
 def add_rms_norm(
-    x_ND: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float, plus_one: bool = False, pdl: bool = False
+    x_ND: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Add a layer's output to the residual stream, and return the stream and its RMS norm.
 
@@ -33,8 +33,6 @@ def add_rms_norm(
         weight_D: weight of the norm.
         eps: epsilon of the norm.
         plus_one: whether the norm multiplies by 1 + weight instead of weight.
-        pdl: whether the kernel may begin before the previous one has ended, and the next one before this one has
-            (`kernels/jit.py`). `weight_D` must then be complete before the chain of such kernels begins.
 
     Returns:
         The new residual stream (N, D) in the dtype of x, and the norm of its rounded values (N, D) in the dtype of the
@@ -61,7 +59,7 @@ def add_rms_norm(
             BLOCK=block,
             PLUS_ONE=plus_one,
             num_warps=min(16, max(1, block // 256)),
-            **(jit.pdl_options(x_ND.device) if pdl else {}),
+            **jit.pdl_options(x_ND.device),
         )
     return sum_ND, normed_ND
 
@@ -164,9 +162,9 @@ def _add_norm_kernel(
     n_rows = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         jit.wait_for_previous()
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
     if delta_ptr is not None:
         for part in tl.static_range(PARTS):

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels import jit
 from areno.kernels.jit import kernel
 
 
@@ -27,7 +28,10 @@ def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
     n, inner = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
     out_NI = gate_up_N2I.new_empty((n, inner))
     if n:
-        _swiglu_kernel[(n, triton.cdiv(inner, 1024))](gate_up_N2I.contiguous(), out_NI, inner, BLOCK=1024, GELU=gelu)
+        options = jit.pdl_options(out_NI.device)
+        _swiglu_kernel[(n, triton.cdiv(inner, 1024))](
+            gate_up_N2I.contiguous(), out_NI, inner, BLOCK=1024, GELU=gelu, **options
+        )
     return out_NI
 
 
@@ -70,11 +74,17 @@ def activated(gate, up, out_ptr, GELU: tl.constexpr):
 
 
 @kernel
-def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _swiglu_kernel(
+    gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr = False
+):
+    if PDL:
+        jit.launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     place = gate_up_ptr + row * (2 * inner) + column
+    if PDL:
+        jit.wait_for_previous()
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + inner, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * inner + column, activated(gate, up, out_ptr, GELU), mask=inside)
