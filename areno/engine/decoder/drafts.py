@@ -42,6 +42,7 @@ _LEAST_GAIN = 1.03  # least expected speed with drafts, relative to the speed wi
 _SHORT_PAUSE, _LONGEST_PAUSE = 8, 128  # steps
 _KEPT = 0.75  # part of the counts of right and wrong tokens that is kept in a pause
 _KNOWN = 48  # first drafted tokens that were tried; with fewer, a pause ends with a try
+_EVEN_STEPS = 8  # steps of a sequence that are assumed to have been like those of the others, because counts are noisy
 _MOST_TRIED = 1024  # the counts are halved beyond, to follow a policy that changes
 
 
@@ -175,6 +176,9 @@ def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -
 class DraftLength:
     """Decides how many tokens each sequence of a step drafts, from measured shares of right tokens.
 
+    All sequences draft equally many. The number with the shortest expected time of a new token is taken, on average
+    over the sequences. So a few sequences whose drafts are right do not slow down many whose drafts are wrong.
+
     If no number pays, drafts pause, at first for 8 steps and finally for 128, or until the batch has shrunk to half.
     After a pause, one step tries drafts again, as soon as the table is prepared, unless the shares are known well.
 
@@ -189,6 +193,7 @@ class DraftLength:
         self.costs = costs
         # For each place in a draft: how often the tokens before it were right, and how often it was right as well.
         self._tried, self._right = np.zeros(_MOST), np.zeros(_MOST)
+        self._ease_B = np.ones(1)
         self._pause = self._waits = self._paused_at = 0
         self.awaits_texts = False
 
@@ -204,6 +209,7 @@ class DraftLength:
             self._pause = 0
         self._tried *= kept
         self._right *= kept
+        self._ease_B = np.ones(1)
         self._waits, self._paused_at, self.awaits_texts = 0, 0, False
 
     def of(self, n_running: int, *, is_prepared: bool) -> int:
@@ -246,20 +252,23 @@ class DraftLength:
         # Places with few tries are taken to be like the average place.
         average = (self._right.sum() + 2) / (self._tried.sum() + 4)
         right_J = (self._right + 4 * average) / (self._tried + 4)
-        expected_J = 1 + np.cumsum(np.cumprod(right_J))
-        best, found = n_rows / self.costs.plain_time(n_rows) * _LEAST_GAIN, 0
+        gained_J = np.cumsum(np.cumprod(right_J))
+        best, found = self.costs.plain_time(n_rows) / _LEAST_GAIN, 0
         for length in self.costs.lengths(n_rows):
-            rate = n_rows * expected_J[length - 1] / self.costs.time(n_rows, length)
-            best, found = max((best, found), (rate, length))
+            steps_per_token = float((1 / (1 + gained_J[length - 1] * self._ease_B)).mean())
+            best, found = min((best, found), (steps_per_token * self.costs.time(n_rows, length), length))
         return found
 
-    def count(self, tried_J: np.ndarray, right_J: np.ndarray) -> None:
+    def count(self, tried_J: np.ndarray, right_J: np.ndarray, ease_B: np.ndarray) -> None:
         """Update the shares of right tokens with the result of a step with drafts.
 
         Args:
             tried_J: For each place in a draft, number of sequences whose drafted tokens before it were all right.
             right_J: Number of those sequences whose token there was right, too.
+            ease_B: For each sequence of the step, the number of right tokens that it gets from a step, divided by the
+                average of all sequences.
         """
+        self._ease_B = ease_B
         self._tried[: len(tried_J)] += tried_J
         self._right[: len(right_J)] += right_J
         if self._tried[0] > _MOST_TRIED:
@@ -302,11 +311,26 @@ class _SlotTexts:
         n_new: Number of completion tokens when the entry was written.
         n_entered: Number of tokens, with the prompt, that were entered in the table of n-grams.
         scope: Scope of the sequence.
+        n_steps: Number of steps in which the sequence drafted.
+        n_right: Number of its drafted tokens that were right.
     """
 
     def __init__(self, n_slots: int):
         self.last = np.empty((n_slots, CONTEXT), dtype=np.int64)
         self.owner, self.n_new, self.n_entered, self.scope = np.zeros((4, n_slots), dtype=np.int64)
+        self.n_steps, self.n_right = np.zeros((2, n_slots), dtype=np.int64)
+
+    def ease(self, slots_B: np.ndarray) -> np.ndarray:
+        """Return `ease_B` of `DraftLength.count`. It is near 1 for sequences that drafted in few steps.
+
+        Args:
+            slots_B: int64, slot of each sequence.
+        """
+        n_steps_B, n_right_B = self.n_steps[slots_B], self.n_right[slots_B]
+        average = n_right_B.sum() / max(1, n_steps_B.sum())
+        if average == 0:
+            return np.ones(len(slots_B))
+        return (n_right_B / average + _EVEN_STEPS) / (n_steps_B + _EVEN_STEPS)
 
 
 class NgramDrafter:
@@ -499,7 +523,9 @@ class NgramDrafter:
         n_right_J = right_BJ.sum(0)
         # A draft of a sequence at its limit counts as wrong. Few sequences are.
         n_tried = np.count_nonzero(n_new_B)
-        self.length.count(np.concatenate(([n_tried], n_right_J[:-1])), n_right_J)
+        texts.n_steps[slots_B] += n_new_B > 0
+        texts.n_right[slots_B] += right_BJ.sum(1)
+        self.length.count(np.concatenate(([n_tried], n_right_J[:-1])), n_right_J, texts.ease(slots_B))
 
     def _slot_texts(self, slots: SlotTable) -> _SlotTexts:
         """Return the last tokens of the sequences in all slots. The first call in a rollout makes empty entries."""
@@ -532,6 +558,7 @@ class NgramDrafter:
                 record.is_queued = True
             texts.owner[slot], texts.scope[slot] = slots.owner[slot], record.scope
             texts.n_new[slot], texts.n_entered[slot] = -1, sequences[row].n_prompt
+            texts.n_steps[slot] = texts.n_right[slot] = 0
         return len(new)
 
     @staticmethod

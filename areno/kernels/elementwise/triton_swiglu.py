@@ -74,9 +74,7 @@ def activated(gate, up, out_ptr, GELU: tl.constexpr):
 
 
 @kernel
-def _swiglu_kernel(
-    gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr = False
-):
+def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr = False):
     if PDL:
         jit.launch_dependents()
     row = tl.program_id(0).to(tl.int64)
