@@ -23,10 +23,11 @@ from areno.agents.trajectories import AgentContext, AgentItem, PlainTurn
 from areno.config.rollout import VERIFIERS, AgentConfig
 from areno.errors import EngineError
 from areno.files.user_code import resolve_spec
-from areno.user_processes.pool import Failure, WorkerPool
+from areno.user_processes.pool import Failure, WorkerPool, default_workers
 from areno.user_processes.worker import Worker
 
 _KEY = "agent.fn"
+_MOST_WORKERS = 16  # chosen by default; each process imports the user's code and a client
 # The largest number of items that a process gets at once: at first, then after one and after two lost processes.
 _GROUPS = (math.inf, 8, 1)
 
@@ -77,15 +78,16 @@ class AgentPool(WorkerPool[AgentConfig]):
 
     Args:
         config: The section `agent` of the settings.
+        n_devices: The number of device workers. Each needs a CPU core, so the default number of processes is lower.
     """
 
     section, module = "agent", "areno.agents.process"
     ended_text, late_text = "its process ended ({})", "its process did not answer within {:g} s (agent.timeout_s)"
     import_text = "importing: {}"
 
-    def __init__(self, config: AgentConfig):
+    def __init__(self, config: AgentConfig, n_devices: int = 0):
         assert config.fn is not None
-        super().__init__(config, config.fn)
+        super().__init__(config, config.fn, config.workers or min(_MOST_WORKERS, default_workers(n_devices)))
         self._running = _Running(self.n_workers)
         self._suspended_at: float | None = None
 

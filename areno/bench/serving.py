@@ -334,13 +334,9 @@ def run_agents(settings: Settings, folder: str, random_init: bool) -> dict[str, 
     work, tokenizer = settings.work, AutoTokenizer.from_pretrained(settings.tokenizer or folder)
     words = Texts(tokenizer)
     ours = ArenoContender(settings, folder, random_init)
-    agent = AgentConfig(
-        fn=str(Path(__file__).with_name("one_turn_agent.py")),
-        timeout_s=_TIMEOUT_S,
-        workers=max(1, min(_MAX_PROCESSES, (os.cpu_count() or 2) // 2)),
-    )
+    agent = AgentConfig(fn=str(Path(__file__).with_name("one_turn_agent.py")), timeout_s=_TIMEOUT_S)
     seconds: dict[str, list[float]] = {"direct": [], "agents": []}
-    with ours.engine as engine, AgentPool(agent) as pool:
+    with ours.engine as engine, AgentPool(agent, settings.world_size) as pool:
         pool.wait_ready()
         limits = ours.begin_rollout(work.n_rows, 2 * max(work.row_lens) + 64)  # a text may have more tokens than words
         proxy = SessionProxy(engine, limits, tokenizer, SamplingParams(), timeout_s=_TIMEOUT_S, seed=0, thinking=None)

@@ -374,9 +374,10 @@ class AgentConfig(Section):
         only_with=_AGENT,
         flag="--agent-timeout-s",
     )
-    workers: int = setting(
-        2,
-        help="Number of processes that run agents. Each process runs many agents at the same time",
+    workers: int | None = setting(
+        None,
+        help="Number of processes that run agents. Each process runs many agents at the same time. null: the number of "
+        "available CPU cores, minus one for the driver and one for each device, but at least 2 and at most 16",
         gt=0,
         le=512,
         only_with=_AGENT,

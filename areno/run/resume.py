@@ -55,7 +55,7 @@ _LISTED: dict[tuple[Kind, str], str] = {
     ("harmless", _SPEED): (
         "engine scheduler cluster.n_nodes cluster.n_gpus_per_node rollout.max_prefill_tokens rollout.mem_fraction "
         "rollout.max_kv_tokens rollout.eager_decode rollout.speculation rollout.max_concurrent_rollouts "
-        "rollout.drop_rollout_state reward.workers reward.judge.concurrency enable_offload actor.offload "
+        "rollout.drop_rollout_state agent.workers reward.workers reward.judge.concurrency enable_offload actor.offload "
         "reward.offload reward.judge.offload ref.offload teacher.offload critic.offload "
         "actor.mb_spec critic.mb_spec actor.share_prefixes "
         "actor.gradient_checkpointing critic.gradient_checkpointing"

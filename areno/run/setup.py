@@ -480,11 +480,14 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
     given = reward_fn is not None or config.reward.fn is not None
     if not given and (config.reward.has_model or config.agent.fn is not None or not config.needs_rewards):
         return None
-    n_devices = 1
-    if config.reward.workers is None:
-        with contextlib.suppress(ConfigError):  # the plan raises it
-            n_devices = n_workers_here(config.engine, config.cluster, config.scheduler)
-    return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=n_devices))
+    return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=_n_devices(config)))
+
+
+def _n_devices(config: ExperimentConfig) -> int:
+    """Return the number of device workers on this machine, or 1 if the settings of devices are wrong."""
+    with contextlib.suppress(ConfigError):  # the plan raises it
+        return n_workers_here(config.engine, config.cluster, config.scheduler)
+    return 1
 
 
 def _open_judge(config: ExperimentConfig, stack: ExitStack) -> Reader | None:
@@ -532,7 +535,7 @@ def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None
     """Start the agent processes. Returns None if samples are single completions."""
     if not isinstance(config, PolicyExperimentConfig) or config.agent.fn is None:
         return None
-    return stack.enter_context(AgentPool(config.agent))
+    return stack.enter_context(AgentPool(config.agent, _n_devices(config)))
 
 
 def _n_encoders(spec: EngineSpec) -> int:

@@ -127,7 +127,7 @@ class WorkerPool(Generic[Config]):
     Args:
         config: The section `reward` or `agent` of the settings.
         name: The user's function or functions as text for messages, such as "file.py:function".
-        n_workers: The number of processes. None takes `config.workers`.
+        n_workers: The number of processes.
 
     Attributes:
         section: "reward" or "agent", the name of the configuration section, which log lines and errors use.
@@ -145,9 +145,8 @@ class WorkerPool(Generic[Config]):
     late_text: ClassVar[str]
     import_text: ClassVar[str]
 
-    def __init__(self, config: Config, name: str, n_workers: int | None = None):
-        self.config, self.name = config, name
-        self.n_workers: int = n_workers or config.workers or 1
+    def __init__(self, config: Config, name: str, n_workers: int):
+        self.config, self.name, self.n_workers = config, name, n_workers
         self._key = f"{self.section}.fn"
         self.output = Output(self.section)
         self._logger = logging.getLogger(f"areno.{self.section}s")

@@ -224,6 +224,15 @@ def test_a_name_that_is_no_file_is_refused_at_once() -> None:
         AgentPool(AgentConfig(fn="agent")).start()
 
 
+def test_there_are_as_many_processes_as_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areno.user_processes.pool.usable_cores", lambda _: 12)
+    config = AgentConfig(fn=str(FILE))
+    assert [AgentPool(config, n).n_workers for n in (1, 4, 20)] == [10, 7, 2]
+    assert AgentPool(AgentConfig(fn=str(FILE), workers=3), 1).n_workers == 3
+    monkeypatch.setattr("areno.user_processes.pool.usable_cores", lambda _: 200)
+    assert AgentPool(config, 8).n_workers == 16
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_leaves_no_requests_behind(session: RolloutSession) -> None:
     def interrupt(done: int) -> None:
