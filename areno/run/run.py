@@ -34,7 +34,7 @@ from areno.files.durable import atomic_write_text
 from areno.files.interrupts import Stop
 from areno.plan.arguments import check_folder
 from areno.plan.forecast import Forecast
-from areno.plan.measured import compare, measured_lengths
+from areno.plan.phases import compare, measured_lengths
 from areno.run.checkpoints import Saver
 from areno.run.evaluator import Evaluator
 from areno.run.outputs import RunOutputs, RunTexts
@@ -340,7 +340,7 @@ class Run:
         try:
             metrics = {name: series.values for name, series in RunReader(self.folder).metrics().items()}
             lengths = measured_lengths(self.config, metrics)
-            compared = compare(self._models.forecast(*lengths), metrics) if lengths else []
+            compared = compare(self._models.forecast(*lengths).phases, metrics) if lengths else []
             if compared:
                 content = json.dumps([asdict(phase) for phase in compared], indent=1)
                 atomic_write_text(self.folder / FORECAST, content + "\n")
