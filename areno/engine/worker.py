@@ -26,7 +26,8 @@ from areno.engine import memory, profiling
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
 from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
-from areno.engine.decoder.drafts import NgramDrafter, step_costs
+from areno.engine.decoder.draft_length import step_costs
+from areno.engine.decoder.drafts import NgramDrafter
 from areno.engine.deterministic import Threads, nondeterministic_operations_named, without_deterministic_mode
 from areno.engine.memory import (
     free_unused,

@@ -2,8 +2,7 @@
 
 NgramDrafter fills the table of `kernels/sampling/drafts.py`, from which the device drafts. SampleMemory keeps finished
 samples until their scope is sampled again. A scope is a set of samples that resemble each other, such as the
-samples of a prompt. DraftLength decides how many tokens to draft. All decisions depend on counts only, so all ranks
-that share a model decide alike.
+samples of a prompt. All decisions depend on counts only, so all ranks that share a model decide alike.
 
 Shape letters: B sequences, R = 1 + J rows of a sequence in a step with J drafted tokens, W = CONTEXT last tokens.
 """
@@ -16,18 +15,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from areno.engine.decoder.draft_length import DraftLength, StepCosts
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
-from areno.engine.decoder.verification import DRAFT_LENGTHS, TableDrafts
+from areno.engine.decoder.verification import TableDrafts
 from areno.kernels.backend import to_device
 from areno.kernels.sampling import CONTEXT, LEVELS, NgramTable, add_texts
 from areno.types import GenerationRequest
 
-MAX_SEQUENCES = 256  # larger batches do not draft: their time grows in proportion to the number of rows
 TABLE_BITS = 21  # 84 MB: 40 bytes for an entry
 MEMORY_TOKENS = 1 << 25  # 134 MB
 SCOPE_TOKENS = 1 << 14  # largest share of a scope in the memory
-_MOST = max(DRAFT_LENGTHS)
 _SAMPLE_OVERHEAD = 64  # memory of a sample in addition to its tokens, in tokens
 _CHUNK = 64  # prompts are compared in chunks of this many tokens
 _PENDING_TOKENS = 1 << 18  # of texts that wait to be entered; the oldest are dropped
@@ -38,12 +36,8 @@ _ENTERED_EVERY = 16  # steps with drafts, after which the new tokens of the sequ
 _PREPARED_SAMPLES, _PREPARED_TOKENS = 16, 1 << 12
 _MOST_PREPARATIONS = 64  # steps since the last step with drafts, after which drafts are tried in any case
 _MOST_KNOWN = 1 << 16  # requests whose scopes, and chunks of prompts whose hashes are remembered
-_LEAST_GAIN = 1.03  # least expected speed with drafts, relative to the speed without
-_SHORT_PAUSE, _LONGEST_PAUSE = 8, 128  # steps
-_KEPT = 0.75  # part of the counts of right and wrong tokens that is kept in a pause
-_KNOWN = 48  # first drafted tokens that were tried; with fewer, a pause ends with a try
-_EVEN_STEPS = 8  # steps of a sequence that are assumed to have been like those of the others, because counts are noisy
-_MOST_TRIED = 1024  # the counts are halved beyond, to follow a policy that changes
+_PRIOR_STEPS = 8  # steps that each sequence is assumed to have had with the average acceptance, as counts are noisy
+_MOST_STEPS = 64  # the counts of a sequence are halved beyond, to follow its text
 
 
 @dataclass(slots=True)
@@ -113,170 +107,6 @@ class SampleMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCosts:
-    """Costs of a decoding step, as multiples of the time that one more row takes on the device.
-
-    Attributes:
-        fixed: Time of a step without rows, mostly for reading the weights.
-        verification: Time that a step with drafts takes beyond that of a step with the same number of rows.
-        most_rows: Largest number of rows of a step with drafts.
-    """
-
-    fixed: float
-    verification: float
-    most_rows: int
-
-    def plain_time(self, n_rows: int) -> float:
-        """Estimate the time of a decode step without drafts. The unit is the time that one more row adds to a step.
-
-        Args:
-            n_rows: Number of sequences.
-        """
-        return self.fixed + n_rows
-
-    def time(self, n_rows: int, length: int) -> float:
-        """Estimate the time of a decode step with drafts, in the unit of `plain_time`.
-
-        Args:
-            n_rows: Number of sequences.
-            length: Number of drafted tokens of each sequence.
-        """
-        return self.fixed + self.verification + n_rows * (1 + length)
-
-    def lengths(self, n_rows: int) -> list[int]:
-        """Return the numbers of drafted tokens for which a step does not have too many rows.
-
-        Args:
-            n_rows: Number of sequences.
-        """
-        return [length for length in DRAFT_LENGTHS if n_rows * (1 + length) <= self.most_rows]
-
-
-def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -> StepCosts:
-    """Return rough costs of a decoding step for a model.
-
-    Rough costs suffice: if drafts are often right, the gain is large, and if not, few tokens are drafted.
-
-    Args:
-        n_params: Number of parameters of the model.
-        n_rows: Largest number of rows of a step with drafts.
-        on_cuda: Whether the model is on a GPU.
-        use_graphs: Whether steps run as CUDA graphs. Without them, launching a step takes longer than reading weights.
-    """
-    if not on_cuda:
-        row_ms = 0.12 + 1e-7 * n_params
-        return StepCosts(fixed=(5 + 4e-7 * n_params) / row_ms, verification=2.5 / row_ms, most_rows=n_rows)
-    row_us = 0.7 + 4e-9 * n_params  # sampling and attention, and two operations for each parameter
-    # Measured on an H100 with 0.6B: 1.12 ms without drafts, with 7 drafted tokens 1.44 ms for 8 sequences.
-    return StepCosts(
-        fixed=max(240, (1000 if use_graphs else 3000) / row_us), verification=250 / row_us, most_rows=n_rows
-    )
-
-
-class DraftLength:
-    """Decides how many tokens each sequence of a step drafts, from measured shares of right tokens.
-
-    All sequences draft equally many. The number with the shortest expected time of a new token is taken, on average
-    over the sequences. So a few sequences whose drafts are right do not slow down many whose drafts are wrong.
-
-    If no number pays, drafts pause, at first for 8 steps and finally for 128, or until the batch has shrunk to half.
-    After a pause, one step tries drafts again, as soon as the table is prepared, unless the shares are known well.
-
-    Args:
-        costs: Time of a step.
-
-    Attributes:
-        awaits_texts: Whether the last call of `of` returned 0 only because the table is not prepared for a try.
-    """
-
-    def __init__(self, costs: StepCosts):
-        self.costs = costs
-        # For each place in a draft: how often the tokens before it were right, and how often it was right as well.
-        self._tried, self._right = np.zeros(_MOST), np.zeros(_MOST)
-        self._ease_B = np.ones(1)
-        self._pause = self._waits = self._paused_at = 0
-        self.awaits_texts = False
-
-    def begin(self, costs: StepCosts, kept: float) -> None:
-        """Begin a rollout. The length of pauses goes on from the last rollout if some of the counts are kept.
-
-        Args:
-            costs: Time of a step.
-            kept: Part of the counts of earlier rollouts that is kept.
-        """
-        self.costs = costs
-        if kept == 0:
-            self._pause = 0
-        self._tried *= kept
-        self._right *= kept
-        self._ease_B = np.ones(1)
-        self._waits, self._paused_at, self.awaits_texts = 0, 0, False
-
-    def of(self, n_running: int, *, is_prepared: bool) -> int:
-        """Return the number of tokens to draft for each sequence of the next step, 0 for none.
-
-        Call this once before each step, because pauses are counted in calls.
-
-        Args:
-            n_running: Number of sequences in the batch.
-            is_prepared: Whether drafts may be tried now, because the texts of the batch were entered in the table.
-        """
-        self.awaits_texts = False
-        if not 0 < n_running <= MAX_SEQUENCES:
-            return 0
-        if (found := self._best(n_running)) > 0:
-            self._pause = self._waits = self._paused_at = 0
-            return found
-        if 2 * n_running <= self._paused_at:
-            self._pause = self._waits = 0
-        self._waits -= 1
-        if self._waits >= 0:
-            return 0
-        tried = 0 if self._tried[0] >= _KNOWN else self._tried_length(n_running)
-        self.awaits_texts = tried > 0 and not is_prepared
-        if self.awaits_texts:
-            return 0
-        self._pause = min(max(_SHORT_PAUSE, 2 * self._pause), _LONGEST_PAUSE)
-        self._waits, self._paused_at = self._pause, n_running
-        self._tried *= _KEPT
-        self._right *= _KEPT
-        return tried
-
-    def _tried_length(self, n_rows: int) -> int:
-        """Return the largest number of drafted tokens with which a step takes at most twice as long as without."""
-        costs, most = self.costs, 2 * self.costs.plain_time(n_rows)
-        return max((length for length in costs.lengths(n_rows) if costs.time(n_rows, length) <= most), default=0)
-
-    def _best(self, n_rows: int) -> int:
-        """Return the number of drafted tokens with the largest expected speed. 0 if none is faster than no drafts."""
-        # Places with few tries are taken to be like the average place.
-        average = (self._right.sum() + 2) / (self._tried.sum() + 4)
-        right_J = (self._right + 4 * average) / (self._tried + 4)
-        gained_J = np.cumsum(np.cumprod(right_J))
-        best, found = self.costs.plain_time(n_rows) / _LEAST_GAIN, 0
-        for length in self.costs.lengths(n_rows):
-            steps_per_token = float((1 / (1 + gained_J[length - 1] * self._ease_B)).mean())
-            best, found = min((best, found), (steps_per_token * self.costs.time(n_rows, length), length))
-        return found
-
-    def count(self, tried_J: np.ndarray, right_J: np.ndarray, ease_B: np.ndarray) -> None:
-        """Update the shares of right tokens with the result of a step with drafts.
-
-        Args:
-            tried_J: For each place in a draft, number of sequences whose drafted tokens before it were all right.
-            right_J: Number of those sequences whose token there was right, too.
-            ease_B: For each sequence of the step, the number of right tokens that it gets from a step, divided by the
-                average of all sequences.
-        """
-        self._ease_B = ease_B
-        self._tried[: len(tried_J)] += tried_J
-        self._right[: len(right_J)] += right_J
-        if self._tried[0] > _MOST_TRIED:
-            self._tried *= 0.5
-            self._right *= 0.5
-
-
-@dataclass(frozen=True, slots=True)
 class _Text:
     """New tokens of a text that are to be entered in the table, and up to W tokens before them."""
 
@@ -315,22 +145,37 @@ class _SlotTexts:
         n_right: Number of its drafted tokens that were right.
     """
 
-    def __init__(self, n_slots: int):
+    def __init__(self, slots: SlotTable):
+        self._slots, n_slots = slots, len(slots.owner)
         self.last = np.empty((n_slots, CONTEXT), dtype=np.int64)
         self.owner, self.n_new, self.n_entered, self.scope = np.zeros((4, n_slots), dtype=np.int64)
-        self.n_steps, self.n_right = np.zeros((2, n_slots), dtype=np.int64)
+        self.n_steps, self.n_right = np.zeros((2, n_slots))
 
-    def ease(self, slots_B: np.ndarray) -> np.ndarray:
-        """Return `ease_B` of `DraftLength.count`. It is near 1 for sequences that drafted in few steps.
+    def count(self, slots_B: np.ndarray, n_right_B: np.ndarray) -> None:
+        """Count a step in which sequences drafted.
 
         Args:
             slots_B: int64, slot of each sequence.
+            n_right_B: Number of drafted tokens of each sequence that were right.
         """
-        n_steps_B, n_right_B = self.n_steps[slots_B], self.n_right[slots_B]
+        self.n_steps[slots_B] += 1
+        self.n_right[slots_B] += n_right_B
+        many = slots_B[self.n_steps[slots_B] > _MOST_STEPS]
+        self.n_steps[many] *= 0.5
+        self.n_right[many] *= 0.5
+
+    def relative_acceptance(self) -> np.ndarray:
+        """Return `relative_acceptance_B` of `DraftLength.of` for the sequences that are in the batch now.
+
+        It is near 1 for sequences that drafted in few steps.
+        """
+        slots_B = np.flatnonzero(self._slots.owner)
+        is_valid_B = self.owner[slots_B] == self._slots.owner[slots_B]
+        n_steps_B, n_right_B = (np.where(is_valid_B, of[slots_B], 0) for of in (self.n_steps, self.n_right))
         average = n_right_B.sum() / max(1, n_steps_B.sum())
         if average == 0:
-            return np.ones(len(slots_B))
-        return (n_right_B / average + _EVEN_STEPS) / (n_steps_B + _EVEN_STEPS)
+            return np.ones(1)
+        return (n_right_B / average + _PRIOR_STEPS) / (n_steps_B + _PRIOR_STEPS)
 
 
 class NgramDrafter:
@@ -412,7 +257,8 @@ class NgramDrafter:
             n_running: Number of sequences in the batch.
         """
         is_prepared, self._is_prepared = self._is_prepared or not self._prepares, False
-        self._n_tokens = self.length.of(n_running, is_prepared=is_prepared)
+        relative_acceptance_B = np.ones(1) if self._texts is None else self._texts.relative_acceptance()
+        self._n_tokens = self.length.of(n_running, relative_acceptance_B, is_prepared=is_prepared)
         if self._n_tokens == 0:
             self._n_steps = 0  # the first step after a pause enters all texts
         else:
@@ -522,15 +368,14 @@ class NgramDrafter:
         texts.n_new[slots_B] += n_new_B
         n_right_J = right_BJ.sum(0)
         # A draft of a sequence at its limit counts as wrong. Few sequences are.
-        n_tried = np.count_nonzero(n_new_B)
-        texts.n_steps[slots_B] += n_new_B > 0
-        texts.n_right[slots_B] += right_BJ.sum(1)
-        self.length.count(np.concatenate(([n_tried], n_right_J[:-1])), n_right_J, texts.ease(slots_B))
+        rows = np.flatnonzero(n_new_B)
+        texts.count(slots_B[rows], right_BJ[rows].sum(1))
+        self.length.count(np.concatenate(([len(rows)], n_right_J[:-1])), n_right_J)
 
     def _slot_texts(self, slots: SlotTable) -> _SlotTexts:
         """Return the last tokens of the sequences in all slots. The first call in a rollout makes empty entries."""
         if self._texts is None:
-            self._texts = _SlotTexts(len(slots.owner))
+            self._texts = _SlotTexts(slots)
         return self._texts
 
     def _begin_texts(

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from areno.engine.decoder.drafts import NgramDrafter, StepCosts
+from areno.engine.decoder.draft_length import StepCosts
+from areno.engine.decoder.drafts import NgramDrafter
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.exact import make_exact
 from areno.models.registry import build_model
