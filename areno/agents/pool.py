@@ -27,7 +27,7 @@ from areno.user_processes.pool import Failure, WorkerPool, default_workers
 from areno.user_processes.worker import Worker
 
 _KEY = "agent.fn"
-_MOST_WORKERS = 16  # chosen by default; each process imports the user's code and a client
+_MAX_DEFAULT_WORKERS = 16  # each process imports the user's code and a client
 # The largest number of items that a process gets at once: at first, then after one and after two lost processes.
 _GROUPS = (math.inf, 8, 1)
 
@@ -87,7 +87,7 @@ class AgentPool(WorkerPool[AgentConfig]):
 
     def __init__(self, config: AgentConfig, n_devices: int = 0):
         assert config.fn is not None
-        super().__init__(config, config.fn, config.workers or min(_MOST_WORKERS, default_workers(n_devices)))
+        super().__init__(config, config.fn, config.workers or min(_MAX_DEFAULT_WORKERS, default_workers(n_devices)))
         self._running = _Running(self.n_workers)
         self._suspended_at: float | None = None
 

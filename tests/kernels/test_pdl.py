@@ -267,8 +267,10 @@ def _compare(body: Callable[[], Tensor], changed: list[Tensor], steps: list[Call
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("span", [32, 256])
-def test_attention_that_begins_early_gives_the_same_bits(span: int) -> None:
+def test_layers_whose_kernels_begin_early_give_the_same_bits(span: int) -> None:
     from areno.kernels.elementwise.triton_heads import qk_norm_rope
+    from areno.kernels.elementwise.triton_norm import add_rms_norm
+    from areno.kernels.elementwise.triton_swiglu import swiglu
 
     heads, kv_heads, dim, hidden, n_layers = 16, 4, 128, 512, 6
     cases = [make_case(heads, kv_heads, dim, 32, torch.bfloat16, "cuda")[3:] for _ in range(n_layers)]
@@ -282,15 +284,18 @@ def test_attention_that_begins_early_gives_the_same_bits(span: int) -> None:
     x_BD, weight_C, n_rows = draw(len(LENGTHS), hidden), draw(dim), len(LENGTHS)
     qkv = [draw((heads + 2 * kv_heads) * dim, hidden) * hidden**-0.5 for _ in cases]
     out = [draw(hidden, heads * dim) * (heads * dim) ** -0.5 for _ in cases]
+    gate_up, down, norm_D = draw(2 * hidden, hidden) * hidden**-0.5, draw(hidden, hidden) * hidden**-0.5, draw(hidden)
     cos, sin = (torch.rand(n_rows, 1, dim // 2, generator=generator, device="cuda") for _ in range(2))
 
     def body() -> Tensor:
-        hidden_BD = x_BD
+        stream_BD, delta_BD = x_BD.float(), None
         for (pages, _), qkv_XD, out_DQ in zip(cases, qkv, out, strict=True):
-            given = hidden_BD @ qkv_XD.T, cos, sin, weight_C, weight_C, 1e-6, heads, kv_heads, dim
+            stream_BD, normed_BD = add_rms_norm(stream_BD, delta_BD, norm_D, 1e-6)
+            given = normed_BD @ qkv_XD.T, cos, sin, weight_C, weight_C, 1e-6, heads, kv_heads, dim
             attended = decode_attention(*qk_norm_rope(*given), pages, batch)
-            hidden_BD = attended.flatten(1) @ out_DQ.T
-        return hidden_BD
+            stream_BD, normed_BD = add_rms_norm(stream_BD, attended.flatten(1) @ out_DQ.T, norm_D, 1e-6)
+            delta_BD = swiglu(normed_BD @ gate_up.T) @ down.T
+        return stream_BD
 
     lengths = batch.lengths_B.clone()
     shorter = torch.minimum(lengths, (lengths - 40).maximum(batch.shared_lens_B + 1))
