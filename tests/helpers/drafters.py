@@ -43,5 +43,8 @@ class KnownDrafter:
     def prepare(self, sequences: list[Sequence]) -> None:
         pass
 
+    def verified(self, sequence: Sequence, n_drafted: int, n_right: int) -> None:
+        pass
+
     def finished(self, sequences: list[Sequence]) -> None:
         self.n_finished += len(sequences)

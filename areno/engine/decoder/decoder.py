@@ -19,7 +19,7 @@ from areno.engine.decoder.sampler import PendingTokens
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Detokenize, Sequence, StopStrings
 from areno.engine.decoder.slots import STAGED
-from areno.engine.decoder.verification import Drafter, Drafts, TableDrafts, accepted_rows
+from areno.engine.decoder.verification import Drafter, Drafts, TableDrafts, accepted_rows, n_right_tokens
 from areno.engine.requests import RequestLimits
 from areno.engine.spec import RolloutStats
 from areno.errors import EngineError, non_finite_logits
@@ -579,12 +579,12 @@ class Decoder:
 
     def _note_verified(self, sequence: Sequence, draft: list[int], n_new: int) -> None:
         """Bring the plan, the device and the counts up to date after a sequence got `n_new` tokens from `draft`."""
-        n_accepted = max(0, n_new - 1)
-        if sequence.finish_reason is not None and 0 < n_new <= len(draft):
-            n_accepted += sequence.tokens[-1] == draft[n_new - 1]  # the sample ends with a drafted token
+        n_right = n_right_tokens(sequence, draft, n_new)
+        if self.drafter is not None:
+            self.drafter.verified(sequence, len(draft), n_right)
         self._n_generated += n_new
         self._n_drafted += len(draft)
-        self._n_accepted += n_accepted
+        self._n_accepted += n_right
         self._scheduler.table.take_back(np.array([sequence.slot]))
         if n_new:
             self.runner.verified(sequence, n_new)

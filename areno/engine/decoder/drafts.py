@@ -372,6 +372,19 @@ class NgramDrafter:
         texts.count(slots_B[rows], right_BJ[rows].sum(1))
         self.length.count(np.concatenate(([len(rows)], n_right_J[:-1])), n_right_J)
 
+    def verified(self, sequence: Sequence, n_drafted: int, n_right: int) -> None:
+        """Count the right tokens of a draft, as `_verified` does for drafts on the device. No draft counts as wrong.
+
+        Args:
+            sequence: The sequence.
+            n_drafted: Number of drafted tokens.
+            n_right: Number of drafted tokens that were right, and all before them.
+        """
+        if self._texts is not None:
+            self._texts.count(np.array([sequence.slot]), np.array([n_right]))
+            place_J = np.arange(max(1, n_drafted))
+            self.length.count(n_right >= place_J, n_right > place_J)
+
     def _slot_texts(self, slots: SlotTable) -> _SlotTexts:
         """Return the last tokens of the sequences in all slots. The first call in a rollout makes empty entries."""
         if self._texts is None:

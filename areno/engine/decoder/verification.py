@@ -99,6 +99,16 @@ class Drafter(Protocol):
         """
         ...
 
+    def verified(self, sequence: Sequence, n_drafted: int, n_right: int) -> None:
+        """Learn how many tokens of a draft were right. Not called for TableDrafts, which have a function for this.
+
+        Args:
+            sequence: The sequence, which has its new tokens.
+            n_drafted: Number of drafted tokens, 0 if there was no draft.
+            n_right: Number of drafted tokens that were right, and all before them.
+        """
+        ...
+
     def finished(self, sequences: list[Sequence]) -> None:
         """Learn completions that have ended.
 
@@ -106,6 +116,19 @@ class Drafter(Protocol):
             sequences: The sequences, which are still in the batch. `Sequence.completion_tokens` returns their tokens.
         """
         ...
+
+
+def n_right_tokens(sequence: Sequence, draft: list[int], n_new: int) -> int:
+    """Return how many tokens of a draft the sequence got.
+
+    Args:
+        sequence: The sequence, which has its new tokens.
+        draft: The drafted tokens.
+        n_new: Number of tokens that the sequence got from the step.
+    """
+    if sequence.finish_reason is not None and 0 < n_new <= len(draft) and sequence.tokens[-1] == draft[n_new - 1]:
+        return n_new  # the sample ends with a drafted token
+    return max(0, n_new - 1)
 
 
 def fitting_draft(sequence: Sequence, draft: list[int]) -> list[int]:
