@@ -11,10 +11,10 @@ as every program of the previous kernel has called `launch_dependents` or has en
 not depend on the chain, such as loading weights, and then calls `wait_for_previous`, which returns when the previous
 kernel has ended and its results are visible. Three rules follow.
 
-- Before `wait_for_previous`, a kernel reads only memory that was complete before the chain began. A kernel that reads
-  nothing before may be launched with `pdl_options` anywhere. The third kernel of a chain may begin while the first
-  still runs, because the second may call `launch_dependents` before it waits. A kernel that never calls
-  `launch_dependents` also lets the next kernel begin before its results are visible.
+- Before `wait_for_previous`, a kernel reads only memory that was complete before the chain began. The third kernel of a
+  chain may begin while the first still runs, because the second may call `launch_dependents` before it waits. A kernel
+  that never calls `launch_dependents` also lets the next kernel begin before its results are visible. A kernel that
+  reads nothing before it waits may always be launched with `pdl_options`.
 - Before `wait_for_previous`, a kernel writes nothing. After it, no earlier kernel of the chain still runs, so nothing
   else accesses the same memory. This requires that at least one program of each kernel waits. Programs that have no
   work and write nothing may return without waiting.

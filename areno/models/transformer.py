@@ -187,6 +187,11 @@ class Transformer(nn.Module):
         buffered = all(grad is not None and grad.dtype == torch.float32 for grad in grads)
         return buffered and isinstance(attend, PackedAttend)
 
+    def is_finite(self) -> bool:
+        """Return whether no weight of this rank is NaN or infinite."""
+        parts = [part.detach() for part in self.parameters() if part.numel()]
+        return all(bool(torch.stack(part.aminmax()).isfinite().all()) for part in parts)
+
     @property
     def device(self) -> torch.device:
         """The device of the weights."""

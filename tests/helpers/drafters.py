@@ -43,7 +43,7 @@ class KnownDrafter:
     def prepare(self, sequences: list[Sequence]) -> None:
         pass
 
-    def verified(self, sequence: Sequence, n_drafted: int, n_right: int) -> None:
+    def verified(self, found: list[tuple[Sequence, int]]) -> None:
         pass
 
     def finished(self, sequences: list[Sequence]) -> None:

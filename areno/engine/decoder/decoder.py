@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from areno.engine.decoder.block_manager import BlockManager, KVLayout
 from areno.engine.decoder.caches import PendingRoutes
@@ -293,6 +292,8 @@ class Decoder:
         if self._has_bad_blocks:
             self.reset_cache()
         scheduled = self._scheduler.schedule(self._propose if drafts else None)
+        if drafts and scheduled.drafts is None and self.drafter is not None:  # no draft is left
+            self.drafter.verified([(sequence, 0) for sequence in scheduled.decode])
         self._n_decode_steps += bool(scheduled.decode)
         self._n_draft_steps += scheduled.drafts is not None
         launched = self.runner.launch(scheduled)
@@ -555,8 +556,7 @@ class Decoder:
         tokens_N, logprobs_N = pending.wait()
         tokens, logprobs, top = tokens_N.tolist(), logprobs_N.tolist(), pending.top()
         is_wanted_B = self._scheduler.table.owner[pending.slots_B] == pending.owners_B
-        finished: list[Sequence] = []
-        row = 0
+        finished, found, row = list[Sequence](), list[tuple[Sequence, int]](), 0
         for sequence, draft, is_wanted in zip(pending.sequences, drafts, is_wanted_B.tolist(), strict=True):
             first, row = row, row + 1 + len(draft)
             if not is_wanted:
@@ -568,20 +568,24 @@ class Decoder:
                 elif not sequence.accept(tokens[at], logprobs[at], version, top[at]) and tokens[at] == drafted:
                     continue
                 break
-            self._note_verified(sequence, draft, sequence.n_new - n_before)
+            found.append((sequence, self._note_verified(sequence, draft, sequence.n_new - n_before)))
             if sequence.finish_reason is not None:
                 finished.append(sequence)
             elif streams.reports(sequence):
                 self._outputs.append(sequence.output())
+        if self.drafter is not None:
+            self.drafter.verified(found)
         # A rejected row may have left numbers in the cache that are not finite.
         self._has_bad_blocks |= not np.isfinite(logprobs_N).all()
         return finished
 
-    def _note_verified(self, sequence: Sequence, draft: list[int], n_new: int) -> None:
-        """Bring the plan, the device and the counts up to date after a sequence got `n_new` tokens from `draft`."""
+    def _note_verified(self, sequence: Sequence, draft: list[int], n_new: int) -> int:
+        """Bring the plan, the device and the counts up to date after a sequence got `n_new` tokens.
+
+        Returns:
+            How many tokens of its draft the sequence got.
+        """
         n_right = n_right_tokens(sequence, draft, n_new)
-        if self.drafter is not None:
-            self.drafter.verified(sequence, len(draft), n_right)
         self._n_generated += n_new
         self._n_drafted += len(draft)
         self._n_accepted += n_right
@@ -590,17 +594,16 @@ class Decoder:
             self.runner.verified(sequence, n_new)
         if self._scheduler.caches_early:
             self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
+        return n_right
 
     def _fail(self, sequence: Sequence) -> None:
         """Finish a sample whose newest token has a NaN or infinite log-probability, with finish_reason "error".
 
         Raises EngineError if the weights of the model are not finite.
         """
-        if self._finite_version != self.weights_version:
-            parts = [part for part in self.runner.model.parameters() if part.numel()]
-            if not all(bool(torch.stack(part.detach().aminmax()).isfinite().all()) for part in parts):
-                raise non_finite_logits()
-            self._finite_version = self.weights_version
+        if self._finite_version != self.weights_version and not self.runner.model.is_finite():
+            raise non_finite_logits()
+        self._finite_version = self.weights_version
         sequence.settle()
         sequence.finish_reason, self._has_bad_blocks = "error", True
 

@@ -86,8 +86,8 @@ def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -
 class DraftLength:
     """Decides how many tokens each sequence of a step drafts, from measured shares of right tokens.
 
-    All sequences draft equally many. The number with the shortest expected time of a new token is taken, on average
-    over the sequences. So a few sequences whose drafts are right do not slow down many whose drafts are wrong.
+    All sequences draft the same number of tokens. The number with the shortest expected time of a new token is taken, on
+    average over the sequences. So a few sequences whose drafts are right do not slow down many whose drafts are wrong.
 
     If no number pays, drafts pause, at first for 8 steps and finally for 128, or until the batch has shrunk to half.
     After a pause, one step tries drafts again, as soon as the table is prepared, unless the shares are known well.
@@ -127,8 +127,8 @@ class DraftLength:
 
         Args:
             n_running: Number of sequences in the batch.
-            relative_acceptance_B: For each sequence, the number of right tokens that it gets from a step, divided by
-                the average of all sequences.
+            relative_acceptance_B: For each sequence in the batch, its number of right tokens per step, divided by the
+                average of all sequences. np.ones(1) if all are alike.
             is_prepared: Whether drafts may be tried now, because the texts of the batch were entered in the table.
         """
         self.awaits_texts = False

@@ -141,7 +141,7 @@ class _SlotTexts:
         n_new: Number of completion tokens when the entry was written.
         n_entered: Number of tokens, with the prompt, that were entered in the table of n-grams.
         scope: Scope of the sequence.
-        n_steps: Number of steps in which the sequence drafted.
+        n_steps: Number of steps in which the sequence drafted. Halved, with `n_right`, when above 64.
         n_right: Number of its drafted tokens that were right.
     """
 
@@ -172,9 +172,7 @@ class _SlotTexts:
         slots_B = np.flatnonzero(self._slots.owner)
         is_valid_B = self.owner[slots_B] == self._slots.owner[slots_B]
         n_steps_B, n_right_B = (np.where(is_valid_B, of[slots_B], 0) for of in (self.n_steps, self.n_right))
-        average = n_right_B.sum() / max(1, n_steps_B.sum())
-        if average == 0:
-            return np.ones(1)
+        average = n_right_B.sum() / max(1, n_steps_B.sum()) or 1.0
         return (n_right_B / average + _PRIOR_STEPS) / (n_steps_B + _PRIOR_STEPS)
 
 
@@ -227,7 +225,7 @@ class NgramDrafter:
         self._finished = deque[tuple[GenerationRequest, np.ndarray, int]]()
         self._n_finished = 0
         self._texts: _SlotTexts | None = None
-        self._n_tokens = 0
+        self._n_tokens = self._n_proposed = 0
         self._is_prepared, self._n_preparations = False, 0
 
     def begin(self, costs: StepCosts) -> None:
@@ -331,7 +329,7 @@ class NgramDrafter:
                 TableDrafts.
         """
         slots, slots_B = _slots_of(sequences)
-        texts = self._slot_texts(slots)
+        texts, self._n_proposed = self._slot_texts(slots), self._n_tokens
         self._take_finished()
         self._begin_texts(sequences, slots, slots_B)
         self._read_last(texts, sequences, slots, slots_B)
@@ -366,24 +364,26 @@ class NgramDrafter:
         both = np.concatenate((texts.last[slots_B], tokens_BR), axis=1)
         texts.last[slots_B] = both[np.arange(len(both))[:, None], n_new_B[:, None] + np.arange(CONTEXT)]
         texts.n_new[slots_B] += n_new_B
-        n_right_J = right_BJ.sum(0)
         # A draft of a sequence at its limit counts as wrong. Few sequences are.
         rows = np.flatnonzero(n_new_B)
-        texts.count(slots_B[rows], right_BJ[rows].sum(1))
-        self.length.count(np.concatenate(([len(rows)], n_right_J[:-1])), n_right_J)
+        self._count(slots_B[rows], right_BJ[rows].sum(1), drafts.n_tokens)
 
-    def verified(self, sequence: Sequence, n_drafted: int, n_right: int) -> None:
-        """Count the right tokens of a draft, as `_verified` does for drafts on the device. No draft counts as wrong.
+    def verified(self, found: list[tuple[Sequence, int]]) -> None:
+        """Count the right tokens of drafts that the host read. Tokens that were not drafted after all count as wrong.
 
         Args:
-            sequence: The sequence.
-            n_drafted: Number of drafted tokens.
-            n_right: Number of drafted tokens that were right, and all before them.
+            found: Each sequence with the length of the leading part of its draft that was right, 0 without a draft.
         """
-        if self._texts is not None:
-            self._texts.count(np.array([sequence.slot]), np.array([n_right]))
-            place_J = np.arange(max(1, n_drafted))
-            self.length.count(n_right >= place_J, n_right > place_J)
+        if found and self._texts is not None:
+            slots_B = np.array([sequence.slot for sequence, _ in found])
+            self._count(slots_B, np.array([n_right for _, n_right in found]), self._n_proposed)
+
+    def _count(self, slots_B: np.ndarray, n_right_B: np.ndarray, n_drafted: int) -> None:
+        """Count a step with drafts of `n_drafted` tokens, the first `n_right_B` of which were right."""
+        assert self._texts is not None
+        self._texts.count(slots_B, n_right_B)
+        n_reached = (n_right_B[:, None] >= np.arange(n_drafted + 1)).sum(0)
+        self.length.count(n_reached[:-1], n_reached[1:])
 
     def _slot_texts(self, slots: SlotTable) -> _SlotTexts:
         """Return the last tokens of the sequences in all slots. The first call in a rollout makes empty entries."""

@@ -99,13 +99,11 @@ class Drafter(Protocol):
         """
         ...
 
-    def verified(self, sequence: Sequence, n_drafted: int, n_right: int) -> None:
-        """Learn how many tokens of a draft were right. Not called for TableDrafts, which have a function for this.
+    def verified(self, found: list[tuple[Sequence, int]]) -> None:
+        """Learn how many tokens of the last drafts were right. TableDrafts have a function of their own for this.
 
         Args:
-            sequence: The sequence, which has its new tokens.
-            n_drafted: Number of drafted tokens, 0 if there was no draft.
-            n_right: Number of drafted tokens that were right, and all before them.
+            found: Each sequence with the length of the leading part of its draft that was right, 0 without a draft.
         """
         ...
 

@@ -22,7 +22,7 @@ from areno.types import Begun, GenerationOutput, GenerationRequest
 from tests.helpers.drafters import KnownDrafter
 from tests.helpers.family_cases import random_model
 from tests.helpers.moe_models import random_reference
-from tests.helpers.tiny_decoder import EOS, VOCAB, Outputs, make_decoder, model, request, run
+from tests.helpers.tiny_decoder import EOS, VOCAB, Outputs, make_decoder, model, request
 from tests.helpers.two_ranks import load
 
 WRONG = [0.0, 1.0, 0.4]
@@ -417,13 +417,3 @@ def test_a_rollout_begins_while_tokens_of_the_last_one_are_in_flight() -> None:
     while decoder.has_work:
         outputs |= {(o.request_id, o.sample): o for o in decoder.step() if o.finish_reason is not None}
     assert outputs[2, 0].tokens == sampled(exact_model(), [item], **EXACT)[2, 0].tokens
-
-
-def test_wrong_drafts_that_the_host_reads_pause() -> None:
-    drafter = NgramDrafter(torch.device("cpu"), table_bits=12)
-    drafter.begin(StepCosts(fixed=40, verification=10, most_rows=200))
-    decoder = make_decoder(exact_model(), drafter=drafter, **EXACT)
-    decoder.submit(request(1, 9, max_new_tokens=80, n_samples=4, frequency_penalty=0.1))
-    run(decoder)
-    assert decoder.stats.decode_steps > 60
-    assert 0 < decoder.stats.draft_steps < 15
