@@ -86,8 +86,8 @@ def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -
 class DraftLength:
     """Decides how many tokens each sequence of a step drafts, from measured shares of right tokens.
 
-    All sequences draft the same number of tokens. The number with the shortest expected time of a new token is taken, on
-    average over the sequences. So a few sequences whose drafts are right do not slow down many whose drafts are wrong.
+    All sequences draft the same number of tokens: the one with the shortest expected time of a new token, on average
+    over the sequences. So a few sequences whose drafts are right do not slow down many whose drafts are wrong.
 
     If no number pays, drafts pause, at first for 8 steps and finally for 128, or until the batch has shrunk to half.
     After a pause, one step tries drafts again, as soon as the table is prepared, unless the shares are known well.
