@@ -158,7 +158,7 @@ class DraftLength:
         return max((length for length in costs.lengths(n_rows) if costs.time(n_rows, length) <= most), default=0)
 
     def _best(self, n_rows: int, relative_acceptance_B: np.ndarray) -> int:
-        """Return the number of drafted tokens with the largest expected speed. 0 if none is faster than no drafts."""
+        """Return the number of drafted tokens with the shortest time of a new token. 0 if no drafts are faster."""
         # Places with few tries are taken to be like the average place.
         average = (self._right.sum() + 2) / (self._tried.sum() + 4)
         right_J = (self._right + 4 * average) / (self._tried + 4)
