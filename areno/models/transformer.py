@@ -187,10 +187,9 @@ class Transformer(nn.Module):
         buffered = all(grad is not None and grad.dtype == torch.float32 for grad in grads)
         return buffered and isinstance(attend, PackedAttend)
 
-    def is_finite(self) -> bool:
+    def has_finite_weights(self) -> bool:
         """Return whether no weight of this rank is NaN or infinite."""
-        parts = [part.detach() for part in self.parameters() if part.numel()]
-        return all(bool(torch.stack(part.aminmax()).isfinite().all()) for part in parts)
+        return all(is_finite(parameter.detach()) for parameter in self.parameters())
 
     @property
     def device(self) -> torch.device:
@@ -314,6 +313,16 @@ class Transformer(nn.Module):
                     else:
                         full.normal_(0.0, self.config.initializer_range, generator=generator)
                     part.region(parameter).copy_(part.cut(full))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether no number of a tensor is NaN or infinite.
+
+    Args:
+        tensor: the tensor, which may be empty and requires no gradient.
+    """
+    # If any number is NaN, so are minimum and maximum. Unlike a mask, they take no memory.
+    return tensor.numel() == 0 or bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def _call_stage_hook(on_stage_backward: Callable[[int], None], stage: int, _grad: Tensor) -> None:

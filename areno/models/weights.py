@@ -30,7 +30,7 @@ from areno.layers.shard import Part
 from areno.models.config import Family, TransformerConfig
 from areno.models.families import FAMILIES, module_names, stored_names
 from areno.models.folder import INDEX, SHOWN, copy_tokenizer_files, listing, opened, resolve, tensor_files, write_json
-from areno.models.transformer import Transformer
+from areno.models.transformer import Transformer, is_finite
 
 FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of the dtypes that can be loaded
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -490,7 +490,7 @@ def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "c
     """
     if wrong := _header_problem(name, target, source, shaped_by):
         raise CheckpointError(f"{file}: {wrong}")
-    shape, is_finite, row = target.shape, True, 0
+    shape, all_finite, row = target.shape, True, 0
     for entry, order in zip(*target, strict=True):
         n_rows = entry.part.full_shape[0]
         piece = entry.part.cut(source if n_rows == shape[0] else source[row : row + n_rows])
@@ -498,9 +498,8 @@ def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "c
         region = entry.part.region(entry.parameter)
         region.copy_(piece if order is None else in_order(piece, order))
         heartbeat.beat()
-        # If any number is NaN, so are minimum and maximum. Unlike a mask, they take no memory.
-        is_finite &= region.numel() == 0 or bool(torch.stack(region.aminmax()).isfinite().all())
-    return is_finite
+        all_finite &= is_finite(region)
+    return all_finite
 
 
 def _header_problem(name: str, target: Stored, source: Any, shaped_by: str) -> str | None:

@@ -173,11 +173,11 @@ def measured_lengths(config: ExperimentConfig, metrics: Mapping[str, Sequence[fl
 
 
 def compare(phases: Sequence[Phase], metrics: Mapping[str, Sequence[float]]) -> list[Compared]:
-    """Compare the phases of a forecast with the recorded scalars time/* and memory/*.
+    """Compare the phases of a forecast with the times and the peaks of memory that a run has recorded.
 
     Args:
         phases: The phases of the forecast.
-        metrics: Name of a scalar -> its recorded values.
+        metrics: Name of a scalar, such as "time/train" or "memory/train" -> its recorded values.
 
     Returns:
         One entry for each phase that the run has recorded, and one for the whole step. The predicted time of the step

@@ -601,7 +601,7 @@ class Decoder:
 
         Raises EngineError if the weights of the model are not finite.
         """
-        if self._finite_version != self.weights_version and not self.runner.model.is_finite():
+        if self._finite_version != self.weights_version and not self.runner.model.has_finite_weights():
             raise non_finite_logits()
         self._finite_version = self.weights_version
         sequence.settle()

@@ -37,7 +37,7 @@ class StepCosts:
     most_rows: int
 
     def plain_time(self, n_rows: int) -> float:
-        """Estimate the time of a decode step without drafts. The unit is the time that one more row adds to a step.
+        """Estimate the time of a decode step without drafts, as a multiple of the time that one more row takes.
 
         Args:
             n_rows: Number of sequences.
@@ -107,7 +107,7 @@ class DraftLength:
         self.awaits_texts = False
 
     def begin(self, costs: StepCosts, kept: float) -> None:
-        """Begin a rollout. The length of pauses goes on from the last rollout if some of the counts are kept.
+        """Begin a rollout. The first pause has the shortest length again, unless some of the counts are kept.
 
         Args:
             costs: Time of a step.
@@ -158,7 +158,7 @@ class DraftLength:
         return max((length for length in costs.lengths(n_rows) if costs.time(n_rows, length) <= most), default=0)
 
     def _best(self, n_rows: int, relative_acceptance_B: np.ndarray) -> int:
-        """Return the number of drafted tokens with the shortest time of a new token. 0 if no drafts are faster."""
+        """Return the number of drafted tokens, 0 for none, with which a new token takes the shortest expected time."""
         # Places with few tries are taken to be like the average place.
         average = (self._right.sum() + 2) / (self._tried.sum() + 4)
         right_J = (self._right + 4 * average) / (self._tried + 4)

@@ -141,7 +141,7 @@ class _SlotTexts:
         n_new: Number of completion tokens when the entry was written.
         n_entered: Number of tokens, with the prompt, that were entered in the table of n-grams.
         scope: Scope of the sequence.
-        n_steps: Number of steps in which the sequence drafted. Halved, with `n_right`, when above 64.
+        n_steps: Number of steps in which the sequence drafted. Halved, with `n_right`, when above `_MOST_STEPS`.
         n_right: Number of its drafted tokens that were right.
     """
 
@@ -369,13 +369,15 @@ class NgramDrafter:
         self._count(slots_B[rows], right_BJ[rows].sum(1), drafts.n_tokens)
 
     def verified(self, found: list[tuple[Sequence, int]]) -> None:
-        """Count the right tokens of drafts that the host read. Tokens that were not drafted after all count as wrong.
+        """Count how many drafted tokens were right, for drafts that the host has read.
+
+        If a grammar or a limit has shortened a draft, the tokens that were left out count as wrong.
 
         Args:
             found: Each sequence with the length of the leading part of its draft that was right, 0 without a draft.
         """
         if found and self._texts is not None:
-            slots_B = np.array([sequence.slot for sequence, _ in found])
+            _, slots_B = _slots_of([sequence for sequence, _ in found])
             self._count(slots_B, np.array([n_right for _, n_right in found]), self._n_proposed)
 
     def _count(self, slots_B: np.ndarray, n_right_B: np.ndarray, n_drafted: int) -> None:
@@ -386,7 +388,7 @@ class NgramDrafter:
         self.length.count(n_reached[:-1], n_reached[1:])
 
     def _slot_texts(self, slots: SlotTable) -> _SlotTexts:
-        """Return the last tokens of the sequences in all slots. The first call in a rollout makes empty entries."""
+        """Return the entries of all slots. The first call in a rollout creates them."""
         if self._texts is None:
             self._texts = _SlotTexts(slots)
         return self._texts

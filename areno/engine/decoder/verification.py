@@ -117,7 +117,7 @@ class Drafter(Protocol):
 
 
 def n_right_tokens(sequence: Sequence, draft: list[int], n_new: int) -> int:
-    """Return how many tokens of a draft the sequence got.
+    """Return how many leading tokens of a draft were right, and so became tokens of the sequence.
 
     Args:
         sequence: The sequence, which has its new tokens.
