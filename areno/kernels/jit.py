@@ -131,12 +131,15 @@ def has_option(name: str) -> bool:
     return name in {field.name for field in dataclasses.fields(CUDAOptions)}
 
 
+def fma_options() -> dict[str, bool]:
+    """Return the launch options that switch FMA on, if this release of Triton has one. `kernel` adds them itself."""
+    return {"enable_fp_fusion": True} if has_option("enable_fp_fusion") else {}
+
+
 class _Kernel(triton.JITFunction):
     def run(self, *args: Any, **how: Any) -> Any:
-        """Launch the kernel, with FMA switched on if this release of Triton has a launch option for it.
+        """Launch the kernel, with FMA switched on.
 
         Triton calls this method for every launch, with the kernel's arguments, and its launch options in `how`.
         """
-        if has_option("enable_fp_fusion"):
-            how.setdefault("enable_fp_fusion", True)
-        return super().run(*args, **how)
+        return super().run(*args, **{**fma_options(), **how})

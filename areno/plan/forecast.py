@@ -29,9 +29,8 @@ from areno.models.registry import layout_problems, load_config, parse_config
 from areno.models.speed import PassWork, Rates, RolloutWork, pass_seconds, rollout_seconds, update_seconds
 from areno.plan.hardware import Hardware
 from areno.plan.lora import lora_of
-from areno.plan.phases import Lengths, Phase, Rows, questions_of_step, rows_of_step
+from areno.plan.phases import Lengths, Phase, Rows, questions_of_step, rows_of_step, shared_decoder
 from areno.plan.plan import experiment_roles, longest_sequence
-from areno.plan.shared_decoder import shared_decoder
 
 _PROCESS_BYTES = int(0.35 * 2**30)  # of a Python process with torch, which counts as the memory of a CPU run
 _GRAPH_BYTES = int(0.15 * 2**30)  # of CUDA graphs and the buffers of sampling

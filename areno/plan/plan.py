@@ -31,7 +31,7 @@ from areno.models.registry import head_of, load_config
 from areno.plan.devices import devices_of
 from areno.plan.lora import KEY as LORA_KEY
 from areno.plan.lora import lora_of, teacher_adapters
-from areno.plan.shared_decoder import shared_decoder
+from areno.plan.phases import shared_decoder
 from areno.types import ModelRole, SamplingParams
 
 

@@ -32,6 +32,7 @@ from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import gpu_called, this_cpu
+from areno.plan.phases import shared_decoder
 from areno.plan.plan import (
     TrainerPlan,
     check_plan,
@@ -41,7 +42,6 @@ from areno.plan.plan import (
     whole_model,
 )
 from areno.plan.schedule import schedule_warnings, staleness_warnings, with_schedules
-from areno.plan.shared_decoder import shared_decoder
 from areno.rewards.judge_readers import EndpointReader, Reader, RoleReader
 from areno.rewards.pool import RewardPool
 from areno.run import tuning

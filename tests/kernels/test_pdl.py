@@ -124,6 +124,33 @@ def test_small_kernels_and_products_of_few_rows_wait_before_they_touch_anything(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_products_in_gluon_copy_all_of_their_weight_and_nothing_else_before_they_wait(is_gated: bool) -> None:
+    gluon_few_rows = pytest.importorskip("areno.kernels.matmul.gluon_few_rows")
+    if not gluon_few_rows.HAS_GLUON:
+        pytest.skip("this Triton has no Gluon")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    def descriptor(rows: int) -> str:
+        layout = gluon_few_rows.gl.NVMMASharedLayout.get_default_for([rows, 64], gluon_few_rows.gl.bfloat16)
+        return f"tensordesc<bf16[{rows}, 64],{layout!r}>"
+
+    n_tiles, n_x_tiles, n_weights = 5, 3, 1 + is_gated
+    given = {"x_desc": descriptor(64), "weight_desc": descriptor(32), "bias_ptr": "*bf16", "out_ptr": "*bf16"}
+    fixed = {"INPUTS": 64, "TILES": n_tiles, "X_TILES": n_x_tiles, "IS_GATED": is_gated, "GELU": False, "num_warps": 4}
+    signature = {**given, "n_rows": "i32", "n_columns": "i32", **dict.fromkeys(fixed, "constexpr")}
+    places = {(place,): fixed[name] for place, name in enumerate(signature) if name in fixed}
+    source = GluonASTSource(gluon_few_rows._gluon_few_rows_kernel, signature, places)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    words = r"(launch_dependents)|grid_?dep(?:endency_|control\.)(wait)|local %(x|weight)_desc|tt.(load|store) "
+    order = re.findall(words, made.asm["ttgir"])
+    weights, xs = ["weight"] * n_tiles * n_weights, ["x"] * n_tiles
+    assert ["".join(each) for each in order] == ["launch_dependents", *weights, "wait", *xs, "load", "store"]
+
+
+@pytest.mark.slow
 def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
     from areno.kernels.paged import triton as paged
 

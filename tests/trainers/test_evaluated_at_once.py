@@ -15,7 +15,7 @@ from areno.engine.decoder.decoder import Decoder
 from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec, SharedDecoder
 from areno.launch.compose import load
 from areno.models.registry import load_config
-from areno.plan.shared_decoder import shared_decoder
+from areno.plan.phases import shared_decoder
 from areno.tracking.reader import RunReader
 from areno.trainers.loop import PolicyEvaluation
 from tests.helpers.policy_runs import MODEL

@@ -23,6 +23,7 @@ from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import n_multiprocessors
 from areno.kernels.elementwise.triton_swiglu import activated
 from areno.kernels.jit import kernel
+from areno.kernels.matmul.gluon_few_rows import few_rows_product
 
 MOST_ROWS = 64
 _COLUMNS, _WARPS = 32, 4  # outputs of a tile, and warps of its program
@@ -77,7 +78,7 @@ def partial_products(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """
     n_tiles = triton.cdiv(len(weight_OI), _COLUMNS)
     parts = 1
-    while parts < _MOST_PARTS and 4 * parts * n_tiles <= n_multiprocessors(x_NI.device):
+    while parts < _MOST_PARTS and 2 * parts * n_tiles <= n_multiprocessors(x_NI.device):
         parts *= 2
     return _launch(x_NI, weight_OI, None, x_NI.new_empty((parts, len(x_NI), len(weight_OI)), dtype=torch.float32))
 
@@ -105,11 +106,14 @@ def _launch(
     """Compute the product into `out_SNO`, and return `out_SNO`."""
     (n_parts, n_rows, n_columns), n_inputs = out_SNO.shape, x_NI.shape[1]
     assert n_rows <= MOST_ROWS
+    x_NI = x_NI.contiguous()
+    if few_rows_product(x_NI, weight_OI, bias_O, out_SNO, is_gated, gelu):
+        return out_SNO
     rows = 16 if n_rows <= 16 else MOST_ROWS
     inputs, n_stages, n_gated_stages = _TILES[rows]
     span = triton.cdiv(n_inputs, n_parts * inputs) * inputs  # inputs of a part
     _few_rows_kernel[(triton.cdiv(n_columns, _COLUMNS), n_parts)](
-        x_NI.contiguous(),
+        x_NI,
         weight_OI,
         bias_O,
         out_SNO,

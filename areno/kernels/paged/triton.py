@@ -26,7 +26,7 @@ from areno.kernels.paged.triton_fixed_order import paged_attention
 _TILE = tl.constexpr(32)  # positions loaded together, a power of two that divides `PagedBatch.split_lens`
 # The alignment of these depends on the number of rows, so kernels specialised on it would be compiled again.
 _ROW_POINTERS = ["slots_ptr", "lengths_ptr", "shared_ptr"]
-_JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel combines, a power of two
+_JOIN_HEADS = tl.constexpr(4)  # heads that one program of the second kernel combines, a power of two
 
 
 def decode_attention(

@@ -1,0 +1,210 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+"""Matrix products of at most 64 rows on Hopper GPUs, as one kernel in Gluon, the lower-level language of Triton.
+
+Each program begins to copy its part of the weight to shared memory before the previous kernel has ended. After the end,
+the program copies x, and multiplies. Triton's own language has no such copies outside of loops. On an H200, decoding
+with Qwen3-0.6B takes 12 % less time than with `triton_few_rows.py` for 8 and for 16 rows, and 5 % less for 64 rows.
+
+Gluon is experimental: where one of the names is missing, `few_rows_product` computes nothing and returns False. Shape
+letters as in `triton_few_rows.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from areno.kernels import jit
+from areno.kernels.backend import capability
+from areno.kernels.elementwise.triton_norm import n_multiprocessors
+from areno.kernels.elementwise.triton_swiglu import activated
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+    HAS_GLUON = True
+except (ImportError, AttributeError):
+    HAS_GLUON = False
+
+_ROWS = 64  # rows of a matrix instruction
+_COLUMNS = 32  # outputs of a program
+_INPUTS = 256, 128, 64  # inputs of a tile: the first that divides the inputs of a part
+_SHARED_MEMORY = 222 * 2**10  # bytes for the tiles of a program
+_MOST_TILES = 24  # of a program, whose loop over tiles is unrolled
+
+
+def few_rows_product(
+    x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_SNO: Tensor, is_gated: bool, gelu: bool
+) -> bool:
+    """Compute a product, if the device and the sizes are supported.
+
+    The device must be a Hopper GPU. All programs must run at the same time, each with its part of the weight in shared
+    memory.
+
+    Args:
+        x_NI: inputs, (rows, inputs), contiguous.
+        weight_OI: weight, (outputs, inputs), or with `is_gated` (2 * outputs, inputs).
+        bias_O: bias. None: no bias.
+        out_SNO: result, (parts of the inputs, rows, outputs), overwritten.
+        is_gated: whether the result is that of `gated_product` instead of x W^T + b.
+        gelu: whether the activation is the tanh form of GELU instead of SiLU.
+
+    Returns:
+        Whether the product was computed.
+    """
+    (n_parts, n_rows, n_columns), n_inputs = out_SNO.shape, x_NI.shape[1]
+    tiles = _tiles(n_inputs, n_columns, n_parts, 1 + is_gated, n_multiprocessors(x_NI.device))
+    if tiles is None or not _is_hopper(x_NI.device):
+        return False
+    inputs, n_tiles, n_x_tiles = tiles
+    _gluon_few_rows_kernel[(n_columns // _COLUMNS, n_parts)](
+        _described(x_NI, _ROWS, inputs),
+        _described(weight_OI, _COLUMNS, inputs),
+        bias_O,
+        out_SNO,
+        n_rows,
+        n_columns,
+        INPUTS=inputs,
+        TILES=n_tiles,
+        X_TILES=n_x_tiles,
+        IS_GATED=is_gated,
+        GELU=gelu,
+        num_warps=4,
+        launch_pdl=True,
+        **jit.fma_options(),
+    )
+    return True
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    """Return whether a device is a Hopper GPU, for which the kernel can be compiled.
+
+    GPUs of other generations do not have the kernel's matrix instructions.
+    """
+    return HAS_GLUON and jit.supports_pdl(device) and (capability(device) or (0, 0))[0] == 9
+
+
+@functools.cache
+def _tiles(
+    n_inputs: int, n_columns: int, n_parts: int, n_weights: int, n_multiprocessors: int
+) -> tuple[int, int, int] | None:
+    """Return the tiles of a program: their inputs, their number, and the number of tiles of x in shared memory.
+
+    Args:
+        n_inputs: inputs of the product.
+        n_columns: outputs of the product.
+        n_parts: parts of the inputs.
+        n_weights: 2 with a gate, otherwise 1.
+        n_multiprocessors: streaming multiprocessors of the device.
+
+    Returns:
+        None if the kernel does not support the sizes, or the programs would not all run at the same time.
+    """
+    if n_columns % _COLUMNS or n_columns // _COLUMNS * n_parts > n_multiprocessors:
+        return None
+    inputs = next((size for size in _INPUTS if n_inputs % (n_parts * size) == 0), None)
+    if inputs is None:
+        return None
+    n_tiles, bytes_of_input = n_inputs // (n_parts * inputs), 2 * inputs
+    room = _SHARED_MEMORY - n_weights * _COLUMNS * n_tiles * bytes_of_input
+    n_x_tiles = min(n_tiles, room // (_ROWS * bytes_of_input))
+    return (inputs, n_tiles, n_x_tiles) if n_x_tiles > 0 and n_tiles <= _MOST_TILES else None
+
+
+def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return the descriptor with which a kernel copies tiles of a matrix to shared memory (TMA).
+
+    Elements of a tile beyond the matrix are zeros.
+    """
+    dtype = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+
+
+if HAS_GLUON:
+
+    @gluon.jit
+    def _gluon_few_rows_kernel(
+        x_desc,
+        weight_desc,
+        bias_ptr,
+        out_ptr,
+        n_rows,
+        n_columns,
+        INPUTS: gl.constexpr,
+        TILES: gl.constexpr,
+        X_TILES: gl.constexpr,
+        IS_GATED: gl.constexpr,
+        GELU: gl.constexpr,
+        num_warps: gl.constexpr,
+    ):
+        """Compute, in each program, some columns of the product of one part of the inputs.
+
+        Shared memory has a place for each tile of the weight, and for X_TILES tiles of x. Each tile has a barrier,
+        which counts the bytes of x and of the weight that have arrived.
+        """
+        jit.launch_dependents()
+        ROWS: gl.constexpr = x_desc.block_type.shape[0]
+        COLUMNS: gl.constexpr = weight_desc.block_type.shape[0]
+        N_WEIGHTS: gl.constexpr = 2 if IS_GATED else 1
+        BYTES: gl.constexpr = x_desc.block_type.nbytes + N_WEIGHTS * weight_desc.block_type.nbytes
+        column = gl.program_id(0) * COLUMNS
+        part = gl.program_id(1)
+        first = part * (TILES * INPUTS)
+        weights = gl.allocate_shared_memory(weight_desc.dtype, [N_WEIGHTS * TILES, COLUMNS, INPUTS], weight_desc.layout)
+        xs = gl.allocate_shared_memory(x_desc.dtype, [X_TILES, ROWS, INPUTS], x_desc.layout)
+        arrived = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+        for tile in gl.static_range(TILES):
+            mbarrier.init(arrived.index(tile), count=1)
+        for tile in gl.static_range(TILES):
+            at = first + tile * INPUTS
+            mbarrier.expect(arrived.index(tile), BYTES)
+            _copy(weight_desc, [column, at], arrived.index(tile), weights.index(N_WEIGHTS * tile))
+            if IS_GATED:
+                up = n_columns + column
+                _copy(weight_desc, [up, at], arrived.index(tile), weights.index(N_WEIGHTS * tile + 1))
+        jit.wait_for_previous()
+        for tile in gl.static_range(X_TILES):
+            _copy(x_desc, [0, first + tile * INPUTS], arrived.index(tile), xs.index(tile))
+        layout: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, COLUMNS, 16]
+        )
+        total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        up_total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        for tile in gl.static_range(TILES):
+            mbarrier.wait(arrived.index(tile), 0)
+            x = xs.index(tile % X_TILES)
+            weight = weights.index(N_WEIGHTS * tile).permute((1, 0))
+            total = warpgroup_mma(x, weight, total, is_async=True)
+            if IS_GATED:
+                up_weight = weights.index(N_WEIGHTS * tile + 1).permute((1, 0))
+                up_total = warpgroup_mma(x, up_weight, up_total, is_async=True)
+            if tile + X_TILES < TILES:  # the next tile of x takes the place of this one
+                if IS_GATED:
+                    total, up_total = warpgroup_mma_wait(0, deps=(total, up_total))
+                else:
+                    total = warpgroup_mma_wait(0, deps=(total,))
+                _copy(x_desc, [0, first + (tile + X_TILES) * INPUTS], arrived.index(tile + X_TILES), x)
+        if IS_GATED:
+            total, up_total = warpgroup_mma_wait(0, deps=(total, up_total))
+        else:
+            total = warpgroup_mma_wait(0, deps=(total,))
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        column += gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        dtype: gl.constexpr = out_ptr.dtype.element_ty
+        if bias_ptr is not None:
+            total += gl.load(bias_ptr + column).to(gl.float32)[None, :]
+        if IS_GATED:  # rounded as by a product without activation
+            y = activated(total.to(dtype).to(gl.float32), up_total.to(dtype).to(gl.float32), out_ptr, GELU)
+        else:
+            y = total.to(dtype)
+        place = out_ptr + (part * n_rows + row).to(gl.int64)[:, None] * n_columns + column[None, :]
+        gl.store(place, y, mask=(row < n_rows)[:, None])
