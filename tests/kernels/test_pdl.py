@@ -202,7 +202,7 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
         paged._combine_splits_kernel,
         {**ints, **partial, "out_ptr": "bf16"},
         ("n_heads", "n_parts", "own_splits"),
-        {"HEAD_DIM": 32, "PADDED_DIM": 32, "MAX_PARTS": 2, "PDL": True},
+        {"HEAD_DIM": 32, "PADDED_DIM": 32, "MAX_PARTS": 2, "JOIN_HEADS": 4, "PDL": True},
     )
     assert before == set(ints)
     assert re.fullmatch(r"(read ){4}let wait( read)+( write)+", join)

@@ -26,7 +26,8 @@ from areno.kernels.paged.triton_fixed_order import paged_attention
 _TILE = tl.constexpr(32)  # positions loaded together, a power of two that divides `PagedBatch.split_lens`
 # The alignment of these depends on the number of rows, so kernels specialised on it would be compiled again.
 _ROW_POINTERS = ["slots_ptr", "lengths_ptr", "shared_ptr"]
-_JOIN_HEADS = tl.constexpr(4)  # heads that one program of the second kernel combines, a power of two
+# Heads that one program of the second kernel combines, up to 64 rows and beyond. The fastest on an H200.
+_JOIN_HEADS = 4, 8
 
 
 def decode_attention(
@@ -106,7 +107,8 @@ def decode_attention(
         **options,
     )
     if n_parts > 1:
-        _combine_splits_kernel[(n_rows, triton.cdiv(n_heads, _JOIN_HEADS.value))](
+        join_heads = _JOIN_HEADS[n_rows > 64]
+        _combine_splits_kernel[(n_rows, triton.cdiv(n_heads, join_heads))](
             partial,
             log_sum,
             batch.lengths_B,
@@ -119,6 +121,7 @@ def decode_attention(
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim,
             MAX_PARTS=triton.next_power_of_2(n_parts),
+            JOIN_HEADS=join_heads,
             num_warps=4,
             **options,
         )
@@ -378,6 +381,7 @@ def _combine_splits_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     MAX_PARTS: tl.constexpr,
+    JOIN_HEADS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     """Combine the partial results of a row's splits, and write the row's output.
@@ -386,7 +390,7 @@ def _combine_splits_kernel(
     without positions are skipped.
     """
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * _JOIN_HEADS + tl.arange(0, _JOIN_HEADS)
+    head = tl.program_id(1) * JOIN_HEADS + tl.arange(0, JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)
     real = head < n_heads
     head += row * n_heads
@@ -394,9 +398,9 @@ def _combine_splits_kernel(
     own = tl.load(lengths_ptr + row).to(tl.int32) - 1 - shared
     own_split_len = tl.load(split_lens_ptr).to(tl.int32)
     shared_split_len = tl.load(split_lens_ptr + 1).to(tl.int32)
-    best = tl.full([_JOIN_HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([_JOIN_HEADS], tl.float32)
-    acc = tl.zeros([_JOIN_HEADS, PADDED_DIM], tl.float32)
+    best = tl.full([JOIN_HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([JOIN_HEADS], tl.float32)
+    acc = tl.zeros([JOIN_HEADS, PADDED_DIM], tl.float32)
     if PDL:
         jit.launch_dependents()
         jit.wait_for_previous()
@@ -407,7 +411,7 @@ def _combine_splits_kernel(
                 part < own_splits, own - part * own_split_len, shared - (part - own_splits) * shared_split_len
             )
             left = tl.where(part < n_parts, left, 0)
-            exists = real & (tl.zeros([_JOIN_HEADS], tl.int32) + left > 0)
+            exists = real & (tl.zeros([JOIN_HEADS], tl.int32) + left > 0)
         cell = head * n_parts + part
         log_sum = tl.load(log_sum_ptr + cell, mask=exists, other=float("-inf"))
         place = partial_ptr + cell[:, None] * HEAD_DIM + dim[None, :]
