@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ def compile_launches(capability: int) -> tuple[dict[str, int], list[str]]:
             kib = made.metadata.shared / 1024
             if kib > SHARED[capability]:
                 raise MemoryError(f"{kib:.0f} KiB of shared memory, and there are {SHARED[capability]}: {kwargs}")
+            if "_gluon_" in self.fn.__name__ and not kwargs.get("launch_pdl"):
+                raise ValueError("does not begin early")
             if "\t.loc\t" in made.asm["ptx"]:
                 raise ValueError("has line numbers of the source, which take a quarter of the time to compile")
         except Exception as error:
@@ -138,15 +141,16 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     contexts = torch.zeros(CONTEXT, n_rows, dtype=torch.int64)
     draft_tokens(NgramTable.empty(8, contexts.device), contexts, slots, slots, slots, sampler.tensors, 3)
     if _has_few_rows(capability, str(dtype).removeprefix("torch.")):
-        for is_hopper in (False, capability == 90):
-            gluon_few_rows._is_hopper = lambda _, found=is_hopper: found
-            gluon_few_rows.n_multiprocessors = few_rows.n_multiprocessors = lambda _: 132
-            for n_rows in (4, 64):
-                for weight in (torch.zeros(96, 128, dtype=dtype), torch.zeros(50, 100, dtype=dtype)):
-                    x = torch.zeros(n_rows, weight.shape[1], dtype=dtype)
-                    few_rows.product(x, weight, weight[:, 0].contiguous())
-                    few_rows.partial_products(x, weight)
-                    few_rows.gated_product(x, weight)
+        few_rows.n_multiprocessors = gluon_few_rows.n_multiprocessors = lambda _: 132
+        for has_gluon in {False, capability == 90 and gluon_few_rows.HAS_GLUON}:
+            few_rows.runs_gluon = gluon_few_rows.runs_gluon = lambda _, found=has_gluon: found
+            sizes = [(1024, 1024), (1024, 3072)] if has_gluon else [(96, 128), (50, 100)]
+            for n_rows, size in product((4, 64), sizes):
+                x, weight = torch.zeros(n_rows, size[1], dtype=dtype), torch.zeros(size, dtype=dtype)
+                few_rows.product(x, weight, weight[:, 0].contiguous())
+                few_rows.partial_products(x, weight)
+                for gelu in (False, True):
+                    few_rows.gated_product(x, weight, gelu)
     numbers = torch.zeros(4, 16, dtype=torch.int32)
     shared = symmetric_memory.GroupMemory(
         rank=0, size=2, inboxes=1 << 40, turns=numbers, outboxes=1 << 40, signals=1 << 40, counts=numbers
@@ -160,7 +164,7 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
 def kernels_of(folder: Path) -> Iterator[str]:
     """The names of the kernels in the files of a folder."""
     for path in sorted(folder.rglob("*.py")):
-        yield from re.findall(r"^ *@(?:kernel|gluon.jit).*?^ *def (_\w+_kernel)\(", path.read_text(), re.M | re.S)
+        yield from re.findall(r"^ *@(?:kernel|gluon\.jit).*?^ *def (_\w+_kernel)\(", path.read_text(), re.M | re.S)
 
 
 def _has_few_rows(capability: int, dtype: str) -> bool:
@@ -181,10 +185,12 @@ def main(capability: str, dtype: str, *commands: str) -> int:
         bench.main(command.split())
     launch_alone(getattr(torch, dtype), int(capability))
     print(f"{sum(counts.values())} launches of {len(counts)} kernels compiled")
+    from areno.kernels.matmul import gluon_few_rows
+
     expected = set(kernels_of(KERNELS))
     if not _has_few_rows(int(capability), dtype):
         expected.discard("_few_rows_kernel")
-    if capability != "90" or dtype != "bfloat16":
+    if capability != "90" or dtype != "bfloat16" or not gluon_few_rows.HAS_GLUON:
         expected.discard("_gluon_few_rows_kernel")
     print("not launched:", " ".join(sorted(expected - set(counts))))
     for error in errors:

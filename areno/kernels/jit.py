@@ -2,7 +2,7 @@
 """Compilation of Triton kernels, and the early start of a kernel by programmatic dependent launch (PDL).
 
 `kernel` replaces `triton.jit` for every function that is launched, so that all releases of Triton compile it with the
-same options. Functions that kernels call keep `triton.jit`.
+same options. Functions that kernels call keep `triton.jit`. A kernel in Gluon is launched with `fma_options` instead.
 
 `pdl_options`, `launch_dependents` and `wait_for_previous` use CUDA's PDL. A decoding step launches hundreds of kernels
 that take a few microseconds each, with a gap of about one microsecond between two kernels. In a chain of kernels with
@@ -80,7 +80,7 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
 
 @triton.jit
 def launch_dependents():
-    """Allow the next kernel to begin early, if it is launched with `pdl_options`.
+    """Allow the next kernel to begin early, if it is launched with PDL.
 
     The next kernel begins when every program of this kernel has called this function or has ended.
     """
@@ -91,7 +91,7 @@ def launch_dependents():
 def wait_for_previous():
     """Wait until the previous kernel has ended and its results are visible.
 
-    Only a kernel that is launched with PDL (constexpr `PDL` is True) may call this.
+    Only a kernel that is launched with PDL may call this.
     """
     tl.extra.cuda.gdc_wait()
 
@@ -132,7 +132,10 @@ def has_option(name: str) -> bool:
 
 
 def fma_options() -> dict[str, bool]:
-    """Return the launch options that switch FMA on, if this release of Triton has one. `kernel` adds them itself."""
+    """Return the launch option that switches FMA on, or nothing if this release of Triton has no such option.
+
+    Kernels made by `kernel` get the option anyway.
+    """
     return {"enable_fp_fusion": True} if has_option("enable_fp_fusion") else {}
 
 

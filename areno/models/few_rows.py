@@ -68,6 +68,9 @@ def few_rows_layers(
 ) -> Tensor:
     """Run all layers and the final norm of a model, if `runs_few_rows` returns True for the pass.
 
+    The kernel that computes the embeddings is launched without PDL. So the weights are complete before the products
+    copy them (`kernels/jit.py`).
+
     Args:
         layers: the layers of the model.
         final_norm: the norm after the last layer.

@@ -1,6 +1,7 @@
-"""The phases of a training step in a forecast, and the lengths and numbers of rows that set their time and memory.
+"""The phases of a training step in a forecast, and the lengths and numbers of rows on which time and memory depend.
 
-`compare` compares the phases with the times and the peaks of memory that a run has recorded. Imports no torch.
+`shared_decoder` returns the numbers of samples that are decoded at once. `compare` compares the phases with the times
+and the peaks of memory that a run has recorded. Imports no torch.
 """
 
 from __future__ import annotations

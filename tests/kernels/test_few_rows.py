@@ -25,7 +25,7 @@ def compare_products(device: str, dtype: torch.dtype, n_rows: int, n_inputs: int
         for size in ((n_rows, n_inputs), (2 * n_outputs, n_inputs), (2 * n_outputs,))
     )
     expected = x.double() @ weight.double().T
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3}[dtype]
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
 
     def check(got: torch.Tensor, wanted: torch.Tensor, most: float) -> None:
         assert ((got.double() - wanted).norm() / wanted.norm()).item() < most
@@ -85,13 +85,67 @@ def test_layers_of_few_rows() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n_rows", [1, 5, 16, 33, 64])
 def test_on_the_gpu(dtype: torch.dtype, n_rows: int) -> None:
-    for sizes in ((1024, 3072), (3072, 512), (384, 192), (100, 50)):
+    for sizes in ((1024, 3072), (1024, 2048), (3072, 512), (1536, 512), (384, 192), (100, 50)):
         compare_products("cuda", dtype, n_rows, *sizes)
-    if n_rows == 5:
+    if n_rows == 5 and dtype == torch.bfloat16:
         compare_layers("cuda", dtype, qkv_bias=True)
+
+
+@pytest.mark.gpu
+def test_hopper_computes_in_gluon() -> None:
+    gluon_few_rows = pytest.importorskip("areno.kernels.matmul.gluon_few_rows")
+    if not gluon_few_rows.HAS_GLUON or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU and a Triton with Gluon")
+    x, weight = (torch.ones(n, 64, dtype=torch.bfloat16, device="cuda") for n in (5, 32))
+    out = torch.empty(1, 5, 32, dtype=torch.bfloat16, device="cuda")
+    assert gluon_few_rows.few_rows_product(x, weight, None, out, is_gated=False, gelu=False)
+    assert (out == 64).all()
+    part = x.new_ones(1 + 5 * 64)[1:].view(5, 64)  # does not lie at a multiple of 16 bytes
+    assert not gluon_few_rows.few_rows_product(part, weight, None, out, is_gated=False, gelu=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1024, 4096, 1, 1), (256, 4, 4)),  # of Qwen3-0.6B
+        ((2048, 1024, 4, 1), (256, 2, 2)),
+        ((1024, 3072, 1, 2), (256, 4, 2)),
+        ((3072, 1024, 4, 1), (256, 3, 3)),
+        ((4864, 896, 4, 1), (64, 19, 18)),  # of Qwen2.5-0.5B
+        ((896, 4864, 1, 2), None),  # 152 programs for 132 multiprocessors
+        ((3072, 1024, 1, 1), (128, 24, 1)),  # no tile of 256 inputs of x fits
+        ((8192, 1024, 1, 1), None),
+        ((100, 64, 1, 1), None),
+        ((128, 48, 1, 1), None),
+    ],
+)
+def test_tiles_fit_into_shared_memory(sizes: tuple[int, ...], expected: tuple[int, int, int] | None) -> None:
+    gluon_few_rows = pytest.importorskip("areno.kernels.matmul.gluon_few_rows")
+    found = gluon_few_rows._tiles(*sizes, 132)
+    assert found == expected
+    if found is not None:
+        inputs, n_tiles, n_x_tiles = found
+        assert inputs * n_tiles * sizes[2] == sizes[0]
+        assert 2 * inputs * (32 * sizes[3] * n_tiles + 64 * n_x_tiles) + 8 * n_tiles <= 227 * 1024
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (9, 0)])
+def test_a_gpu_for_which_gluon_fails_computes_in_triton(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gluon_few_rows = pytest.importorskip("areno.kernels.matmul.gluon_few_rows")
+    monkeypatch.setattr(gluon_few_rows, "HAS_GLUON", True)
+    monkeypatch.setattr(gluon_few_rows, "capability", lambda _: capability)
+    monkeypatch.setattr(gluon_few_rows.jit, "supports_pdl", lambda _: True)
+    gluon_few_rows.runs_gluon.cache_clear()
+    try:
+        assert not gluon_few_rows.runs_gluon(torch.device("cpu"))  # which no kernel can be launched for
+    finally:
+        gluon_few_rows.runs_gluon.cache_clear()
+    assert ("cannot compile a kernel in Gluon" in caplog.text) == (capability == (9, 0))
 
 
 def of_rollout(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:

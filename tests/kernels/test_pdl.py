@@ -144,10 +144,15 @@ def test_products_in_gluon_copy_all_of_their_weight_and_nothing_else_before_they
     places = {(place,): fixed[name] for place, name in enumerate(signature) if name in fixed}
     source = GluonASTSource(gluon_few_rows._gluon_few_rows_kernel, signature, places)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
-    words = r"(launch_dependents)|grid_?dep(?:endency_|control\.)(wait)|local %(x|weight)_desc|tt.(load|store) "
+    words = (
+        r"(launch_dependents)|grid_?dep(?:endency_|control\.)(wait)|local %(x|weight)_desc|(group_dot_wait) "
+        r"|tt.(load |store (?=%\w+, %\w+, %))"  # a store with a mask
+    )
     order = re.findall(words, made.asm["ttgir"])
-    weights, xs = ["weight"] * n_tiles * n_weights, ["x"] * n_tiles
-    assert ["".join(each) for each in order] == ["launch_dependents", *weights, "wait", *xs, "load", "store"]
+    weights, multiplied = ["weight"] * n_tiles * n_weights, "group_dot_wait"
+    xs = ["x"] * n_x_tiles + [multiplied, "x"] * (n_tiles - n_x_tiles)
+    found = ["".join(each).strip() for each in order]
+    assert found == ["launch_dependents", *weights, "wait", *xs, multiplied, "load", "store"]
 
 
 @pytest.mark.slow

@@ -2,17 +2,19 @@
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 """Matrix products of at most 64 rows on Hopper GPUs, as one kernel in Gluon, the lower-level language of Triton.
 
-Each program begins to copy its part of the weight to shared memory before the previous kernel has ended. After the end,
-the program copies x, and multiplies. Triton's own language has no such copies outside of loops. On an H200, decoding
-with Qwen3-0.6B takes 12 % less time than with `triton_few_rows.py` for 8 and for 16 rows, and 5 % less for 64 rows.
+Each program begins to copy its part of the weight to shared memory before the previous kernel has ended. Then it waits
+for the previous kernel, copies x and multiplies. In Triton's own language, a program can copy asynchronously only in a
+loop. On an H200, rollouts of Qwen3-0.6B with 8 and 16 samples take 12 % less time than with `triton_few_rows.py`, and
+with 64 samples 5 % less. Of the 5 %, 2 % are due to 4 instead of 2 parts of the inputs.
 
-Gluon is experimental: where one of the names is missing, `few_rows_product` computes nothing and returns False. Shape
-letters as in `triton_few_rows.py`.
+Gluon is experimental. If the installed Triton lacks one of the imported names, or cannot compile the kernel,
+`few_rows_product` returns False. Shape letters as in `triton_few_rows.py`.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 
 import torch
 from torch import Tensor
@@ -33,37 +35,76 @@ try:
 except (ImportError, AttributeError):
     HAS_GLUON = False
 
+logger = logging.getLogger("areno")
+
 _ROWS = 64  # rows of a matrix instruction
 _COLUMNS = 32  # outputs of a program
-_INPUTS = 256, 128, 64  # inputs of a tile: the first that divides the inputs of a part
+_INPUTS = 256, 128, 64  # inputs of a tile: the first that divides the inputs of a part, if x then fits
 _SHARED_MEMORY = 222 * 2**10  # bytes for the tiles of a program
-_MOST_TILES = 24  # of a program, whose loop over tiles is unrolled
+_MOST_TILES = 24  # of a program: its loop over them is unrolled, and each makes the kernel longer
 
 
 def few_rows_product(
     x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_SNO: Tensor, is_gated: bool, gelu: bool
 ) -> bool:
-    """Compute a product, if the device and the sizes are supported.
+    """Compute a product if Gluon runs on the device, and all programs fit on it at once.
 
-    The device must be a Hopper GPU. All programs must run at the same time, each with its part of the weight in shared
-    memory.
+    Each program needs shared memory for its part of the weight. No kernel since the last one that was launched without
+    PDL may have written the weight (the rules are in `kernels/jit.py`).
 
     Args:
-        x_NI: inputs, (rows, inputs), contiguous.
-        weight_OI: weight, (outputs, inputs), or with `is_gated` (2 * outputs, inputs).
-        bias_O: bias. None: no bias.
+        x_NI: inputs, (rows, inputs), contiguous, bfloat16 or float16.
+        weight_OI: weight, (outputs, inputs), or with `is_gated` (2 * outputs, inputs), contiguous, in the dtype of x.
+        bias_O: bias. None: no bias. Must be None with `is_gated`.
         out_SNO: result, (parts of the inputs, rows, outputs), overwritten.
-        is_gated: whether the result is that of `gated_product` instead of x W^T + b.
+        is_gated: whether to compute `gated_product` instead of x W^T + b.
         gelu: whether the activation is the tanh form of GELU instead of SiLU.
 
     Returns:
         Whether the product was computed.
     """
     (n_parts, n_rows, n_columns), n_inputs = out_SNO.shape, x_NI.shape[1]
-    tiles = _tiles(n_inputs, n_columns, n_parts, 1 + is_gated, n_multiprocessors(x_NI.device))
-    if tiles is None or not _is_hopper(x_NI.device):
+    if not n_rows or not runs_gluon(x_NI.device) or (x_NI.data_ptr() | weight_OI.data_ptr()) % 16:
         return False
-    inputs, n_tiles, n_x_tiles = tiles
+    tiles = _tiles(n_inputs, n_columns, n_parts, 1 + is_gated, n_multiprocessors(x_NI.device))
+    if tiles is None:
+        return False
+    _launch(x_NI, weight_OI, bias_O, out_SNO, tiles, is_gated, gelu)
+    return True
+
+
+@functools.cache
+def runs_gluon(device: torch.device) -> bool:
+    """Return whether a device is a Hopper GPU for which the installed Triton can compile the kernel.
+
+    GPUs of other generations do not have the kernel's matrix instructions. The first call for a Hopper GPU compiles the
+    kernel, and logs a warning if this fails.
+
+    Args:
+        device: device of the products.
+    """
+    if not HAS_GLUON or not jit.supports_pdl(device) or (capability(device) or (0, 0))[0] != 9:
+        return False
+    x_NI, weight_OI = (torch.zeros(size, 64, dtype=torch.bfloat16, device=device) for size in (1, _COLUMNS))
+    try:
+        _launch(x_NI, weight_OI, None, x_NI.new_empty(1, 1, _COLUMNS), (64, 1, 1))
+    except Exception as error:  # of whatever kind: Gluon is experimental, and the kernel in Triton does without
+        logger.warning("decoding with few rows is slower, because Triton cannot compile a kernel in Gluon: %s", error)
+        return False
+    return True
+
+
+def _launch(
+    x_NI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    out_SNO: Tensor,
+    tiles: tuple[int, int, int],
+    is_gated: bool = False,
+    gelu: bool = False,
+) -> None:
+    """Launch the kernel with the result of `_tiles`."""
+    (n_parts, n_rows, n_columns), (inputs, n_tiles, n_x_tiles) = out_SNO.shape, tiles
     _gluon_few_rows_kernel[(n_columns // _COLUMNS, n_parts)](
         _described(x_NI, _ROWS, inputs),
         _described(weight_OI, _COLUMNS, inputs),
@@ -80,23 +121,13 @@ def few_rows_product(
         launch_pdl=True,
         **jit.fma_options(),
     )
-    return True
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    """Return whether a device is a Hopper GPU, for which the kernel can be compiled.
-
-    GPUs of other generations do not have the kernel's matrix instructions.
-    """
-    return HAS_GLUON and jit.supports_pdl(device) and (capability(device) or (0, 0))[0] == 9
 
 
 @functools.cache
 def _tiles(
     n_inputs: int, n_columns: int, n_parts: int, n_weights: int, n_multiprocessors: int
 ) -> tuple[int, int, int] | None:
-    """Return the tiles of a program: their inputs, their number, and the number of tiles of x in shared memory.
+    """Return the inputs of a tile, the tiles of a program, and the x tiles that shared memory holds at once.
 
     Args:
         n_inputs: inputs of the product.
@@ -110,13 +141,13 @@ def _tiles(
     """
     if n_columns % _COLUMNS or n_columns // _COLUMNS * n_parts > n_multiprocessors:
         return None
-    inputs = next((size for size in _INPUTS if n_inputs % (n_parts * size) == 0), None)
-    if inputs is None:
-        return None
-    n_tiles, bytes_of_input = n_inputs // (n_parts * inputs), 2 * inputs
-    room = _SHARED_MEMORY - n_weights * _COLUMNS * n_tiles * bytes_of_input
-    n_x_tiles = min(n_tiles, room // (_ROWS * bytes_of_input))
-    return (inputs, n_tiles, n_x_tiles) if n_x_tiles > 0 and n_tiles <= _MOST_TILES else None
+    for inputs in _INPUTS:
+        n_tiles, rest = divmod(n_inputs, n_parts * inputs)
+        room = _SHARED_MEMORY - n_weights * _COLUMNS * n_tiles * inputs * 2
+        n_x_tiles = min(n_tiles, room // (_ROWS * inputs * 2))
+        if rest == 0 and n_x_tiles > 0 and n_tiles <= _MOST_TILES:
+            return inputs, n_tiles, n_x_tiles
+    return None
 
 
 def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -124,14 +155,19 @@ def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
     Elements of a tile beyond the matrix are zeros.
     """
-    dtype = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+    layout = _shared_layout(rows, columns, gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16)
+    # A matrix of one row may have any stride.
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, columns], layout)
+
+
+@functools.cache
+def _shared_layout(rows: int, columns: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
 
 
 if HAS_GLUON:
 
-    @gluon.jit
+    @gluon.jit(do_not_specialize=["n_rows"])
     def _gluon_few_rows_kernel(
         x_desc,
         weight_desc,

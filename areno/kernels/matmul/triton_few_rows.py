@@ -1,6 +1,6 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false
-"""Matrix products of at most 64 rows, for decoding steps of few samples, in Triton or if possible in Gluon.
+"""Matrix products of at most 64 rows, for decoding steps of few samples, in Triton, or in Gluon where possible.
 
 Such a product takes about as long as reading its weight from memory. So the weight is divided by outputs, and also by
 inputs if there are few outputs, until most multiprocessors read a part. The kernels use programmatic dependent launch:
@@ -24,7 +24,7 @@ from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import n_multiprocessors
 from areno.kernels.elementwise.triton_swiglu import activated
 from areno.kernels.jit import kernel
-from areno.kernels.matmul.gluon_few_rows import few_rows_product
+from areno.kernels.matmul.gluon_few_rows import few_rows_product, runs_gluon
 
 MOST_ROWS = 64
 _COLUMNS, _WARPS = 32, 4  # outputs of a tile, and warps of its program
@@ -35,7 +35,7 @@ _SHARED_MEMORY = 200 * 2**10  # bytes that are enough for each entry of _TILES
 # On an H100, decoding with 8 to 64 rows is 7 to 14 % faster for Qwen3-0.6B. For 4B it is up to 8 % slower than with the
 # products of cuBLAS, because reading the weights takes longer than the time that these kernels save between kernels.
 _MOST_WIDTH = 1024
-_MOST_PARTS = 4
+_MOST_PARTS, _PART_INPUTS = 4, 64  # of a divided product: largest number of parts, and a divisor of their inputs
 
 
 def supports_few_rows(weight_OI: Tensor) -> bool:
@@ -64,7 +64,7 @@ def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
 
     Args:
         x_NI: inputs, (rows, inputs), at most `MOST_ROWS` rows.
-        weight_OI: weight, (outputs, inputs), in the dtype of x.
+        weight_OI: weight, (outputs, inputs), in the dtype of x, which no kernel of the chain with PDL writes.
         bias_O: bias. None: no bias.
     """
     return _launch(x_NI, weight_OI, bias_O, x_NI.new_empty((1, len(x_NI), len(weight_OI))))[0]
@@ -75,11 +75,12 @@ def partial_products(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
     Args:
         x_NI: inputs, (rows, inputs), at most `MOST_ROWS` rows.
-        weight_OI: weight, (outputs, inputs), in the dtype of x.
+        weight_OI: weight, (outputs, inputs), in the dtype of x, which no kernel of the chain with PDL writes.
     """
-    n_tiles = triton.cdiv(len(weight_OI), _COLUMNS)
-    parts = 1
-    while parts < _MOST_PARTS and 2 * parts * n_tiles <= n_multiprocessors(x_NI.device):
+    n_tiles, parts = triton.cdiv(len(weight_OI), _COLUMNS), 1
+    # The fastest on an H100 in Triton, and on an H200 in Gluon.
+    n_programs = n_multiprocessors(x_NI.device) // (1 if runs_gluon(x_NI.device) else 2)
+    while parts < _MOST_PARTS and 2 * parts * n_tiles <= n_programs and x_NI.shape[1] % (2 * parts * _PART_INPUTS) == 0:
         parts *= 2
     return _launch(x_NI, weight_OI, None, x_NI.new_empty((parts, len(x_NI), len(weight_OI)), dtype=torch.float32))
 
@@ -89,7 +90,8 @@ def gated_product(x_NI: Tensor, weight_2OI: Tensor, gelu: bool = False) -> Tenso
 
     Args:
         x_NI: inputs, (rows, inputs), at most `MOST_ROWS` rows.
-        weight_2OI: the weight G of the gate with the weight U below it, (2 * outputs, inputs), in the dtype of x.
+        weight_2OI: the weight G of the gate with the weight U below it, (2 * outputs, inputs), in the dtype of x, which
+            no kernel of the chain with PDL writes.
         gelu: whether the activation is the tanh form of GELU instead of SiLU.
     """
     out_NO = x_NI.new_empty((1, len(x_NI), len(weight_2OI) // 2))

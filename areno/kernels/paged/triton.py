@@ -26,7 +26,7 @@ from areno.kernels.paged.triton_fixed_order import paged_attention
 _TILE = tl.constexpr(32)  # positions loaded together, a power of two that divides `PagedBatch.split_lens`
 # The alignment of these depends on the number of rows, so kernels specialised on it would be compiled again.
 _ROW_POINTERS = ["slots_ptr", "lengths_ptr", "shared_ptr"]
-# Heads that one program of the second kernel combines, up to 64 rows and beyond. The fastest on an H200.
+# Heads that one program of the second kernel combines: with at most 64 rows, and with more. Powers of two.
 _JOIN_HEADS = 4, 8
 
 
