@@ -347,7 +347,7 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
     world, shares = args.world_size, args.tp_size * args.cp_size
     n_available = len(devices) - devices.index(device) if cuda and device in devices else world
     low, high = args.uniform or (0, 0)
-    for is_wrong, option, message in (
+    checks = (
         (device not in devices, "--device", f"is {device!r}; here are {', '.join(devices)}"),
         (world > n_available, "--world-size", f"is {world}; from {device} on there are {n_available} devices here"),
         (world % shares, "--world-size", f"is {world}; a multiple of --tp-size x --cp-size, {shares}, is needed"),
@@ -356,12 +356,10 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
             "--world-size",
             "is for areno's own rollout, train, step and logprob",
         ),
-        (world > 1 and args.profile, "--profile", "traces one process, and --world-size starts several"),
-        (args.profile and not cuda, "--profile", f"traces a CUDA device, and --device is {device}"),
+        *_problems_of_profile(args, device),
         (bool(against) and kind in _STANDALONE, "--against", f"is for other works; {kind} compares areno with itself"),
         (args.offload and kind not in _TRAINS, "--offload", f"is for {', '.join(_TRAINS)}, not for {kind}"),
         (args.offload and not cuda, "--offload", f"is for a CUDA device, and --device is {device}"),
-        (args.profile and kind in _STANDALONE, "--profile", f"is for other works, not for {kind}"),
         (args.folder and kind not in ("state", "trl"), "--folder", f"is for state and trl, not for {kind}"),
         (args.folder and not Path(args.folder).is_dir(), "--folder", f"{args.folder} is not a folder"),
         (args.tokenizer and kind not in _WITH_TEXT, "--tokenizer", f"is for {', '.join(_WITH_TEXT)}, not for {kind}"),
@@ -393,9 +391,10 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
             if name != PLAIN
         ),
         (low > high, "--uniform", f"is {low} {high}; the first must not be above the second"),
-    ):
-        if is_wrong:
-            raise ConfigError([Problem(option, message)])
+    )
+    first = {option: message for is_wrong, option, message in reversed(checks) if is_wrong}  # of each option
+    if problems := [Problem(*each) for each in reversed(first.items())]:
+        raise ConfigError(problems)
 
 
 def _problems_of_ahead(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
@@ -406,6 +405,17 @@ def _problems_of_ahead(args: argparse.Namespace) -> Iterator[tuple[bool, str, st
     yield equal and not args.max_head_offpolicyness, "--equal-rewards", "needs --max-head-offpolicyness above 0"
     too_many = kind == "ahead" and args.ahead > most
     yield too_many, "--ahead", f"is {args.ahead}; samples get too old with more than {most}"
+
+
+def _problems_of_profile(args: argparse.Namespace, device: str) -> Iterator[tuple[bool, str, str]]:
+    """Yield (whether it is wrong, argument, message) for the argument `--profile`, the path of a file."""
+    if args.profile is not None:
+        file, option = Path(args.profile), "--profile"
+        yield args.world_size > 1, option, "traces one process, and --world-size starts several"
+        yield not file.parent.is_dir(), option, f"the folder {file.parent} does not exist"
+        yield file.is_dir(), option, f"{file} is a folder; expected the path of a file"
+        yield not device.startswith("cuda"), option, f"traces a CUDA device, and --device is {device}"
+        yield args.work in _STANDALONE, option, f"is for other works, not for {args.work}"
 
 
 def _problems_of_speculation(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:

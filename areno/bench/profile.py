@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from areno import kernels
 
-# Folders of areno/kernels -> group of their Triton kernels.
+# Folders of areno/kernels -> group of their kernels.
 OWN_FOLDERS = {
     "paged": "attention",
     "fixed_order": "attention",
@@ -84,7 +84,7 @@ def group_of(name: str) -> str:
 
 @functools.cache
 def _own_kernels() -> dict[str, str]:
-    """Return the group of each Triton kernel of areno, by name.
+    """Return the group of each kernel of areno, by name.
 
     Names are read from the source files, because importing these needs Triton.
     """
@@ -92,8 +92,9 @@ def _own_kernels() -> dict[str, str]:
     return {
         kernel: group
         for name, group in OWN_FOLDERS.items()
-        for file in (folder / name).rglob("triton*.py")
-        for kernel in re.findall(r"^def (\w+)\(", file.read_text(encoding="utf-8"), re.M)
+        for form in ("triton", "gluon")
+        for file in (folder / name).rglob(f"{form}*.py")
+        for kernel in re.findall(r"^ *def (\w+)\(", file.read_text(encoding="utf-8"), re.M)
     }
 
 

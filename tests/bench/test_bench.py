@@ -48,11 +48,13 @@ def test_kernels_are_grouped_by_name(name: str, group: str) -> None:
 def test_a_name_of_our_kernels_is_in_one_group() -> None:
     """A profile knows no more of a kernel than its name."""
     folder, groups = Path(bench.__file__).parents[1] / "kernels", defaultdict(set)
-    for file in folder.glob("*/**/triton*.py"):
-        for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(encoding="utf-8"), re.M):
+    for file in [*folder.glob("*/**/triton*.py"), *folder.glob("*/**/gluon*.py")]:
+        for name in re.findall(r"^ *def (\w+_kernel)\(", file.read_text(encoding="utf-8"), re.M):
             groups[name].add(OWN_FOLDERS[file.relative_to(folder).parts[0]])
     assert {name: found for name, found in groups.items() if len(found) > 1} == {}
+    assert {name: group_of(name) for name in groups} == {name: min(found) for name, found in groups.items()}
     assert group_of("_all_reduce_norm_kernel") == "between GPUs"
+    assert group_of("_gluon_few_rows_kernel") == "gemm"
 
 
 def test_every_folder_of_our_kernels_has_a_group() -> None:
@@ -187,6 +189,23 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("areno.bench.arguments.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--against: transformers is not installed here"):
         settings("train --against transformers --device cpu")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("missing/file", "--profile: the folder missing does not exist"),
+        (".", "--profile: . is a folder; expected the path of a file"),
+        ("file", "--profile: traces a CUDA device, and --device is cpu"),
+    ],
+)
+def test_bad_arguments_are_reported_together(path: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["rollout", "--device", "cpu", "--profile", path, "--uniform", "9", "3"]) == 2
+    assert [line.strip() for line in capsys.readouterr().err.splitlines()] == [
+        "error: 2 problems in the configuration:",
+        message,
+        "--uniform: is 9 3; the first must not be above the second",
+    ]
 
 
 @pytest.mark.gpu
