@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from areno.bench.work import Work
 from areno.config.models import OptimizerType
@@ -332,7 +332,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> None:
-    """Raise ConfigError for the first argument that is wrong or does not fit the other arguments.
+    """Raise ConfigError if arguments are wrong or do not fit the other arguments.
 
     Args:
         args: The parsed arguments.
@@ -392,9 +392,21 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
         ),
         (low > high, "--uniform", f"is {low} {high}; the first must not be above the second"),
     )
-    first = {option: message for is_wrong, option, message in reversed(checks) if is_wrong}  # of each option
-    if problems := [Problem(*each) for each in reversed(first.items())]:
-        raise ConfigError(problems)
+    _raise_problems(checks)
+
+
+def _raise_problems(checks: Iterable[tuple[Any, str, str]]) -> None:
+    """Raise ConfigError if an argument is wrong, with the first message of each wrong argument.
+
+    Args:
+        checks: (whether it is wrong, argument, message).
+    """
+    messages = dict[str, str]()
+    for is_wrong, option, message in checks:
+        if is_wrong:
+            messages.setdefault(option, message)
+    if messages:
+        raise ConfigError([Problem(*each) for each in messages.items()])
 
 
 def _problems_of_ahead(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
@@ -431,7 +443,7 @@ def _problems_of_speculation(args: argparse.Namespace) -> Iterator[tuple[bool, s
 
 
 def _check_trl(args: argparse.Namespace) -> None:
-    """Raise ConfigError for the first argument that the work "trl" lacks, does not use or alone uses.
+    """Raise ConfigError if the work "trl" lacks an argument or does not use it, or if another work does not use it.
 
     Args:
         args: The parsed arguments.
@@ -452,7 +464,7 @@ def _check_trl(args: argparse.Namespace) -> None:
         return
     model = Path(args.shape).expanduser()
     missing = [name for name in ("trl", "accelerate", "datasets") if find_spec(name) is None]
-    for is_wrong, option, message in (
+    checks = (
         (not args.config, "--config", "is missing; trl needs the name of a YAML file, such as countdown_cpu"),
         (
             not any(model.glob("*.safetensors")),
@@ -465,9 +477,8 @@ def _check_trl(args: argparse.Namespace) -> None:
             f"is {args.device!r}; trl takes cpu or the first GPU, cuda:0",
         ),
         (bool(missing), "WORK", f"trl needs packages that are not installed here (pip install {' '.join(missing)})"),
-    ):
-        if is_wrong:
-            raise ConfigError([Problem(option, message)])
+    )
+    _raise_problems(checks)
 
 
 class _Parser(argparse.ArgumentParser):

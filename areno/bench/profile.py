@@ -84,7 +84,7 @@ def group_of(name: str) -> str:
 
 @functools.cache
 def _own_kernels() -> dict[str, str]:
-    """Return the group of each kernel of areno, by name.
+    """Return a dictionary from the name of each of areno's Triton and Gluon kernels to its group.
 
     Names are read from the source files, because importing these needs Triton.
     """

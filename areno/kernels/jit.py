@@ -131,6 +131,7 @@ def has_option(name: str) -> bool:
     return name in {field.name for field in dataclasses.fields(CUDAOptions)}
 
 
+@functools.cache
 def fma_options() -> dict[str, bool]:
     """Return the launch option that switches FMA on, or nothing if this release of Triton has no such option.
 

@@ -110,8 +110,8 @@ def shared_decoder(
 ) -> SharedDecoder | None:
     """Return how many samples training and evaluation decode at the same time.
 
-    An evaluation decodes more samples than a training step has, because its tokens depend on their number only by
-    rounding, and not at all with engine.exact.
+    An evaluation may decode more samples at once than a training step has. This changes its samples only by rounding,
+    and not at all with engine.exact.
 
     Args:
         config: Settings of the run.

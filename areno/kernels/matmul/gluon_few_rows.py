@@ -39,7 +39,8 @@ logger = logging.getLogger("areno")
 
 _ROWS = 64  # rows of a matrix instruction
 _COLUMNS = 32  # outputs of a program
-_INPUTS = 256, 128, 64  # inputs of a tile: the first that divides the inputs of a part, if x then fits
+LEAST_INPUTS = 64  # inputs of the smallest tile
+_INPUTS = 256, 128, LEAST_INPUTS  # inputs of a tile: the first that divides the inputs of a part, if x then fits
 _SHARED_MEMORY = 222 * 2**10  # bytes for the tiles of a program
 _MOST_TILES = 24  # of a program: its loop over them is unrolled, and each makes the kernel longer
 
@@ -49,8 +50,8 @@ def few_rows_product(
 ) -> bool:
     """Compute a product if Gluon runs on the device, and all programs fit on it at once.
 
-    Each program needs shared memory for its part of the weight. No kernel since the last one that was launched without
-    PDL may have written the weight (the rules are in `kernels/jit.py`).
+    Each program needs shared memory for its part of the weight. The weight is read before the previous kernel has
+    ended, so no kernel that was launched with PDL just before may write it (the rules are in `kernels/jit.py`).
 
     Args:
         x_NI: inputs, (rows, inputs), contiguous, bfloat16 or float16.
@@ -103,7 +104,7 @@ def _launch(
     is_gated: bool = False,
     gelu: bool = False,
 ) -> None:
-    """Launch the kernel with the result of `_tiles`."""
+    """Launch the kernel, with the tiles that `_tiles` returns."""
     (n_parts, n_rows, n_columns), (inputs, n_tiles, n_x_tiles) = out_SNO.shape, tiles
     _gluon_few_rows_kernel[(n_columns // _COLUMNS, n_parts)](
         _described(x_NI, _ROWS, inputs),

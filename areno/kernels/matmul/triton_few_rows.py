@@ -24,7 +24,7 @@ from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import n_multiprocessors
 from areno.kernels.elementwise.triton_swiglu import activated
 from areno.kernels.jit import kernel
-from areno.kernels.matmul.gluon_few_rows import few_rows_product, runs_gluon
+from areno.kernels.matmul.gluon_few_rows import LEAST_INPUTS, few_rows_product, runs_gluon
 
 MOST_ROWS = 64
 _COLUMNS, _WARPS = 32, 4  # outputs of a tile, and warps of its program
@@ -35,7 +35,7 @@ _SHARED_MEMORY = 200 * 2**10  # bytes that are enough for each entry of _TILES
 # On an H100, decoding with 8 to 64 rows is 7 to 14 % faster for Qwen3-0.6B. For 4B it is up to 8 % slower than with the
 # products of cuBLAS, because reading the weights takes longer than the time that these kernels save between kernels.
 _MOST_WIDTH = 1024
-_MOST_PARTS, _PART_INPUTS = 4, 64  # of a divided product: largest number of parts, and a divisor of their inputs
+_MOST_PARTS = 4
 
 
 def supports_few_rows(weight_OI: Tensor) -> bool:
@@ -78,9 +78,11 @@ def partial_products(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
         weight_OI: weight, (outputs, inputs), in the dtype of x, which no kernel of the chain with PDL writes.
     """
     n_tiles, parts = triton.cdiv(len(weight_OI), _COLUMNS), 1
-    # The fastest on an H100 in Triton, and on an H200 in Gluon.
-    n_programs = n_multiprocessors(x_NI.device) // (1 if runs_gluon(x_NI.device) else 2)
-    while parts < _MOST_PARTS and 2 * parts * n_tiles <= n_programs and x_NI.shape[1] % (2 * parts * _PART_INPUTS) == 0:
+    # Half as many programs as multiprocessors are the fastest in Triton on an H100, as many in Gluon on an H200.
+    is_gluon, most = runs_gluon(x_NI.device), n_multiprocessors(x_NI.device)
+    while parts < _MOST_PARTS and 2 * parts * n_tiles <= (most if is_gluon else most // 2):
+        if is_gluon and x_NI.shape[1] % (2 * parts * LEAST_INPUTS):  # no tile would divide the parts
+            break
         parts *= 2
     return _launch(x_NI, weight_OI, None, x_NI.new_empty((parts, len(x_NI), len(weight_OI)), dtype=torch.float32))
 
