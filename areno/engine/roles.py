@@ -22,6 +22,7 @@ from torch import Tensor
 from areno.config.teacher import Divergence
 from areno.engine import memory
 from areno.engine.decoder.cache_size import WantedCache
+from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.exact import make_exact
 from areno.engine.footprint import Footprint, check_fits, check_host_memory, footprint_of
 from areno.engine.memory import device_bytes, out_of_memory_hint, total_bytes
@@ -31,7 +32,6 @@ from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, choose_token_b
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.host_memory import PINNED_BYTES
 from areno.engine.train.teacher import TeacherPasses
-from areno.engine.vocabulary import Vocabulary
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_setting
 from areno.kernels.backend import is_before_ampere, runs_triton

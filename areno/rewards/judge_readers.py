@@ -23,7 +23,7 @@ import numpy as np
 from areno.config.judge import REASON, VERDICT, JudgeConfig, json_reply
 from areno.data.chat_template import render_generation_prompt
 from areno.data.encode import decode_all, encode_generation_prompt
-from areno.engine.vocabulary import Vocabulary
+from areno.engine.decoder.grammar import Vocabulary
 from areno.errors import ConfigError, GrammarError, Key, Problem, printable
 from areno.types import RolloutSequence, SamplingParams
 

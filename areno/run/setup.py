@@ -23,9 +23,9 @@ from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind, name_problem
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
 from areno.data.steps import StepReader, check_separator, separator_problem
+from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.engine import Engine
 from areno.engine.spec import EngineSpec, RoleSpec
-from areno.engine.vocabulary import Vocabulary
 from areno.errors import ConfigError, DataError, Key, Problem, WorkerLost, all_of, keys_renamed
 from areno.models.registry import load_config
 from areno.plan.devices import n_workers_here

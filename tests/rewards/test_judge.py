@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areno.config.judge import JudgeConfig
-from areno.engine.vocabulary import Vocabulary
+from areno.engine.decoder.grammar import Vocabulary
 from areno.errors import ArenoError, ConfigError, DataError
 from areno.rewards.judge import add_judged
 from areno.rewards.judge_readers import RoleReader, Verdict, without_thoughts

@@ -12,8 +12,7 @@ import pytest
 import transformers
 
 from areno.config.judge import JudgeConfig, json_reply
-from areno.engine.decoder.grammar import GrammarCompiler
-from areno.engine.vocabulary import Vocabulary
+from areno.engine.decoder.grammar import GrammarCompiler, Vocabulary
 from areno.errors import ConfigError
 from areno.models.registry import load_config
 from areno.rewards.judge_readers import RoleReader, _named, _read_json, json_grammar

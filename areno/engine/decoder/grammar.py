@@ -1,4 +1,4 @@
-"""Constrained decoding: masks of the tokens that a grammar allows next. llguidance parses the grammars.
+"""Vocabularies, and constrained decoding: masks of the tokens that a grammar allows next, parsed by llguidance.
 
 A grammar is a text in the syntax of llguidance (https://github.com/guidance-ai/llguidance, docs/syntax.md). Each
 worker receives the text, compiles it for the tokenizer, and keeps the compiled grammar for later requests. A
@@ -9,12 +9,14 @@ such a token.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from areno.errors import GrammarError
+from areno.errors import EngineError, GrammarError, Key
+from areno.models.config import TransformerConfig
 
 MAX_GRAMMARS = 128  # compiled ones that are kept
 
@@ -177,6 +179,59 @@ class GrammarCompiler:
         """
         added = tokenizer.get_added_vocab()
         return {text: token for text, token in added.items() if self.ll_tokenizer.is_special_token(token)}
+
+
+class Vocabulary:
+    """Tokenizer, end tokens and grammars of a model. They are loaded when they are first used.
+
+    Args:
+        folder: Folder of the tokenizer.
+        config: Shape of the model.
+        more_eos_token_ids: Tokens that end a completion, in addition to those in the files of the model. None adds the
+            end-of-sequence token of the tokenizer.
+        tokenizer: The tokenizer, if it is loaded already.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        config: TransformerConfig,
+        more_eos_token_ids: Iterable[int] | None = None,
+        tokenizer: Any = None,
+    ):
+        self._folder, self._config, self._more, self._given = folder, config, more_eos_token_ids, tokenizer
+
+    @property
+    def context_len(self) -> int:
+        """Context length of the model in tokens."""
+        return self._config.max_position_embeddings
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers. Raises EngineError if the folder has none that loads."""
+        if self._given is not None:
+            return self._given
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self._folder)
+        except (OSError, ValueError) as error:
+            raise EngineError(
+                "stop strings and grammars need a tokenizer, and {} has none that loads; set {}, or use stop_token_ids",
+                self._folder,
+                Key("tokenizer_path"),
+            ) from error
+
+    @cached_property
+    def eos_token_ids(self) -> set[int]:
+        """Tokens that end a completion."""
+        more = [self.tokenizer.eos_token_id] if self._more is None else self._more
+        return {*self._config.eos_token_ids, *(token for token in more if token is not None)}
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Return the compiler of grammars for this vocabulary, which caches compiled grammars."""
+        return GrammarCompiler(self.tokenizer, self._config.vocab_size, self.eos_token_ids)
 
 
 def _reason(message: str) -> str:
