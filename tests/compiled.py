@@ -15,9 +15,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -114,6 +116,7 @@ def _fill_new_tensors() -> None:
 
 def launch_alone(dtype: torch.dtype, capability: int) -> None:
     """Kernels that no command launches without GPUs."""
+    from areno.kernels import jit
     from areno.kernels.logprobs import triton as logprobs
     from areno.kernels.matmul import fixed_order_matmul, gluon_few_rows
     from areno.kernels.matmul import triton_few_rows as few_rows
@@ -142,8 +145,8 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     draft_tokens(NgramTable.empty(8, contexts.device), contexts, slots, slots, slots, sampler.tensors, 3)
     if _has_few_rows(capability, str(dtype).removeprefix("torch.")):
         few_rows.n_multiprocessors = gluon_few_rows.n_multiprocessors = lambda _: 132
-        for has_gluon in {False, capability == 90 and gluon_few_rows.HAS_GLUON}:
-            few_rows.runs_gluon = gluon_few_rows.runs_gluon = lambda _, found=has_gluon: found
+        for has_gluon in {False, capability == 90 and jit.HAS_GLUON}:
+            jit.runs_gluon = lambda _, found=has_gluon: found
             sizes = [(1024, 1024), (1024, 3072)] if has_gluon else [(96, 128), (50, 100)]
             for n_rows, size in product((4, 64), sizes):
                 x, weight = torch.zeros(n_rows, size[1], dtype=dtype), torch.zeros(size, dtype=dtype)
@@ -151,6 +154,10 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
                 few_rows.partial_products(x, weight)
                 for gelu in (False, True):
                     few_rows.gated_product(x, weight, gelu)
+            *qkv, blocks, batch = make_case(4, 2, 128, 32, dtype)
+            with mock.patch.object(jit, "pdl_options", return_value={"PDL": True, "launch_pdl": True}):
+                for reads_early in (False, True):
+                    decode_attention(*qkv, blocks, replace(batch, pdl=True, reads_early=reads_early))
     numbers = torch.zeros(4, 16, dtype=torch.int32)
     shared = symmetric_memory.GroupMemory(
         rank=0, size=2, inboxes=1 << 40, turns=numbers, outboxes=1 << 40, signals=1 << 40, counts=numbers
@@ -185,13 +192,13 @@ def main(capability: str, dtype: str, *commands: str) -> int:
         bench.main(command.split())
     launch_alone(getattr(torch, dtype), int(capability))
     print(f"{sum(counts.values())} launches of {len(counts)} kernels compiled")
-    from areno.kernels.matmul import gluon_few_rows
+    from areno.kernels import jit
 
     expected = set(kernels_of(KERNELS))
     if not _has_few_rows(int(capability), dtype):
         expected.discard("_few_rows_kernel")
-    if capability != "90" or dtype != "bfloat16" or not gluon_few_rows.HAS_GLUON:
-        expected.discard("_gluon_few_rows_kernel")
+    if capability != "90" or dtype != "bfloat16" or not jit.HAS_GLUON:
+        expected -= {"_gluon_few_rows_kernel", "_gluon_split_kernel"}
     print("not launched:", " ".join(sorted(expected - set(counts))))
     for error in errors:
         print(error, file=sys.stderr)

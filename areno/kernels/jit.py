@@ -1,8 +1,12 @@
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 """Compilation of Triton kernels, and the early start of a kernel by programmatic dependent launch (PDL).
 
 `kernel` replaces `triton.jit` for every function that is launched, so that all releases of Triton compile it with the
-same options. Functions that kernels call keep `triton.jit`. A kernel in Gluon is launched with `fma_options` instead.
+same options. Functions that kernels call keep `triton.jit`.
+
+`launch_gluon` launches a kernel in Gluon, the lower-level language of Triton. Gluon is experimental: a release of
+Triton may lack it, or fail to compile a kernel. So each of these kernels replaces a kernel in Triton, which runs if
+`launch_gluon` returns False.
 
 `pdl_options`, `launch_dependents` and `wait_for_previous` use CUDA's PDL. A decoding step launches hundreds of kernels
 that take a few microseconds each, with a gap of about one microsecond between two kernels. In a chain of kernels with
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +38,22 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from areno.kernels.backend import capability
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma, warpgroup_mma  # noqa: F401
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the name in Triton 3.6
+    HAS_GLUON = True
+except (ImportError, AttributeError):
+    HAS_GLUON = False
+
+logger = logging.getLogger("areno")
+_uncompiled: set[str] = set()  # names of kernels in Gluon that Triton has failed to compile
 
 # Line numbers of the source in compiled kernels take a quarter of the time to compile. Only debuggers and profilers of
 # single instructions use them (cuda-gdb, compute-sanitizer, Nsight Compute). TRITON_DISABLE_LINE_INFO=0 keeps them. The
@@ -133,11 +152,65 @@ def has_option(name: str) -> bool:
 
 @functools.cache
 def fma_options() -> dict[str, bool]:
-    """Return the launch option that switches FMA on, or nothing if this release of Triton has no such option.
-
-    Kernels made by `kernel` get the option anyway.
-    """
+    """Return the launch option that switches FMA on, or nothing if this release of Triton has no such option."""
     return {"enable_fp_fusion": True} if has_option("enable_fp_fusion") else {}
+
+
+@functools.cache
+def runs_gluon(device: torch.device) -> bool:
+    """Return whether a device is a Hopper GPU, and the installed Triton has Gluon.
+
+    Other GPUs do not have the instructions for matrices that the kernels in Gluon use.
+
+    Args:
+        device: device of the launch.
+    """
+    return HAS_GLUON and supports_pdl(device) and (capability(device) or (0, 0))[0] == 9
+
+
+def launch_gluon(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> bool:
+    """Launch a kernel in Gluon, unless the installed Triton has failed to compile this kernel before.
+
+    The first failure logs a warning.
+
+    Args:
+        kernel: a function compiled with `gluon.jit`.
+        grid: number of programs in each dimension.
+        *arguments: arguments of the kernel.
+        **options: constants of the kernel, and launch options.
+
+    Returns:
+        Whether the kernel was launched.
+    """
+    if kernel.__name__ in _uncompiled:
+        return False
+    try:
+        kernel[grid](*arguments, **options, **fma_options())
+    except Exception as error:  # of whatever kind, because the kernel in Triton takes over
+        _uncompiled.add(kernel.__name__)
+        logger.warning("decoding is slower, because Triton cannot compile a kernel in Gluon: %s", error)
+        return False
+    return True
+
+
+def described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return the descriptor with which a kernel in Gluon copies tiles of a matrix to shared memory (TMA).
+
+    Elements of a tile beyond the matrix are zeros.
+
+    Args:
+        matrix: contiguous matrix in bfloat16 or float16, at a multiple of 16 bytes.
+        rows: rows of a tile.
+        columns: columns of a tile.
+    """
+    layout = _shared_layout(rows, columns, gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16)
+    # A matrix of one row may have any stride.
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, columns], layout)
+
+
+@functools.cache
+def _shared_layout(rows: int, columns: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
 
 
 class _Kernel(triton.JITFunction):

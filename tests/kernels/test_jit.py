@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -33,6 +34,52 @@ def test_products_and_sums_are_fused_whatever_the_default(monkeypatch: pytest.Mo
     _squares_kernel[(1,)](None, None, 64, BLOCK=64, num_warps=4)
     [how] = launched
     assert CUDABackend(GPUTarget("cuda", 90, 32)).parse_options(how).enable_fp_fusion is True
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_gluon_runs_on_hopper(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from areno.kernels import jit
+
+    monkeypatch.setattr(jit, "HAS_GLUON", True)
+    monkeypatch.setattr(jit, "capability", lambda _: capability)
+    monkeypatch.setattr(jit, "supports_pdl", lambda _: True)
+    jit.runs_gluon.cache_clear()
+    try:
+        assert jit.runs_gluon(torch.device("cuda:0")) is (capability == (9, 0))
+    finally:
+        jit.runs_gluon.cache_clear()
+
+
+def test_a_kernel_in_gluon_that_does_not_compile_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from areno.kernels import jit
+
+    class Kernel:
+        def __init__(self, name: str, fails: bool):
+            self.__name__, self.fails, self.launches = name, fails, 0
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            assert grid == (2, 3)
+            return self
+
+        def __call__(self, *arguments: int, **options: Any) -> None:
+            self.launches += 1
+            assert arguments == (4,)
+            assert options["SIZE"] == 5
+            if self.fails:
+                raise ValueError("no such instruction")
+
+    monkeypatch.setattr(jit, "_uncompiled", set())
+    bad, good = Kernel("bad", fails=True), Kernel("good", fails=False)
+    assert [jit.launch_gluon(kernel, (2, 3), 4, SIZE=5) for kernel in (bad, good, bad, good)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert (bad.launches, good.launches) == (1, 2)
+    assert caplog.text.count("Triton cannot compile a kernel in Gluon: no such instruction") == 1
 
 
 def test_every_launched_kernel_is_compiled_so() -> None:

@@ -175,3 +175,59 @@ def test_bfloat16_on_the_gpu_is_attention_over_the_row(shape: tuple[int, int, in
     expected = row_by_row(q.cpu(), k.cpu(), v.cpu(), pages.cpu(), on_cpu)
     got = decode_attention(q, k, v, pages, batch)
     torch.testing.assert_close(got.double().cpu(), expected, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(16, 8, 128, 32), (4, 2, 64, 16), (3, 1, 128, 64)])
+def test_hopper_computes_splits_in_gluon(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("areno.kernels.paged.triton")
+    if not triton.jit.runs_gluon(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU and a Triton with Gluon")
+    launched: list[bool] = []
+    compute = triton.compute_splits
+    monkeypatch.setattr(triton, "compute_splits", lambda *args, **how: launched.append(compute(*args, **how)) or True)
+    q, k, v, pages, teamed = make_case(*shape, dtype=dtype, device="cuda")
+    expected_pages = pages.float()
+    expected = reference.decode_attention(q.float(), k.float(), v.float(), expected_pages, teamed)
+    pages[pages == 1e3] = torch.nan  # positions that no row has
+    expected_pages[expected_pages == 1e3] = torch.nan
+    batches = [teamed, without_teams(teamed), cut_into(teamed, 64, 32), cut_into(teamed, 512, 32)]
+    batches += [replace(batch, pdl=True, reads_early=early) for batch in batches[:3] for early in (False, True)]
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    results = []
+    for batch in batches:
+        written = pages.clone()
+        got = triton.decode_attention(q, k, v, written, batch)
+        torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(written.float(), expected_pages, atol=0, rtol=0, equal_nan=True)
+        results.append(got)
+    assert launched == [True] * len(batches)
+    for number, early in enumerate(results[4:]):
+        assert torch.equal(early, results[number // 2])  # an early start changes no bit
+
+
+@pytest.mark.parametrize(
+    ("queries", "group_size", "head_dim", "block_size", "expected"),
+    [
+        (2, 8, 128, 32, True),
+        (16, 1, 64, 16, True),
+        (4, 8, 128, 32, False),
+        (2, 8, 96, 32, False),
+        (2, 8, 128, 24, False),
+    ],
+)
+def test_which_splits_gluon_computes(
+    queries: int, group_size: int, head_dim: int, block_size: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gluon_splits = pytest.importorskip("areno.kernels.paged.gluon_splits")
+    if not gluon_splits.HAS_GLUON:
+        pytest.skip("this Triton has no Gluon")
+    monkeypatch.setattr(gluon_splits.jit, "runs_gluon", lambda device: True)
+    monkeypatch.setattr(gluon_splits.jit, "launch_gluon", lambda *args, **options: True)
+    q, blocks = torch.zeros(1, queries, head_dim), torch.zeros(2, 3, block_size, 1, head_dim, dtype=torch.bfloat16)
+    rest = {"heads_per_key": queries, "group_size": group_size, "one_part": False, "reads_early": True, "options": {}}
+    assert gluon_splits.compute_splits((1, 1), q.bfloat16(), blocks, (), **rest) is expected
+    assert not gluon_splits.compute_splits((1, 1), q, blocks, (), **rest)  # float32

@@ -156,6 +156,36 @@ def test_products_in_gluon_copy_all_of_their_weight_and_nothing_else_before_they
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("reads_early", [True, False])
+def test_splits_in_gluon_copy_tiles_before_they_wait_if_they_may(reads_early: bool) -> None:
+    gluon_splits = pytest.importorskip("areno.kernels.paged.gluon_splits")
+    if not gluon_splits.HAS_GLUON:
+        pytest.skip("this Triton has no Gluon")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = gluon_splits._gluon_split_kernel
+    layout = gluon_splits.gl.NVMMASharedLayout.get_default_for([16, 64], gluon_splits.gl.bfloat16)
+    given = dict.fromkeys(["k_desc", "v_desc"], f"tensordesc<bf16[16, 64],{layout!r}>")
+    given |= dict.fromkeys(["q_ptr", "new_k_ptr", "new_v_ptr", "k_ptr", "v_ptr"], "*bf16")
+    given |= dict.fromkeys(["slots_ptr", "lengths_ptr", "shared_ptr", "split_lens_ptr", "groups_ptr"], "*i64")
+    given |= {"table_ptr": "*i32", "partial_ptr": "*fp32", "log_sum_ptr": "*fp32", "scale": "fp32"}
+    fixed = {"HEADS_PER_KEY": 2, "GROUP_SIZE": 8, "QUERIES": 16, "BLOCK_SIZE": 32, "STAGES": 2, "ONE_PART": False}
+    fixed |= {"READS_EARLY": reads_early, "num_warps": 1, "PDL": True}
+    signature = {name: given.get(name, "constexpr" if name in fixed else "i32") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
+    source = GluonASTSource(kernel, signature, places)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "launch_pdl": True})
+    words = r"(launch_dependents)|grid_?dep(?:endency_|control\.)(wait)|async_tma_copy\w+ %(k|v)_desc|tt\.(store) "
+    found = ["".join(each) for each in re.findall(words, made.asm["ttgir"])]
+    copies = ["k", "v"] * 2
+    first = [*copies, "wait"] if reads_early else ["wait", *copies]
+    # The new token's key and value; the copies of the next tiles; the partial result and the logarithm of its sum.
+    assert found == ["launch_dependents", *first, "store", "store", "k", "v", "store", "store"]
+
+
+@pytest.mark.slow
 def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
     from areno.kernels.paged import triton as paged
 

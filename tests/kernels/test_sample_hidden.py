@@ -36,6 +36,25 @@ def compare_hidden(device: str, dtype: torch.dtype, n_copies: int, vocab: int, w
     assert ((found[0] >= 0) & (found[0] < vocab)).all()
 
 
+def compare_tiles_by_tma() -> None:
+    """The interpreter copies tiles as TMA does."""
+    from areno.kernels.sampling import triton_head
+
+    triton_head.capability = lambda _: (9, 0)  # type: ignore[assignment]
+    for vocab, width in ((300, 72), (130, 64)):
+        assert triton_head._can_use_tma(torch.zeros(65, width, dtype=torch.float16))
+        compare_hidden("cpu", torch.float16, 17, vocab, width)
+    halves = torch.zeros(66, 72, dtype=torch.bfloat16)
+    assert not triton_head._can_use_tma(halves, halves[:, :68].contiguous())  # rows of 136 bytes
+    assert not triton_head._can_use_tma(halves, halves.T)
+    assert not triton_head._can_use_tma(halves.flatten()[4:-68].view(65, 72))
+
+
+@pytest.mark.slow
+def test_tiles_by_tma_give_the_same_draws() -> None:
+    run_interpreted("from tests.kernels.test_sample_hidden import compare_tiles_by_tma as compare; compare()")
+
+
 @pytest.mark.slow
 def test_draws_from_hidden_states_are_those_from_logits() -> None:
     run_interpreted(

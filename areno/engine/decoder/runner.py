@@ -585,6 +585,7 @@ class Runner:
             splits=splits,
             fixed_order=self.fixed_order,
             pdl=True,
+            reads_early=of_rows is None,  # else rows read the keys of rows before them, which this step writes
             max_len=max_len,
         )
         batches = [replace(batch, table_TW=table_TW) for table_TW in self.cache.tables]

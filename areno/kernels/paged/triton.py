@@ -20,6 +20,7 @@ from torch import Tensor
 from areno.kernels import jit
 from areno.kernels.fixed_order.triton import heads_together
 from areno.kernels.jit import kernel
+from areno.kernels.paged.gluon_splits import compute_splits
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.paged.triton_fixed_order import paged_attention
 
@@ -67,7 +68,8 @@ def decode_attention(
     log_sum = q_BHC.new_empty((n_rows, n_heads, n_parts), dtype=torch.float32)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     options = jit.pdl_options(q_BHC.device) if batch.pdl else {}
-    _split_kernel[(n_kv_heads, n_groups * shared_splits + n_rows * own_splits)](
+    grid = n_kv_heads, n_groups * shared_splits + n_rows * own_splits
+    arguments = (
         q_BHC,
         k_BKC,
         v_BKC,
@@ -90,20 +92,28 @@ def decode_attention(
         n_groups * shared_splits,
         own_splits,
         shared_splits,
-        HEADS_PER_KEY=n_shared_heads,
-        GROUP_SIZE=group_size,
-        OWN_ROWS=max(16, triton.next_power_of_2(n_shared_heads)),  # tl.dot needs 16 rows
-        GROUP_ROWS=max(16, triton.next_power_of_2(n_shared_heads * group_size)),
-        HEAD_DIM=head_dim,
-        PADDED_DIM=padded_dim,
-        BLOCK_SIZE=block_size,
-        HAS_GROUPS=n_groups > 0,
-        ONE_PART=n_parts == 1,
-        WINDOW=window,
-        num_warps=n_warps,
-        num_stages=n_stages,
-        **options,
     )
+    sizes = n_shared_heads, group_size, n_parts == 1
+    is_computed = window is None and compute_splits(
+        grid, q_BHC, kv_blocks, arguments, *sizes, reads_early=batch.reads_early, options=options
+    )
+    if not is_computed:
+        _split_kernel[grid](
+            *arguments,
+            HEADS_PER_KEY=n_shared_heads,
+            GROUP_SIZE=group_size,
+            OWN_ROWS=max(16, triton.next_power_of_2(n_shared_heads)),  # tl.dot needs 16 rows
+            GROUP_ROWS=max(16, triton.next_power_of_2(n_shared_heads * group_size)),
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded_dim,
+            BLOCK_SIZE=block_size,
+            HAS_GROUPS=n_groups > 0,
+            ONE_PART=n_parts == 1,
+            WINDOW=window,
+            num_warps=n_warps,
+            num_stages=n_stages,
+            **options,
+        )
     if n_parts > 1:
         join_heads = 4 if n_rows <= 64 else 8  # that a program combines, a power of two; the fastest on an H200
         _combine_splits_kernel[(n_rows, triton.cdiv(n_heads, join_heads))](
