@@ -121,8 +121,7 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     from areno.kernels.matmul import fixed_order_matmul, gluon_few_rows
     from areno.kernels.matmul import triton_few_rows as few_rows
     from areno.kernels.paged import decode_attention
-    from areno.kernels.sampling import CONTEXT, NgramTable, draft_tokens
-    from areno.kernels.sampling.triton_head import sample_hidden
+    from areno.kernels.sampling import CONTEXT, NgramTable, draft_tokens, triton_head
     from areno.kernels.symmetric_memory import triton as symmetric_memory
     from areno.types import SamplingParams
     from tests.helpers.paged_rows import SHAPES, make_case
@@ -138,15 +137,17 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
         decode_attention(*qkv, blocks, batch, window=16)
     some = torch.zeros(16, 128, dtype=dtype)
     fixed_order_matmul(some, some, dtype)
-    for n_rows in (32, 128):  # small and large tiles
+    for n_rows, by_tma in ((32, False), (128, False), (128, capability == 90)):  # small and large tiles
         sampler, slots = settings_of(n_rows + 1, 300, [SamplingParams()] * n_rows, "cpu")
-        sample_hidden(some.repeat(n_rows // 16, 1), some.repeat(20, 1)[:300], slots, slots, sampler.tensors)
+        with mock.patch.object(triton_head, "_can_use_tma", return_value=by_tma):
+            hidden, weight = some.repeat(n_rows // 16, 1), some.repeat(20, 1)[:300]
+            triton_head.sample_hidden(hidden, weight, slots, slots, sampler.tensors)
     contexts = torch.zeros(CONTEXT, n_rows, dtype=torch.int64)
     draft_tokens(NgramTable.empty(8, contexts.device), contexts, slots, slots, slots, sampler.tensors, 3)
     if _has_few_rows(capability, str(dtype).removeprefix("torch.")):
         few_rows.n_multiprocessors = gluon_few_rows.n_multiprocessors = lambda _: 132
         for has_gluon in {False, capability == 90 and jit.HAS_GLUON}:
-            jit.runs_gluon = lambda _, found=has_gluon: found
+            jit.runs_gluon = lambda *_, found=has_gluon: found
             sizes = [(1024, 1024), (1024, 3072)] if has_gluon else [(96, 128), (50, 100)]
             for n_rows, size in product((4, 64), sizes):
                 x, weight = torch.zeros(n_rows, size[1], dtype=dtype), torch.zeros(size, dtype=dtype)
@@ -154,10 +155,12 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
                 few_rows.partial_products(x, weight)
                 for gelu in (False, True):
                     few_rows.gated_product(x, weight, gelu)
-            *qkv, blocks, batch = make_case(4, 2, 128, 32, dtype)
-            with mock.patch.object(jit, "pdl_options", return_value={"PDL": True, "launch_pdl": True}):
-                for reads_early in (False, True):
-                    decode_attention(*qkv, blocks, replace(batch, pdl=True, reads_early=reads_early))
+            for size, dim in product((1, 2), (64, 128)):
+                *qkv, blocks, batch = make_case(2 * size, 2, dim, 32, dtype)
+                alone = replace(batch, prefix_groups_GR=None)
+                with mock.patch.object(jit, "pdl_options", return_value={"PDL": True, "launch_pdl": True}):
+                    for reads_early, of_groups in product((False, True), (batch, alone)):
+                        decode_attention(*qkv, blocks, replace(of_groups, pdl=True, reads_early=reads_early))
     numbers = torch.zeros(4, 16, dtype=torch.int32)
     shared = symmetric_memory.GroupMemory(
         rank=0, size=2, inboxes=1 << 40, turns=numbers, outboxes=1 << 40, signals=1 << 40, counts=numbers

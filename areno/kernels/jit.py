@@ -4,9 +4,9 @@
 `kernel` replaces `triton.jit` for every function that is launched, so that all releases of Triton compile it with the
 same options. Functions that kernels call keep `triton.jit`.
 
-`launch_gluon` launches a kernel in Gluon, the lower-level language of Triton. Gluon is experimental: a release of
-Triton may lack it, or fail to compile a kernel. So each of these kernels replaces a kernel in Triton, which runs if
-`launch_gluon` returns False.
+`launch_gluon` launches a kernel in Gluon, the lower-level language of Triton, in which a kernel says when it copies and
+when it waits. Gluon is experimental: a release of Triton may lack it, or fail to compile a kernel. So each of these
+kernels has the same results as a kernel in Triton, which runs where `runs_gluon` or `launch_gluon` returns False.
 
 `pdl_options`, `launch_dependents` and `wait_for_previous` use CUDA's PDL. A decoding step launches hundreds of kernels
 that take a few microseconds each, with a gap of about one microsecond between two kernels. In a chain of kernels with
@@ -39,12 +39,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from areno.kernels.backend import capability
 
-try:
+try:  # names that the kernels in Gluon import from here, so that all of them exist or none
+    from triton.experimental import gluon  # noqa: F401
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma, warpgroup_mma  # noqa: F401
+    from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: F401
+        mbarrier,
+        mma_v2,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the name in Triton 3.6
@@ -156,55 +164,69 @@ def fma_options() -> dict[str, bool]:
     return {"enable_fp_fusion": True} if has_option("enable_fp_fusion") else {}
 
 
-@functools.cache
-def runs_gluon(device: torch.device) -> bool:
-    """Return whether a device is a Hopper GPU, and the installed Triton has Gluon.
+def runs_gluon(device: torch.device, name: str) -> bool:
+    """Return whether a kernel in Gluon runs on a device: a Hopper GPU, and a Triton that has Gluon and can compile it.
 
-    Other GPUs do not have the instructions for matrices that the kernels in Gluon use.
+    The products need instructions that only Hopper GPUs have. The other kernels were not measured on newer GPUs.
 
     Args:
         device: device of the launch.
+        name: name of the kernel.
     """
+    return _has_gluon(device) and name not in _uncompiled
+
+
+@functools.cache
+def _has_gluon(device: torch.device) -> bool:
     return HAS_GLUON and supports_pdl(device) and (capability(device) or (0, 0))[0] == 9
 
 
-def launch_gluon(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> bool:
-    """Launch a kernel in Gluon, unless the installed Triton has failed to compile this kernel before.
-
-    The first failure logs a warning.
+def launch_gluon(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> bool:
+    """Launch a kernel in Gluon. If Triton cannot compile the kernel, log a warning, and `runs_gluon` returns False.
 
     Args:
-        kernel: a function compiled with `gluon.jit`.
+        function: the kernel, compiled with `gluon.jit`.
         grid: number of programs in each dimension.
         *arguments: arguments of the kernel.
         **options: constants of the kernel, and launch options.
 
     Returns:
         Whether the kernel was launched.
+
+    Raises:
+        RuntimeError: an error of CUDA, such as too little memory.
     """
-    if kernel.__name__ in _uncompiled:
-        return False
+    options |= fma_options()
     try:
-        kernel[grid](*arguments, **options, **fma_options())
-    except Exception as error:  # of whatever kind, because the kernel in Triton takes over
-        _uncompiled.add(kernel.__name__)
-        logger.warning("decoding is slower, because Triton cannot compile a kernel in Gluon: %s", error)
-        return False
-    return True
+        function[grid](*arguments, **options)
+        return True
+    except OutOfResources as error:  # the compiled kernel needs more shared memory than the GPU has
+        reason: Exception = error
+    except Exception:  # of whatever kind, because Gluon is experimental and the kernel in Triton takes over
+        try:
+            function.warmup(*arguments, grid=grid, **options)
+        except Exception as error:
+            reason = error
+        else:  # the kernel compiles, so CUDA has failed
+            raise
+    name = function.__name__
+    _uncompiled.add(name)
+    logger.warning("decoding is slower, because Triton cannot compile the kernel %s in Gluon: %s", name, reason)
+    return False
 
 
-def described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return the descriptor with which a kernel in Gluon copies tiles of a matrix to shared memory (TMA).
+def tile_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return the descriptor with which a kernel in Gluon copies tiles of a matrix to shared memory by TMA.
 
-    Elements of a tile beyond the matrix are zeros.
+    TMA is the copy engine of Hopper GPUs. It writes zeros for elements of a tile beyond the matrix.
 
     Args:
-        matrix: contiguous matrix in bfloat16 or float16, at a multiple of 16 bytes.
+        matrix: contiguous matrix in bfloat16 or float16, at a multiple of 16 bytes, with a multiple of 8 columns.
         rows: rows of a tile.
         columns: columns of a tile.
     """
     layout = _shared_layout(rows, columns, gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16)
-    # A matrix of one row may have any stride.
+    # `stride` of a matrix of one row may be any number, and TMA needs a multiple of 16 bytes.
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, columns], layout)
 
 

@@ -88,16 +88,19 @@ def test_layers_of_few_rows() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n_rows", [1, 5, 16, 33, 64])
 def test_on_the_gpu(dtype: torch.dtype, n_rows: int) -> None:
+    from areno.kernels import jit
+
     for sizes in ((1024, 3072), (1024, 2048), (3072, 512), (1536, 512), (384, 192), (100, 50)):
         compare_products("cuda", dtype, n_rows, *sizes)
     if n_rows == 5 and dtype == torch.bfloat16:
         compare_layers("cuda", dtype, qkv_bias=True)
+    assert not jit._uncompiled  # else products in Triton were compared
 
 
 @pytest.mark.gpu
 def test_hopper_computes_in_gluon() -> None:
     gluon_few_rows = pytest.importorskip("areno.kernels.matmul.gluon_few_rows")
-    if not gluon_few_rows.jit.runs_gluon(torch.device("cuda")):
+    if not gluon_few_rows.jit.runs_gluon(torch.device("cuda"), gluon_few_rows.FEW_ROWS_KERNEL):
         pytest.skip("needs a Hopper GPU and a Triton with Gluon")
     x, weight = (torch.ones(n, 64, dtype=torch.bfloat16, device="cuda") for n in (5, 32))
     out = torch.empty(1, 5, 32, dtype=torch.bfloat16, device="cuda")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+
+from triton.runtime.errors import OutOfResources
 
 from tests.compiled import KERNELS
 
@@ -36,50 +39,82 @@ def test_products_and_sums_are_fused_whatever_the_default(monkeypatch: pytest.Mo
     assert CUDABackend(GPUTarget("cuda", 90, 32)).parse_options(how).enable_fp_fusion is True
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
-def test_gluon_runs_on_hopper(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+class Kernel:
+    """A kernel in Gluon that counts its launches. It may raise an error when it is launched, or already compiled."""
+
+    def __init__(self, name: str, error: Exception | None = None, *, compiles: bool = True):
+        self.__name__, self.error, self.compiles, self.launches = name, error, compiles, 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert grid == (2, 3)
+        return self
+
+    def __call__(self, *arguments: int, **options: Any) -> None:
+        self.launches += 1
+        assert arguments == (4,)
+        assert options["SIZE"] == 5
+        if self.error is not None:
+            raise self.error
+
+    def warmup(self, *arguments: int, grid: tuple[int, ...], **options: Any) -> None:
+        assert (arguments, grid, options["SIZE"]) == ((4,), (2, 3), 5)
+        if not self.compiles:
+            assert self.error is not None
+            raise self.error
+
+
+@pytest.fixture(name="gluon")
+def _gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module jit on a machine whose Triton has Gluon, before any kernel."""
     from areno.kernels import jit
 
     monkeypatch.setattr(jit, "HAS_GLUON", True)
-    monkeypatch.setattr(jit, "capability", lambda _: capability)
     monkeypatch.setattr(jit, "supports_pdl", lambda _: True)
-    jit.runs_gluon.cache_clear()
-    try:
-        assert jit.runs_gluon(torch.device("cuda:0")) is (capability == (9, 0))
-    finally:
-        jit.runs_gluon.cache_clear()
-
-
-def test_a_kernel_in_gluon_that_does_not_compile_is_tried_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from areno.kernels import jit
-
-    class Kernel:
-        def __init__(self, name: str, fails: bool):
-            self.__name__, self.fails, self.launches = name, fails, 0
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            assert grid == (2, 3)
-            return self
-
-        def __call__(self, *arguments: int, **options: Any) -> None:
-            self.launches += 1
-            assert arguments == (4,)
-            assert options["SIZE"] == 5
-            if self.fails:
-                raise ValueError("no such instruction")
-
+    monkeypatch.setattr(jit, "capability", lambda _: (9, 0))
     monkeypatch.setattr(jit, "_uncompiled", set())
-    bad, good = Kernel("bad", fails=True), Kernel("good", fails=False)
-    assert [jit.launch_gluon(kernel, (2, 3), 4, SIZE=5) for kernel in (bad, good, bad, good)] == [
-        False,
-        True,
-        False,
-        True,
-    ]
-    assert (bad.launches, good.launches) == (1, 2)
-    assert caplog.text.count("Triton cannot compile a kernel in Gluon: no such instruction") == 1
+    jit._has_gluon.cache_clear()
+    yield jit
+    jit._has_gluon.cache_clear()
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_gluon_runs_on_hopper(capability: tuple[int, int], gluon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon, "capability", lambda _: capability)
+    assert gluon.runs_gluon(torch.device("cuda:0"), "good") is (capability == (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("no such instruction"), "no such instruction"),
+        (OutOfResources(9, 8, "shared memory"), "Required: 9"),
+    ],
+)
+def test_a_kernel_in_gluon_that_does_not_compile_runs_no_more(
+    error: Exception, message: str, gluon: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = Kernel("bad", error, compiles=isinstance(error, OutOfResources)), Kernel("good")
+    assert not gluon.launch_gluon(bad, (2, 3), 4, SIZE=5)
+    assert gluon.launch_gluon(good, (2, 3), 4, SIZE=5)
+    assert [gluon.runs_gluon(torch.device("cuda:0"), name) for name in ("bad", "good")] == [False, True]
+    assert (bad.launches, good.launches) == (1, 1)
+    assert "Triton cannot compile the kernel bad in Gluon" in caplog.text
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("no memory"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: unspecified launch failure"),
+    ],
+)
+def test_errors_of_cuda_are_raised(error: Exception, gluon: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        gluon.launch_gluon(Kernel("good", error), (2, 3), 4, SIZE=5)
+    assert gluon.runs_gluon(torch.device("cuda:0"), "good")
+    assert not caplog.text
 
 
 def test_every_launched_kernel_is_compiled_so() -> None:

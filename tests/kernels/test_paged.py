@@ -10,6 +10,7 @@ from torch import Tensor
 
 from areno.kernels.fixed_order import SPAN
 from areno.kernels.paged import PagedBatch, decode_attention, reference
+from tests.helpers import paged_rows
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.paged_rows import LENGTHS, SHAPES, cut_into, make_case
 
@@ -179,16 +180,23 @@ def test_bfloat16_on_the_gpu_is_attention_over_the_row(shape: tuple[int, int, in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(16, 8, 128, 32), (4, 2, 64, 16), (3, 1, 128, 64)])
+@pytest.mark.parametrize(
+    ("shape", "group_rows"),
+    [((16, 8, 128, 32), 8), ((4, 2, 64, 16), 8), ((3, 1, 128, 64), 5), ((8, 1, 64, 32), 2), ((2, 2, 128, 32), 8)],
+)
 def test_hopper_computes_splits_in_gluon(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int, int], group_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = pytest.importorskip("areno.kernels.paged.triton")
-    if not triton.jit.runs_gluon(torch.device("cuda")):
+    if not triton.jit.runs_gluon(torch.device("cuda"), "_gluon_split_kernel"):
         pytest.skip("needs a Hopper GPU and a Triton with Gluon")
     launched: list[bool] = []
     compute = triton.compute_splits
     monkeypatch.setattr(triton, "compute_splits", lambda *args, **how: launched.append(compute(*args, **how)) or True)
+    monkeypatch.setattr(paged_rows, "GROUP_ROWS", group_rows)
+    # A group of all its rows, one with rows left over, and rows in none.
+    monkeypatch.setattr(paged_rows, "GROUPS", [(tuple(range(8)), 2), (tuple(range(8, 13)), 1)])
+    monkeypatch.setattr(paged_rows, "LENGTHS", [150, 129, 130, 145, 146, 200, 161, 160, 65, 300, 66, 80, 97, 1, 2, 77])
     q, k, v, pages, teamed = make_case(*shape, dtype=dtype, device="cuda")
     expected_pages = pages.float()
     expected = reference.decode_attention(q.float(), k.float(), v.float(), expected_pages, teamed)
@@ -225,9 +233,12 @@ def test_which_splits_gluon_computes(
     gluon_splits = pytest.importorskip("areno.kernels.paged.gluon_splits")
     if not gluon_splits.HAS_GLUON:
         pytest.skip("this Triton has no Gluon")
-    monkeypatch.setattr(gluon_splits.jit, "runs_gluon", lambda device: True)
+    monkeypatch.setattr(gluon_splits.jit, "runs_gluon", lambda device, name: True)
     monkeypatch.setattr(gluon_splits.jit, "launch_gluon", lambda *args, **options: True)
     q, blocks = torch.zeros(1, queries, head_dim), torch.zeros(2, 3, block_size, 1, head_dim, dtype=torch.bfloat16)
     rest = {"heads_per_key": queries, "group_size": group_size, "one_part": False, "reads_early": True, "options": {}}
     assert gluon_splits.compute_splits((1, 1), q.bfloat16(), blocks, (), **rest) is expected
-    assert not gluon_splits.compute_splits((1, 1), q, blocks, (), **rest)  # float32
+    assert not gluon_splits.compute_splits((1, 1), q, blocks.float(), (), **rest)
+    assert not gluon_splits.compute_splits((1, 1), q.half(), blocks, (), **rest)
+    monkeypatch.setattr(gluon_splits.jit, "runs_gluon", lambda device, name: False)
+    assert not gluon_splits.compute_splits((1, 1), q.bfloat16(), blocks, (), **rest)

@@ -177,6 +177,10 @@ def test_splits_in_gluon_copy_tiles_before_they_wait_if_they_may(reads_early: bo
     places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
     source = GluonASTSource(kernel, signature, places)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "launch_pdl": True})
+    pointers = [name for name in kernel.arg_names if given.get(name, "").startswith("*")]
+    before = {"slots_ptr", "lengths_ptr", "shared_ptr", "split_lens_ptr", "groups_ptr"}
+    before |= {"table_ptr"} if reads_early else set()  # needed to copy a tile
+    assert _touched_before_waiting(made.asm["ttgir"], pointers) == before
     words = r"(launch_dependents)|grid_?dep(?:endency_|control\.)(wait)|async_tma_copy\w+ %(k|v)_desc|tt\.(store) "
     found = ["".join(each) for each in re.findall(words, made.asm["ttgir"])]
     copies = ["k", "v"] * 2
@@ -328,16 +332,18 @@ def _compare(body: Callable[[], Tensor], changed: list[Tensor], steps: list[Call
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("reads_early", [False, True])
 @pytest.mark.parametrize("span", [32, 256])
-def test_layers_whose_kernels_begin_early_give_the_same_bits(span: int) -> None:
+@pytest.mark.parametrize("kv_heads", [4, 8])
+def test_layers_whose_kernels_begin_early_give_the_same_bits(kv_heads: int, span: int, reads_early: bool) -> None:
     from areno.kernels.elementwise.triton_heads import qk_norm_rope
     from areno.kernels.elementwise.triton_norm import add_rms_norm
     from areno.kernels.elementwise.triton_swiglu import swiglu
 
-    heads, kv_heads, dim, hidden, n_layers = 16, 4, 128, 512, 6
+    heads, dim, hidden, n_layers = 16, 128, 512, 6
     cases = [make_case(heads, kv_heads, dim, 32, torch.bfloat16, "cuda")[3:] for _ in range(n_layers)]
     batch = cut_into(cases[0][1], span, span)
-    batch.pdl = True
+    batch.pdl, batch.reads_early = True, reads_early
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

@@ -41,9 +41,11 @@ def compare_tiles_by_tma() -> None:
     from areno.kernels.sampling import triton_head
 
     triton_head.capability = lambda _: (9, 0)  # type: ignore[assignment]
+    from_tensor, shapes = triton_head.TensorDescriptor.from_tensor, []
+    triton_head.TensorDescriptor.from_tensor = lambda x, tile: shapes.append(x.shape) or from_tensor(x, tile)
     for vocab, width in ((300, 72), (130, 64)):
-        assert triton_head._can_use_tma(torch.zeros(65, width, dtype=torch.float16))
         compare_hidden("cpu", torch.float16, 17, vocab, width)
+        assert shapes[-2:] == [(68, width), (vocab, width)]
     halves = torch.zeros(66, 72, dtype=torch.bfloat16)
     assert not triton_head._can_use_tma(halves, halves[:, :68].contiguous())  # rows of 136 bytes
     assert not triton_head._can_use_tma(halves, halves.T)

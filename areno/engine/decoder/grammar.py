@@ -1,9 +1,9 @@
-"""Vocabularies, and constrained decoding: masks of the tokens that a grammar allows next, parsed by llguidance.
+"""Tokenizers and end tokens of models, and constrained decoding: masks of the tokens that a grammar allows next.
 
-A grammar is a text in the syntax of llguidance (https://github.com/guidance-ai/llguidance, docs/syntax.md). Each
-worker receives the text, compiles it for the tokenizer, and keeps the compiled grammar for later requests. A
-completion ends with an end-of-sequence token. When the grammar is complete and cannot continue, the mask allows only
-such a token.
+llguidance parses the grammars. A grammar is a text in its syntax (https://github.com/guidance-ai/llguidance,
+docs/syntax.md). Each worker receives the text, compiles it for the tokenizer, and keeps the compiled grammar for later
+requests. A completion ends with an end-of-sequence token. When the grammar is complete and cannot continue, the mask
+allows only such a token.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Vocabulary:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """Return the compiler of grammars for this vocabulary, which caches compiled grammars."""
+        """Compiler of grammars for this vocabulary, which keeps compiled grammars."""
         return GrammarCompiler(self.tokenizer, self._config.vocab_size, self.eos_token_ids)
 
 

@@ -1,6 +1,6 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
-"""Matrix products of at most 64 rows on Hopper GPUs, as one kernel in Gluon, the lower-level language of Triton.
+"""Matrix products of at most 64 rows on Hopper GPUs, as one kernel in Gluon.
 
 Each program begins to copy its part of the weight to shared memory before the previous kernel has ended. Then it waits
 for the previous kernel, copies x and multiplies. In Triton's own language, a program can copy asynchronously only in a
@@ -22,15 +22,12 @@ from areno.kernels.elementwise.triton_swiglu import activated
 from areno.kernels.jit import HAS_GLUON
 
 if HAS_GLUON:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-
-    from areno.kernels.jit import copy_tile
+    from areno.kernels.jit import copy_tile, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 _ROWS = 64  # rows of a matrix instruction
 _COLUMNS = 32  # outputs of a program
 LEAST_INPUTS = 64  # inputs of the smallest tile
+FEW_ROWS_KERNEL = "_gluon_few_rows_kernel"
 _INPUTS = 256, 128, LEAST_INPUTS  # inputs of a tile: the first that divides the inputs of a part, if x then fits
 _SHARED_MEMORY = 222 * 2**10  # bytes for the tiles of a program
 _MOST_TILES = 24  # of a program: its loop over them is unrolled, and each makes the kernel longer
@@ -56,7 +53,7 @@ def few_rows_product(
         Whether the product was computed.
     """
     (n_parts, n_rows, n_columns), n_inputs = out_SNO.shape, x_NI.shape[1]
-    if not n_rows or not jit.runs_gluon(x_NI.device) or (x_NI.data_ptr() | weight_OI.data_ptr()) % 16:
+    if not n_rows or not jit.runs_gluon(x_NI.device, FEW_ROWS_KERNEL) or (x_NI.data_ptr() | weight_OI.data_ptr()) % 16:
         return False
     tiles = _tiles(n_inputs, n_columns, n_parts, 1 + is_gated, n_multiprocessors(x_NI.device))
     if tiles is None:
@@ -65,8 +62,8 @@ def few_rows_product(
     return jit.launch_gluon(
         _gluon_few_rows_kernel,
         (n_columns // _COLUMNS, n_parts),
-        jit.described(x_NI, _ROWS, inputs),
-        jit.described(weight_OI, _COLUMNS, inputs),
+        jit.tile_descriptor(x_NI, _ROWS, inputs),
+        jit.tile_descriptor(weight_OI, _COLUMNS, inputs),
         bias_O,
         out_SNO,
         n_rows,

@@ -24,7 +24,7 @@ from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import n_multiprocessors
 from areno.kernels.elementwise.triton_swiglu import activated
 from areno.kernels.jit import kernel
-from areno.kernels.matmul.gluon_few_rows import LEAST_INPUTS, few_rows_product
+from areno.kernels.matmul.gluon_few_rows import FEW_ROWS_KERNEL, LEAST_INPUTS, few_rows_product
 
 MOST_ROWS = 64
 _COLUMNS, _WARPS = 32, 4  # outputs of a tile, and warps of its program
@@ -79,7 +79,7 @@ def partial_products(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """
     n_tiles, parts = triton.cdiv(len(weight_OI), _COLUMNS), 1
     # Half as many programs as multiprocessors are the fastest in Triton on an H100, as many in Gluon on an H200.
-    is_gluon, most = jit.runs_gluon(x_NI.device), n_multiprocessors(x_NI.device)
+    is_gluon, most = jit.runs_gluon(x_NI.device, FEW_ROWS_KERNEL), n_multiprocessors(x_NI.device)
     while parts < _MOST_PARTS and 2 * parts * n_tiles <= (most if is_gluon else most // 2):
         if is_gluon and x_NI.shape[1] % (2 * parts * LEAST_INPUTS):  # no tile would divide the parts
             break

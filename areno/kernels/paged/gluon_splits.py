@@ -1,39 +1,33 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
-"""The splits of paged decode attention on Hopper GPUs, as one kernel in Gluon, the lower-level language of Triton.
+"""The splits of paged decode attention on Hopper GPUs, as one kernel in Gluon (`kernels/jit.py`).
 
-The kernel computes the same splits as `_split_kernel` of `triton.py`. Each program copies tiles of keys and values to
-shared memory by TMA, several tiles ahead. It begins before the previous kernel has ended, and before the queries are
-known, except in a step that verifies drafts. In Triton's own language, the first copy begins after the queries have
-been read. On an H200, rollouts of Qwen3-0.6B with 64 samples take 5 % less time than with `_split_kernel`, with 256
-samples 3 %, and with 1,024 samples the same. Qwen3-4B without shared prompts (4 query heads for each key head) takes the
-same time with both.
+The kernel computes the same splits as `_split_kernel` of `triton.py`. Each program begins before the previous kernel
+has ended. The program copies its first tiles of keys and values to shared memory at once, while the queries are still
+computed. In a step that verifies drafts, the program copies nothing before the previous kernel has ended, because rows
+read keys that this step writes. How much time this saves is in docs/performance.md ("What did not help").
 
-Shape letters as in `reference.py`; N queries of a split, for one key head.
+Shape letters as in `reference.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import triton
+import torch
 from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.jit import HAS_GLUON
 
 if HAS_GLUON:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
-
-    from areno.kernels.jit import copy_tile
+    from areno.kernels.jit import copy_tile, gl, gluon, mbarrier, mma_v2
 
 # Positions of a tile, tiles in shared memory, and warps: the fastest on an H200. With tiles of 32 positions, a rollout
-# of Qwen3-0.6B with 64 samples takes 2 % longer, and with 4 tiles in shared memory 2.5 %.
+# of Qwen3-0.6B with 64 samples takes 2 % longer, and with 4 tiles in shared memory 2.5 % longer.
 _TILE, _STAGES, _WARPS = 16, 3, 1
+_QUERIES = 16  # of a split, as many as a matrix instruction has
 _HEAD_DIMS = 64, 128
-_MOST_QUERIES = 16  # of a split
 
 
 def compute_splits(
@@ -58,24 +52,29 @@ def compute_splits(
         group_size: largest number of rows in a prefix group.
         one_part: whether each row has one split, so that there is no partial result to combine.
         reads_early: as in `PagedBatch`.
-        options: `jit.pdl_options`, or nothing to wait for the previous kernel.
+        options: launch options of `jit.pdl_options`, or {} to launch as usual.
 
     Returns:
         Whether the splits were computed.
     """
-    n_queries = max(16, triton.next_power_of_2(heads_per_key * group_size))
     block_size, _, head_dim = kv_blocks.shape[2:]
-    is_supported = n_queries <= _MOST_QUERIES and head_dim in _HEAD_DIMS and block_size % _TILE == 0
-    if not is_supported or q_BHC.element_size() != 2 or not jit.runs_gluon(q_BHC.device):
+    is_supported = (
+        heads_per_key * group_size <= _QUERIES
+        and head_dim in _HEAD_DIMS
+        and block_size % _TILE == 0
+        and q_BHC.dtype == kv_blocks.dtype
+        and q_BHC.dtype in (torch.bfloat16, torch.float16)
+    )
+    if not is_supported or not jit.runs_gluon(q_BHC.device, "_gluon_split_kernel"):
         return False
     return jit.launch_gluon(
         _gluon_split_kernel,
         grid,
-        *(jit.described(blocks.flatten(0, 1).flatten(1), _TILE, head_dim) for blocks in kv_blocks),
+        *(jit.tile_descriptor(blocks.flatten(0, 1).flatten(1), _TILE, head_dim) for blocks in kv_blocks),
         *arguments,
         HEADS_PER_KEY=heads_per_key,
         GROUP_SIZE=group_size,
-        QUERIES=n_queries,
+        QUERIES=_QUERIES,
         BLOCK_SIZE=block_size,
         STAGES=_STAGES,
         ONE_PART=one_part,
@@ -140,8 +139,8 @@ if HAS_GLUON:
         """Compute the partial result of one split for one key head in each program, as `_split_kernel` does.
 
         The queries of a split are those of one row, or of the rows of a prefix group, padded to QUERIES. Shared memory
-        has a place for STAGES tiles of keys and of values. Each place has a barrier, which counts the bytes that have
-        arrived.
+        has places for STAGES tiles of keys and as many of values. Each pair of places has a barrier, which counts the
+        bytes that have arrived.
         """
         if PDL:
             jit.launch_dependents()
@@ -235,7 +234,7 @@ if HAS_GLUON:
                 weights = gl.exp2(scores - new_best[:, None])
                 decay = gl.exp2(best - new_best)
                 v = vs.index(stage).load(right)
-                if position + TILE > end:  # places of the cache that were never written may hold NaN
+                if position + TILE > end:  # positions beyond the end may hold NaN of another sequence
                     v = gl.where((position + v_lane < end)[:, None], v, 0.0)
                 acc = mma_v2(gl.convert_layout(weights.to(v.dtype), left), v, acc * decay[:, None])
                 total = total * decay + gl.sum(weights, axis=1)

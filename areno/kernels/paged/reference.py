@@ -62,9 +62,9 @@ class PagedBatch:
         pdl: whether attention may begin before the previous kernel has ended (`kernels/jit.py`). Then neither the
             previous kernel nor another kernel that runs at the same time may write a tensor of this batch. Changes the
             speed, not the result.
-        reads_early: whether all positions before the last of each row were in the cache before the first kernel of the
-            chain began, so that attention may read them before the previous kernel has ended. Has no effect without
-            `pdl`. Changes the speed, not the result.
+        reads_early: whether attention may read the cache before the previous kernel has ended: all positions before the
+            last of each row were written before the chain of kernels with PDL began. Has no effect without `pdl`.
+            Changes the speed, not the result.
         max_len: upper bound of lengths_B that the host knows. The torch reference reads no further. None means the
             whole width of the table. The Triton kernels read lengths_B on the device, so a CUDA graph stays valid.
         places: window -> where the torch reference writes and reads, once the first layer with this window has

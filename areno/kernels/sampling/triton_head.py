@@ -16,18 +16,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from areno.kernels.backend import capability
 from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton import _LOG2_E, _ROW_POINTERS, _first_above, _join, _uniform
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    _HAS_DESCRIPTORS = True
-except ImportError:
-    _HAS_DESCRIPTORS = False
 
 _SPAN, _INPUTS = 128, 64
 
@@ -57,6 +51,7 @@ def sample_hidden(
     stats_2BS = hidden_BD.new_empty((2, n_rows, n_spans), dtype=torch.float32)
     out_2B = hidden_BD.new_empty((2, n_rows), dtype=torch.float64)
     hidden, weight = hidden_BD, weight_VD
+    # By TMA, the statistics of 256 to 1,024 rows take 10-17 % less time on an H200.
     if by_tma := rows == 128 and is_half and _can_use_tma(hidden_BD, weight_VD):
         hidden, weight = (
             TensorDescriptor.from_tensor(matrix, [size, _INPUTS])
@@ -104,12 +99,11 @@ def sample_hidden(
 
 
 def _can_use_tma(*matrices: Tensor) -> bool:
-    """Return whether the matrices are on a Hopper GPU, whose hardware can copy their tiles to shared memory (TMA).
+    """Return whether TMA, the copy engine of Hopper GPUs, can copy tiles of all matrices to shared memory.
 
-    On an H200, the statistics of 256 and more rows then take 10-20 % less time, and of 64 rows longer.
+    Each row of the matrices must begin at a multiple of 16 bytes.
     """
-    is_hopper = (capability(matrices[0].device) or (0, 0))[0] == 9
-    return _HAS_DESCRIPTORS and is_hopper and all(map(_is_aligned, matrices))
+    return (capability(matrices[0].device) or (0, 0))[0] == 9 and all(map(_is_aligned, matrices))
 
 
 def _is_aligned(matrix: Tensor) -> bool:

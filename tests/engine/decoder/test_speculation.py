@@ -16,6 +16,7 @@ from areno.engine.decoder.draft_length import StepCosts
 from areno.engine.decoder.drafts import NgramDrafter
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.exact import make_exact
+from areno.kernels.paged import decode_attention
 from areno.models.registry import build_model
 from areno.models.transformer import Transformer
 from areno.types import Begun, GenerationOutput, GenerationRequest
@@ -125,6 +126,24 @@ def test_samples_are_those_of_a_run_without_drafts(wrong: float, is_exact: bool,
     of, how = (exact_model(), EXACT) if is_exact else (model(), {})
     got = sampled(of, REQUESTS, known(expected, wrong), runs_ahead=runs_ahead, **how)
     assert_equal(got, expected, bits=is_exact)
+
+
+def test_attention_reads_the_cache_early_in_steps_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts, rows read the keys of rows before them, which the same step writes."""
+    seen: set[tuple[bool, bool]] = set()  # whether rows have one sequence each, and whether they read early
+
+    def attend(*args: Any) -> torch.Tensor:
+        slots_B = args[4].slots_B
+        seen.add((len(slots_B.unique()) == len(slots_B), args[4].reads_early))
+        return decode_attention(*args)
+
+    monkeypatch.setattr("areno.engine.decoder.runner.decode_attention", attend)
+    expected = sampled(model(), REQUESTS)
+    assert seen == {(True, True)}
+    seen.clear()
+    sampled(model(), REQUESTS, known(expected, 0.4))
+    assert (False, False) in seen
+    assert (False, True) not in seen
 
 
 @pytest.mark.parametrize("wrong", WRONG)
