@@ -443,7 +443,9 @@ def _problems_of_speculation(args: argparse.Namespace) -> Iterator[tuple[bool, s
 
 
 def _check_trl(args: argparse.Namespace) -> None:
-    """Raise ConfigError if the work "trl" lacks an argument or does not use it, or if another work does not use it.
+    """Raise ConfigError if arguments do not fit the work "trl".
+
+    Such arguments are missing for trl, are not used by trl, or are only for trl and were given to another work.
 
     Args:
         args: The parsed arguments.

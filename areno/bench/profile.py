@@ -84,9 +84,9 @@ def group_of(name: str) -> str:
 
 @functools.cache
 def _own_kernels() -> dict[str, str]:
-    """Return a dictionary from the name of each of areno's Triton and Gluon kernels to its group.
+    """Return the group of each kernel of areno in Triton or Gluon, by the name of the kernel.
 
-    Names are read from the source files, because importing these needs Triton.
+    Names are read from the source files, because a machine without Triton cannot import the files.
     """
     folder = Path(kernels.__file__ or "").parent
     return {

@@ -98,6 +98,15 @@ def is_before_ampere(device: torch.device | str) -> bool:
     return found is not None and found < AMPERE
 
 
+def is_hopper(device: torch.device | str) -> bool:
+    """Return whether a device is an NVIDIA GPU of compute capability 9, such as an H100 or H200.
+
+    Args:
+        device: a device of this machine.
+    """
+    return (capability(device) or (0, 0))[0] == 9
+
+
 def default_dtype(devices: Iterable[torch.device | str]) -> torch.dtype:
     """Return the dtype that a model has if none is set.
 

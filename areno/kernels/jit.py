@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from areno.kernels.backend import capability
+from areno.kernels.backend import capability, is_hopper
 
 try:  # names that the kernels in Gluon import from here, so that all of them exist or none
     from triton.experimental import gluon  # noqa: F401
@@ -159,7 +159,7 @@ def has_option(name: str) -> bool:
 
 
 @functools.cache
-def fma_options() -> dict[str, bool]:
+def _fma_options() -> dict[str, bool]:
     """Return the launch option that switches FMA on, or nothing if this release of Triton has no such option."""
     return {"enable_fp_fusion": True} if has_option("enable_fp_fusion") else {}
 
@@ -178,14 +178,17 @@ def runs_gluon(device: torch.device, name: str) -> bool:
 
 @functools.cache
 def _has_gluon(device: torch.device) -> bool:
-    return HAS_GLUON and supports_pdl(device) and (capability(device) or (0, 0))[0] == 9
+    return HAS_GLUON and supports_pdl(device) and is_hopper(device)
 
 
 def launch_gluon(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> bool:
-    """Launch a kernel in Gluon. If Triton cannot compile the kernel, log a warning, and `runs_gluon` returns False.
+    """Launch a kernel in Gluon.
+
+    If Triton cannot compile the kernel, a warning is logged, and `runs_gluon` returns False for the kernel from then
+    on.
 
     Args:
-        function: the kernel, compiled with `gluon.jit`.
+        function: the kernel, decorated with `gluon.jit`.
         grid: number of programs in each dimension.
         *arguments: arguments of the kernel.
         **options: constants of the kernel, and launch options.
@@ -196,7 +199,7 @@ def launch_gluon(function: Any, grid: tuple[int, ...], *arguments: Any, **option
     Raises:
         RuntimeError: an error of CUDA, such as too little memory.
     """
-    options |= fma_options()
+    options |= _fma_options()
     try:
         function[grid](*arguments, **options)
         return True
@@ -241,4 +244,4 @@ class _Kernel(triton.JITFunction):
 
         Triton calls this method for every launch, with the kernel's arguments, and its launch options in `how`.
         """
-        return super().run(*args, **{**fma_options(), **how})
+        return super().run(*args, **{**_fma_options(), **how})

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
+from areno.kernels import backend
 from tests.compiled import KERNELS
 
 
@@ -70,7 +71,7 @@ def _gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(jit, "HAS_GLUON", True)
     monkeypatch.setattr(jit, "supports_pdl", lambda _: True)
-    monkeypatch.setattr(jit, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(backend, "capability", lambda _: (9, 0))
     monkeypatch.setattr(jit, "_uncompiled", set())
     jit._has_gluon.cache_clear()
     yield jit
@@ -79,7 +80,7 @@ def _gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
 def test_gluon_runs_on_hopper(capability: tuple[int, int], gluon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon, "capability", lambda _: capability)
+    monkeypatch.setattr(backend, "capability", lambda _: capability)
     assert gluon.runs_gluon(torch.device("cuda:0"), "good") is (capability == (9, 0))
 
 

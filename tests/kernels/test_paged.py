@@ -236,7 +236,8 @@ def test_which_splits_gluon_computes(
     monkeypatch.setattr(gluon_splits.jit, "runs_gluon", lambda device, name: True)
     monkeypatch.setattr(gluon_splits.jit, "launch_gluon", lambda *args, **options: True)
     q, blocks = torch.zeros(1, queries, head_dim), torch.zeros(2, 3, block_size, 1, head_dim, dtype=torch.bfloat16)
-    rest = {"heads_per_key": queries, "group_size": group_size, "one_part": False, "reads_early": True, "options": {}}
+    constants = {"HEADS_PER_KEY": queries, "GROUP_SIZE": group_size, "BLOCK_SIZE": block_size}
+    rest = {"constants": constants, "reads_early": True}
     assert gluon_splits.compute_splits((1, 1), q.bfloat16(), blocks, (), **rest) is expected
     assert not gluon_splits.compute_splits((1, 1), q, blocks.float(), (), **rest)
     assert not gluon_splits.compute_splits((1, 1), q.half(), blocks, (), **rest)

@@ -123,32 +123,42 @@ def test_small_kernels_and_products_of_few_rows_wait_before_they_touch_anything(
     assert re.fullmatch(r"let wait( read)+( write)+", order)
 
 
+def _compiled_gluon(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
+    """The intermediate code of a kernel in Gluon for an H200. Arguments without a type are integers."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    options = {"num_warps": constants["num_warps"], "launch_pdl": True}
+    source = GluonASTSource(kernel, signature, places)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+
+
+def _descriptor(rows: int) -> str:
+    """The type of a descriptor of tiles of `rows` x 64 elements."""
+    from areno.kernels.jit import gl
+
+    layout = gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
+    return f"tensordesc<bf16[{rows}, 64],{layout!r}>"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_products_in_gluon_copy_all_of_their_weight_and_nothing_else_before_they_wait(is_gated: bool) -> None:
     gluon_few_rows = pytest.importorskip("areno.kernels.matmul.gluon_few_rows")
     if not gluon_few_rows.HAS_GLUON:
         pytest.skip("this Triton has no Gluon")
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    def descriptor(rows: int) -> str:
-        layout = gluon_few_rows.gl.NVMMASharedLayout.get_default_for([rows, 64], gluon_few_rows.gl.bfloat16)
-        return f"tensordesc<bf16[{rows}, 64],{layout!r}>"
-
     n_tiles, n_x_tiles, n_weights = 5, 3, 1 + is_gated
-    given = {"x_desc": descriptor(64), "weight_desc": descriptor(32), "bias_ptr": "*bf16", "out_ptr": "*bf16"}
+    given = {"x_desc": _descriptor(64), "weight_desc": _descriptor(32), "bias_ptr": "*bf16", "out_ptr": "*bf16"}
     fixed = {"INPUTS": 64, "TILES": n_tiles, "X_TILES": n_x_tiles, "IS_GATED": is_gated, "GELU": False, "num_warps": 4}
-    signature = {**given, "n_rows": "i32", "n_columns": "i32", **dict.fromkeys(fixed, "constexpr")}
-    places = {(place,): fixed[name] for place, name in enumerate(signature) if name in fixed}
-    source = GluonASTSource(gluon_few_rows._gluon_few_rows_kernel, signature, places)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    code = _compiled_gluon(gluon_few_rows._gluon_few_rows_kernel, given, fixed)
     words = (
         r"(launch_dependents)|grid_?dep(?:endency_|control\.)(wait)|local %(x|weight)_desc|(group_dot_wait) "
         r"|tt.(load |store (?=%\w+, %\w+, %))"  # a store with a mask
     )
-    order = re.findall(words, made.asm["ttgir"])
+    order = re.findall(words, code)
     weights, multiplied = ["weight"] * n_tiles * n_weights, "group_dot_wait"
     xs = ["x"] * n_x_tiles + [multiplied, "x"] * (n_tiles - n_x_tiles)
     found = ["".join(each).strip() for each in order]
@@ -161,28 +171,20 @@ def test_splits_in_gluon_copy_tiles_before_they_wait_if_they_may(reads_early: bo
     gluon_splits = pytest.importorskip("areno.kernels.paged.gluon_splits")
     if not gluon_splits.HAS_GLUON:
         pytest.skip("this Triton has no Gluon")
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     kernel = gluon_splits._gluon_split_kernel
-    layout = gluon_splits.gl.NVMMASharedLayout.get_default_for([16, 64], gluon_splits.gl.bfloat16)
-    given = dict.fromkeys(["k_desc", "v_desc"], f"tensordesc<bf16[16, 64],{layout!r}>")
+    given = dict.fromkeys(["k_desc", "v_desc"], _descriptor(16))
     given |= dict.fromkeys(["q_ptr", "new_k_ptr", "new_v_ptr", "k_ptr", "v_ptr"], "*bf16")
     given |= dict.fromkeys(["slots_ptr", "lengths_ptr", "shared_ptr", "split_lens_ptr", "groups_ptr"], "*i64")
     given |= {"table_ptr": "*i32", "partial_ptr": "*fp32", "log_sum_ptr": "*fp32", "scale": "fp32"}
     fixed = {"HEADS_PER_KEY": 2, "GROUP_SIZE": 8, "QUERIES": 16, "BLOCK_SIZE": 32, "STAGES": 2, "ONE_PART": False}
     fixed |= {"READS_EARLY": reads_early, "num_warps": 1, "PDL": True}
-    signature = {name: given.get(name, "constexpr" if name in fixed else "i32") for name in kernel.arg_names}
-    places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
-    source = GluonASTSource(kernel, signature, places)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "launch_pdl": True})
+    code = _compiled_gluon(kernel, given, fixed)
     pointers = [name for name in kernel.arg_names if given.get(name, "").startswith("*")]
     before = {"slots_ptr", "lengths_ptr", "shared_ptr", "split_lens_ptr", "groups_ptr"}
     before |= {"table_ptr"} if reads_early else set()  # needed to copy a tile
-    assert _touched_before_waiting(made.asm["ttgir"], pointers) == before
+    assert _touched_before_waiting(code, pointers) == before
     words = r"(launch_dependents)|grid_?dep(?:endency_|control\.)(wait)|async_tma_copy\w+ %(k|v)_desc|tt\.(store) "
-    found = ["".join(each) for each in re.findall(words, made.asm["ttgir"])]
+    found = ["".join(each) for each in re.findall(words, code)]
     copies = ["k", "v"] * 2
     first = [*copies, "wait"] if reads_early else ["wait", *copies]
     # The new token's key and value; the copies of the next tiles; the partial result and the logarithm of its sum.

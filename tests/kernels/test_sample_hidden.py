@@ -38,9 +38,10 @@ def compare_hidden(device: str, dtype: torch.dtype, n_copies: int, vocab: int, w
 
 def compare_tiles_by_tma() -> None:
     """The interpreter copies tiles as TMA does."""
+    from areno.kernels import backend
     from areno.kernels.sampling import triton_head
 
-    triton_head.capability = lambda _: (9, 0)  # type: ignore[assignment]
+    backend.capability = lambda _: (9, 0)
     from_tensor, shapes = triton_head.TensorDescriptor.from_tensor, []
     triton_head.TensorDescriptor.from_tensor = lambda x, tile: shapes.append(x.shape) or from_tensor(x, tile)
     for vocab, width in ((300, 72), (130, 64)):

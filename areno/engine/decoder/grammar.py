@@ -1,7 +1,7 @@
 """Tokenizers and end tokens of models, and constrained decoding: masks of the tokens that a grammar allows next.
 
-llguidance parses the grammars. A grammar is a text in its syntax (https://github.com/guidance-ai/llguidance,
-docs/syntax.md). Each worker receives the text, compiles it for the tokenizer, and keeps the compiled grammar for later
+A grammar is a text in the syntax of llguidance (https://github.com/guidance-ai/llguidance, docs/syntax.md). llguidance
+parses the text. Each worker receives the text, compiles it for the tokenizer, and keeps the compiled grammar for later
 requests. A completion ends with an end-of-sequence token. When the grammar is complete and cannot continue, the mask
 allows only such a token.
 """

@@ -18,16 +18,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.kernels.backend import capability
+from areno.kernels.backend import is_hopper
 from areno.kernels.experts.triton_routing import choose_experts as choose_experts
 from areno.kernels.jit import kernel
 
 logger = logging.getLogger("areno")
 
 _ALIGNMENT = 16  # bytes; grouped_mm requires addresses and strides to be multiples of this
-# Major compute capability (Hopper) for which torch has a grouped kernel. Elsewhere torch makes the host wait for the
-# sizes of the groups, and loops over the groups.
-_MAJOR = 9
 _TRIED = ((5, 0, 40, 19), 64, 128)  # the test of grouped_mm: rows of four groups, inputs, outputs
 
 
@@ -67,7 +64,8 @@ def _is_right(device: int) -> bool:
 
     The test has uneven groups, an empty group, and rows after the last group.
     """
-    if (capability(f"cuda:{device}") or (0, 0))[0] != _MAJOR:
+    # For other GPUs, torch has no grouped kernel: the host waits for the sizes of the groups, and loops over them.
+    if not is_hopper(f"cuda:{device}"):
         return False
     sizes, n_inputs, n_outputs = _TRIED
     with torch.no_grad(), torch.cuda.device(device):

@@ -20,13 +20,11 @@ from torch import Tensor
 from areno.kernels import jit
 from areno.kernels.fixed_order.triton import heads_together
 from areno.kernels.jit import kernel
-from areno.kernels.paged.gluon_splits import compute_splits
+from areno.kernels.paged.gluon_splits import ROW_POINTERS, SPECIALISATION, compute_splits
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.paged.triton_fixed_order import paged_attention
 
 _TILE = tl.constexpr(32)  # positions loaded together, a power of two that divides `PagedBatch.split_lens`
-# The alignment of these depends on the number of rows, so kernels specialised on it would be compiled again.
-_ROW_POINTERS = ["slots_ptr", "lengths_ptr", "shared_ptr"]
 
 
 def decode_attention(
@@ -93,26 +91,25 @@ def decode_attention(
         own_splits,
         shared_splits,
     )
-    sizes = n_shared_heads, group_size, n_parts == 1
-    is_computed = window is None and compute_splits(
-        grid, q_BHC, kv_blocks, arguments, *sizes, reads_early=batch.reads_early, options=options
-    )
-    if not is_computed:
+    constants = {
+        "HEADS_PER_KEY": n_shared_heads,
+        "GROUP_SIZE": group_size,
+        "BLOCK_SIZE": block_size,
+        "ONE_PART": n_parts == 1,
+        **options,
+    }
+    if window is not None or not compute_splits(grid, q_BHC, kv_blocks, arguments, constants, batch.reads_early):
         _split_kernel[grid](
             *arguments,
-            HEADS_PER_KEY=n_shared_heads,
-            GROUP_SIZE=group_size,
+            **constants,
             OWN_ROWS=max(16, triton.next_power_of_2(n_shared_heads)),  # tl.dot needs 16 rows
             GROUP_ROWS=max(16, triton.next_power_of_2(n_shared_heads * group_size)),
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim,
-            BLOCK_SIZE=block_size,
             HAS_GROUPS=n_groups > 0,
-            ONE_PART=n_parts == 1,
             WINDOW=window,
             num_warps=n_warps,
             num_stages=n_stages,
-            **options,
         )
     if n_parts > 1:
         join_heads = 4 if n_rows <= 64 else 8  # that a program combines, a power of two; the fastest on an H200
@@ -205,9 +202,7 @@ def _attend(
     return best, total, acc
 
 
-@kernel(
-    do_not_specialize=["n_group_splits", "own_splits", "shared_splits"], do_not_specialize_on_alignment=_ROW_POINTERS
-)
+@kernel(**SPECIALISATION)
 def _split_kernel(
     q_ptr,
     new_k_ptr,
@@ -375,7 +370,7 @@ def _split_kernel(
                 tl.store(log_sum_ptr + part, best + tl.log2(total), mask=cell < HEADS_PER_KEY)
 
 
-@kernel(do_not_specialize=["n_parts", "own_splits"], do_not_specialize_on_alignment=_ROW_POINTERS)
+@kernel(do_not_specialize=["n_parts", "own_splits"], do_not_specialize_on_alignment=ROW_POINTERS)
 def _combine_splits_kernel(
     partial_ptr,
     log_sum_ptr,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from areno.kernels.backend import capability
+from areno.kernels.backend import is_hopper
 from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton import _LOG2_E, _ROW_POINTERS, _first_above, _join, _uniform
@@ -103,7 +103,7 @@ def _can_use_tma(*matrices: Tensor) -> bool:
 
     Each row of the matrices must begin at a multiple of 16 bytes.
     """
-    return (capability(matrices[0].device) or (0, 0))[0] == 9 and all(map(_is_aligned, matrices))
+    return is_hopper(matrices[0].device) and all(map(_is_aligned, matrices))
 
 
 def _is_aligned(matrix: Tensor) -> bool:
