@@ -25,12 +25,13 @@ from areno.agents.trajectories import (
 )
 from areno.config.rollout import SamplingConfig
 from areno.errors import DataError
+from areno.schema.values import show
 from areno.server.conversations import Conversations
 from areno.server.detokenize import TextStream
 from areno.server.errors import ApiError
 from areno.server.messages import conversation_keys, read_messages
 from areno.server.parsers import ToolCallParser
-from areno.server.responses import TurnTokens
+from areno.server.responses import TurnTokens, changed_parts
 from areno.server.tokens import Source, expand_runs
 from areno.types import RewardRecord, TokenRow, TrainSequence, Trajectory
 
@@ -85,7 +86,12 @@ class RowBuilder:
         if not turns:
             raise BadTrajectory("it returned no turns")
         rows: list[_Row] = []
+        known: dict[tuple[str, int], int] = {}
         for number, turn in enumerate(turns):
+            response, index = turn["choice"]
+            first = known.setdefault((response, index), number)
+            if first != number and response:
+                raise BadTrajectory(f"turn {number} has the response of turn {first} again; return each response once")
             tokens = self._checked(turn, number)
             row = max((row for row in rows if row.is_prefix_of(tokens.prompt)), key=len, default=None)
             if row is None:
@@ -97,7 +103,7 @@ class RowBuilder:
         messages = [*last["messages"], last["message"]]
         return Trajectory(
             rows=[row.finished(self._trained_sources) for row in rows],
-            turns=[{name: turn[name] for name in turn if name not in ("tokens", "reward")} for turn in turns],
+            turns=[{name: turn[name] for name in turn if name not in ("tokens", "choice", "reward")} for turn in turns],
             messages=messages,
             tool_calls=[call for turn in turns for call in turn["message"].get("tool_calls") or []],
             tool_results=[message for message in messages if message.get("role") == "tool"],
@@ -123,6 +129,13 @@ class RowBuilder:
             raise BadTrajectory(f"the messages of turn {number} are not valid: {error}") from error
         if conversation_keys(messages)[-1] != values.get("conversation"):
             raise BadTrajectory(f"turn {number}: {self._difference(messages, turn, tokens.prompt)}")
+        if changed := changed_parts(turn["message"], tokens.message):
+            shown = {name: turn["message"].get(name) for name in changed}
+            sampled = self._conversations.tokenizer.decode(tokens.sampled, skip_special_tokens=False)
+            raise BadTrajectory(
+                f"turn {number}: the message of its response was changed after it was sampled: it has {show(shown)}, "
+                f"and the sampled text is {show(sampled)}; return the response unchanged"
+            )
         return tokens
 
     def _difference(self, messages: list[Any], turn: PlainTurn, prompt: list[int]) -> str:

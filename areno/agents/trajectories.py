@@ -185,9 +185,8 @@ class LossMaskPolicy:
 PlainTurn = dict[str, Any]
 """A turn as JSON values.
 
-The keys are `messages`, `tools` and `tool_choice` of the request, and `message`, `finish_reason` and `tokens` of the
-response. `tokens` is the extra field `areno` that the session's endpoint adds to a response. If a trajectory has a
-reward, its last turn also has the key `reward`, which is (reward, parts).
+The keys are `messages`, `tools` and `tool_choice` of the request, and those that `read_response` reads from the
+response. If a trajectory has a reward, its last turn also has the key `reward`, which is (reward, parts).
 """
 
 
@@ -302,10 +301,6 @@ def plain_turn(turn: AgentTrajectoryTurn) -> PlainTurn:
 
     Args:
         turn: The turn.
-
-    Returns:
-        A dictionary with the fields `messages`, `tools` and `tool_choice` of the request, and `message`,
-        `finish_reason` and `tokens` of the response.
 
     Raises:
         BadTrajectory: The response does not come from the session's endpoint, or a value cannot be converted.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -143,16 +143,19 @@ def text_logprobs(texts: TokenTextCache, scores: Sequence[ScoredText], n_top: in
     }
 
 
-def token_field(prompt: dict[str, Any], outputs: Iterable[GenerationOutput]) -> dict[str, Any]:
+def token_field(
+    prompt: dict[str, Any], outputs: Iterable[GenerationOutput], digests: Sequence[Mapping[str, str]] = ()
+) -> dict[str, Any]:
     """Return the value of the extra field `areno` of a response, which carries token ids and log-probabilities.
 
     Args:
         prompt: Fields about the prompt, such as `prompt_token_ids`.
         outputs: The finished samples, one for each choice.
+        digests: Hashes of the message of each choice. Empty for choices without a message.
 
     Returns:
         The fields of `prompt`, and `choices`, a list with one dictionary for each sample. Its keys are "index",
-        "token_ids", "logprobs", "versions" (of the weights) and "finish_reason".
+        "token_ids", "logprobs", "versions" (of the weights), "finish_reason" and, with `digests`, "message".
     """
     choices = [
         {
@@ -161,6 +164,7 @@ def token_field(prompt: dict[str, Any], outputs: Iterable[GenerationOutput]) -> 
             "logprobs": output.logprobs,
             "versions": output.versions,
             "finish_reason": output.finish_reason,
+            **({"message": digests[index]} if digests else {}),
         }
         for index, output in enumerate(outputs)
     ]
@@ -194,15 +198,16 @@ class TokenFieldWriter:
                 self._pieces[name].append(to_json(numbers)[1:-1])
         self._n_written += len(numbers)
 
-    def text(self, index: int, reason: str | None) -> bytes:
+    def text(self, index: int, reason: str | None, digest: Mapping[str, str]) -> bytes:
         """Return the JSON object of the choice, with all tokens added so far.
 
         Args:
             index: Index of the choice in the response.
             reason: Finish reason of the engine, or None for null.
+            digest: Hashes of the message of the choice.
         """
         lists = b"".join(b'"%b":[%b],' % (name.encode(), b",".join(parts)) for name, parts in self._pieces.items())
-        return b'{"index":%d,%b"finish_reason":%b}' % (index, lists, to_json(reason))
+        return b'{"index":%d,%b"finish_reason":%b,"message":%b}' % (index, lists, to_json(reason), to_json(digest))
 
 
 def with_token_field(body: dict[str, Any], prompt: bytes, choices: Sequence[bytes]) -> bytes:

@@ -26,7 +26,7 @@ from areno.server.messages import read_messages
 from areno.server.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, message_of
 from areno.server.parsers.message import END_THINK, THINK
 from areno.server.requests import ChatRequest
-from areno.server.responses import sampled_with
+from areno.server.responses import message_digest, sampled_with
 from areno.server.sampling import Sampler
 from areno.server.threads import Threads
 from areno.types import GenerationOutput, GenerationRequest, Message
@@ -204,7 +204,10 @@ class _Chat:
         body = {**self.head, "choices": shown, "usage": self._usage(outputs), "system_fingerprint": None}
         if not self.returns_tokens:
             return to_json(body)
-        tokens = [written[index].text(index, output.finish_reason) for index, output in enumerate(outputs)]
+        tokens = [
+            written[index].text(index, output.finish_reason, message_digest(shown[index]["message"]))
+            for index, output in enumerate(outputs)
+        ]
         return answers.with_token_field(body, prompt, tokens)
 
     def _choice(self, index: int, output: GenerationOutput, choice: _Choice) -> Json:
@@ -259,9 +262,12 @@ class _Chat:
         n_completion = sum(len(output.tokens) for output in outputs)
         return answers.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
 
-    def _token_field(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """Return {"areno": ...} for the response, or {} if the response does not carry tokens."""
-        return {"areno": answers.token_field(self._prompt_field(), outputs)} if self.returns_tokens else {}
+    def _token_field(self, outputs: Sequence[GenerationOutput], messages: Sequence[Json]) -> Json:
+        """Return {"areno": ...} for a streamed response, or {} if the response does not carry tokens."""
+        if not self.returns_tokens:
+            return {}
+        digests = [message_digest(message) for message in messages]
+        return {"areno": answers.token_field(self._prompt_field(), outputs, digests)}
 
     def _prompt_field(self) -> Json:
         """Return the fields inside of the response's field `areno` that are about the prompt.
@@ -302,7 +308,8 @@ class _Chat:
                 outputs[output.sample] = output
                 self.remember(output, choice.message())
                 last = chunk(output.sample, {}, self.finish_reason(output, choice.n_calls > 0))
-                yield last | ({} if None in outputs else self._token_field(outputs))
+                is_whole = None not in outputs
+                yield last | (self._token_field(outputs, [one.message() for one in choices]) if is_whole else {})
         if options.include_usage:
             yield {**base, "choices": [], "usage": self._usage(outputs)}
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from areno.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from areno.schema.values import show
-from areno.server.errors import BadTrajectory
+from areno.server.errors import BadTrajectory, is_deeper
+from areno.server.fields import MAX_DEPTH
+from areno.server.messages import next_key
 from areno.server.tokens import Runs, Source
 from areno.types import SamplingParams
 
@@ -33,6 +36,7 @@ class TurnTokens:
         sources: Origin of the prompt's tokens. The prompt is divided into stretches of consecutive tokens with the same
             `Source`, such as a user message. Each tuple (source, number of tokens) describes one stretch.
         sampled: Token ids of the completion, at least one.
+        message: Hashes of the parts of the message that the server sent, see `message_digest`.
         logprobs: Log-probability of each sampled token. Finite, and not positive except for rounding.
         versions: For each sampled token, the version of the weights that sampled it.
         temperature: Sampling temperature of the turn.
@@ -41,6 +45,7 @@ class TurnTokens:
     prompt: list[int]
     sources: Runs
     sampled: list[int]
+    message: dict[str, str]
     logprobs: list[float]
     versions: list[int]
     temperature: float
@@ -50,7 +55,7 @@ class TurnTokens:
         """Check the field `areno` of a response and return its tokens.
 
         Args:
-            values: The field `areno` of the response. Only its first choice is read.
+            values: The field `areno` of the response, with one choice.
             vocab_size: Number of token ids of the model.
 
         Raises:
@@ -66,6 +71,7 @@ class TurnTokens:
             prompt=prompt,
             sources=_sources(values.get("sources"), len(prompt)),
             sampled=sampled,
+            message=_digest(choice),
             logprobs=_logprobs(choice, len(sampled)),
             versions=_whole_numbers(choice, "versions", _MAX_VERSION, len(sampled)),
             temperature=_temperature(values.get("temperature")),
@@ -130,6 +136,52 @@ def _sources(runs: Any, n: int) -> Runs:
     return [(source, length) for source, length in pairs]
 
 
+def message_digest(message: Mapping[str, Any]) -> dict[str, str]:
+    """Return a hash of each part of an assistant message. An absent, null and empty part have the same hash."""
+    parts = {
+        "content": message.get("content") or "",
+        _REASONING: message.get(_REASONING) or message.get("reasoning") or "",
+        "tool_calls": [_call(call) for call in message.get("tool_calls") or []],
+    }
+    return {name: next_key("", {name: value}) for name, value in parts.items()}
+
+
+_REASONING = "reasoning_content"
+_EMPTY = message_digest({})
+
+
+def _call(call: Any) -> Any:
+    """Return (name, arguments) of a tool call. Arguments are compared as JSON values if they are JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments") or {}
+    with suppress(ValueError, RecursionError):
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = arguments if is_deeper(value, MAX_DEPTH) else value
+    return function.get("name"), arguments
+
+
+def changed_parts(message: Mapping[str, Any], sampled: Mapping[str, str]) -> list[str]:
+    """Return the names of the parts of a message that are not as sampled. Reasoning may be absent.
+
+    Args:
+        message: An assistant message.
+        sampled: Result of `message_digest` for the sampled message.
+    """
+    digest = message_digest(message)
+    changed = [name for name in digest if digest[name] != sampled[name]]
+    return [name for name in changed if name != _REASONING or digest[name] != _EMPTY[name]]
+
+
+def _digest(choice: Mapping[str, Any]) -> dict[str, str]:
+    """Return the field `message` of `choice` after checking that it is a result of `message_digest`."""
+    digest = choice.get("message")
+    if not isinstance(digest, dict) or digest.keys() != _EMPTY.keys():
+        raise BadTrajectory(f"message is {show(digest)}; the hashes of {', '.join(_EMPTY)} are expected")
+    return digest
+
+
 def sampled_with(params: SamplingParams) -> dict[str, float]:
     """Return the sampling parameters that a response records in its field `areno`, where `TurnTokens.read` reads them.
 
@@ -157,10 +209,11 @@ def read_response(response: Any) -> dict[str, Any]:
             same fields are accepted too.
 
     Returns:
-        A dictionary with `message`, `finish_reason` and `tokens` (the field `areno`), all as plain JSON values.
+        A dictionary with `message`, `finish_reason`, `tokens` (the field `areno`, whose only choice is the one of the
+        message) and `choice` (id of the response and index of the choice), all as plain JSON values.
 
     Raises:
-        BadTrajectory: If the field `areno` or the choices are missing.
+        BadTrajectory: If the field `areno` is missing, or the response does not have exactly one choice.
         Exception: A TypeError, KeyError, AttributeError or another error if `response` does not have the form of a
             response of OpenAI's client.
     """
@@ -172,15 +225,26 @@ def read_response(response: Any) -> dict[str, Any]:
             "the response of a turn does not have its tokens (the field areno); return the responses of the client as "
             "they are, and send requests to ctx.get_base_url()"
         )
+    if isinstance(choices, list) and len(choices) > 1:
+        raise BadTrajectory(
+            f"the response of a turn has {len(choices)} choices; keep only the one that the agent went on with, such "
+            "as response.choices = [response.choices[2]]; of a streamed response, keep the chunks of one index"
+        )
     message = {name: value for name, value in choices[0]["message"].items() if value is not None}
-    reason = choices[0].get("finish_reason")
+    reason, index = choices[0].get("finish_reason"), choices[0].get("index", 0)
     if not isinstance(message.get("content", ""), str) or not isinstance(reason, str | None):
         raise TypeError("content and finish_reason of a message are text")
-    if not all(isinstance(call, dict) for call in message.get("tool_calls", [])):
-        raise TypeError("tool_calls of a message are objects")
+    if not all(isinstance(call, dict) for call in message.get("tool_calls", [])) or type(index) is not int:
+        raise TypeError("tool_calls of a message are objects, and the index of a choice is a whole number")
     if not _is_plain(tokens):
         raise TypeError("its tokens are lists of numbers")
-    return {"message": message, "finish_reason": reason, "tokens": tokens}
+    sampled = tokens.get("choices")
+    own = [one for one in sampled if not isinstance(one, dict) or one.get("index", 0) == index] if sampled else sampled
+    if sampled and not own:
+        raise BadTrajectory(f"the choice of a turn has the index {show(index)}, and the server sent no such choice")
+    tokens = {**tokens, "choices": own}
+    key = [str(response.get("id") or ""), index]
+    return {"message": message, "finish_reason": reason, "tokens": tokens, "choice": key}
 
 
 def check_json(value: Any) -> None:
@@ -207,25 +271,23 @@ def _is_plain(value: Any) -> bool:
 
 
 def _joined(chunks: list[Any]) -> dict[str, Any]:
-    """Join the chunks of a streamed response into one response.
-
-    Only the choice with index 0 is kept.
-    """
-    message: dict[str, Any] = {"role": "assistant", "content": None}
-    found: dict[str, Any] = {"choices": [{"message": message, "finish_reason": None}]}
+    """Join the chunks of a streamed response into one response."""
+    choices: dict[int, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
     for chunk in chunks:
-        found["areno"] = chunk.get("areno") or found.get("areno")
-        for choice in chunk.get("choices") or []:
-            if choice.get("index"):
-                continue
-            delta = choice.get("delta") or {}
+        found |= {name: chunk[name] for name in ("id", "areno") if chunk.get(name)}
+        for one in chunk.get("choices") or []:
+            index = one.get("index", 0)
+            empty = {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None}
+            choice, delta = choices.setdefault(index, empty), one.get("delta") or {}
+            message = choice["message"]
             for name in ("content", "reasoning_content"):
                 if delta.get(name):
                     message[name] = (message.get(name) or "") + delta[name]
             for call in delta.get("tool_calls") or []:
                 message.setdefault("tool_calls", []).append({name: call[name] for name in ("id", "type", "function")})
-            found["choices"][0]["finish_reason"] = choice.get("finish_reason") or found["choices"][0]["finish_reason"]
-    return found
+            choice["finish_reason"] = one.get("finish_reason") or choice["finish_reason"]
+    return {**found, "choices": list(choices.values())}
 
 
 def to_plain(value: Any) -> Any:

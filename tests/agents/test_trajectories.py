@@ -23,17 +23,18 @@ from areno.agents.trajectories import (
 from areno.errors import DataError
 from areno.server.conversations import Conversations
 from areno.server.parsers import parser_for_template
-from areno.server.responses import TurnTokens
+from areno.server.responses import TurnTokens, message_digest
 from tests.helpers.conversations import USER, turn_of
 from tests.helpers.tokenizers import load_tokenizer
 
+SAID = {"role": "assistant", "content": "a"}
 TOLD: dict[str, Any] = {
     "session": "s",
     "conversation": "k",
     "temperature": 0.7,
     "prompt_token_ids": [5, 0, 99],
     "sources": [[0, 1], [2, 2]],
-    "choices": [{"token_ids": [1, 2], "logprobs": [-0.5, 1e-7], "versions": [0, 3]}],
+    "choices": [{"token_ids": [1, 2], "logprobs": [-0.5, 1e-7], "versions": [0, 3], "message": message_digest(SAID)}],
 }
 NO_LIST = (None, "5", {}, 5, [], [[5, 5]], np.array([5, 5]), (5, 5))
 NO_IDS = (
@@ -87,6 +88,7 @@ def wrong_fields() -> list[tuple[str, Any]]:
     found += [("logprobs", value) for value in NO_LOGPROBS]
     found += [("sources", value) for value in NO_SOURCES]
     found += [("temperature", value) for value in NO_TEMPERATURE]
+    found += [("message", value) for value in (None, "a", {}, {"content": "a"}, [])]
     return found + [("choices", value) for value in (None, [], {}, [None], [[]], "a", 5)]
 
 
@@ -99,6 +101,7 @@ def changed(told: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
 
 def test_the_tokens_of_a_response_are_read() -> None:
     tokens = TurnTokens.read(TOLD, 100)
+    assert tokens.message == message_digest(SAID)
     assert (tokens.prompt, tokens.sources, tokens.temperature) == ([5, 0, 99], [(0, 1), (2, 2)], 0.7)
     assert (tokens.sampled, tokens.logprobs, tokens.versions) == ([1, 2], [-0.5, 1e-7], [0, 3])
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from areno.server.conversations import Conversations, conversation_keys
 from areno.server.messages import read_messages
+from areno.server.responses import message_digest
 
 
 def turn_of(conversations: Conversations, messages: list[Any], said: str, tools: Any, answer: Any = None) -> Any:
@@ -18,6 +19,7 @@ def turn_of(conversations: Conversations, messages: list[Any], said: str, tools:
     [kept] = read_messages([message])
     conversations.remember(prompt, tokens, frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")]), kept)
     sampled = {"token_ids": tokens, "logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
+    sampled["message"] = message_digest(message)
     told = {
         "session": "s",
         "conversation": conversation_keys(asked)[-1],
@@ -27,7 +29,7 @@ def turn_of(conversations: Conversations, messages: list[Any], said: str, tools:
         "choices": [sampled],
     }
     turn = {"messages": messages, "tools": tools, "tool_choice": None, "message": message, "finish_reason": "stop"}
-    return {**turn, "tokens": told}
+    return {**turn, "tokens": told, "choice": ["", 0]}
 
 
 USER, OTHER = {"role": "user", "content": "hello"}, {"role": "user", "content": "and you?"}
