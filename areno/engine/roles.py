@@ -237,7 +237,8 @@ class Roles:
             role, config = self._roles[name].spec, self._roles[name].backend.model.config
             of_actor = self.spec.tokenizer_path or self.spec.actor.path
             folder, more = (role.path, None) if role.own_tokenizer else (of_actor, self.spec.eos_token_ids)
-            self._vocabularies[name] = Vocabulary(folder, config, more)
+            texts = None if role.own_tokenizer else self.spec.texts
+            self._vocabularies[name] = Vocabulary(folder, config, more, texts=texts)
         return self._vocabularies[name]
 
     def load(self, name: str, spec: RoleSpec) -> None:

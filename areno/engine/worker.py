@@ -185,6 +185,7 @@ class Worker:
                 max_prefill_tokens=spec.decoder.max_prefill_tokens,
                 max_len=spec.max_len,
                 eos_token_ids=vocabulary.eos_token_ids,
+                texts=vocabulary.texts,
                 use_graphs=self.context.device.type == "cuda" and not spec.decoder.eager_decode,
                 attn_backend=self.attn_backend,
                 exact=self.spec.engine.exact,

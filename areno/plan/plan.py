@@ -22,6 +22,7 @@ from areno.config.run import EngineConfig
 from areno.config.teacher import ROLE, is_teacher
 from areno.data.control_tokens import allow_control_tokens
 from areno.data.steps import separator_of
+from areno.engine.decoder.grammar import text_ranges
 from areno.engine.spec import EngineSpec, RoleSpec, SharedDecoder
 from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
 from areno.files.paths import existing_path, model_setting
@@ -201,6 +202,7 @@ def open_actor(
         share_prefixes=actor.share_prefixes,
         tokenizer_path=tokenizer_folder,
         eos_token_ids=tuple(sorted(eos)),
+        texts=text_ranges(tokenizer, eos),
         context_len=model.max_position_embeddings,
     )
     return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=engine.workers)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from areno import ArenoConfig, Trainer
+from areno.config.models import ModelConfig
+from areno.config.run import EngineConfig
+from areno.engine.decoder.grammar import text_ranges
 from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Key, keys_renamed
+from areno.plan.plan import open_actor
 from tests.helpers.sdk_script import MODEL, SAMPLING, loss, plain_rows, sampled, session
 
 
@@ -106,6 +113,17 @@ def test_a_model_that_does_not_divide_names_the_argument() -> None:
     trainer = Trainer(3, MODEL, custom_config=ArenoConfig(tp_size=3, runtime={"device": "cpu"}))
     with pytest.raises(ConfigError, match=r"custom_config.tp_size: is 3, which does not divide the model's 4"):
         trainer.init()
+
+
+def test_ids_of_the_embedding_without_a_token_are_known_to_the_decoder(tmp_path: Path) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(MODEL), tmp_path / "model"
+    n = len(tokenizer)
+    shutil.copytree(MODEL, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": n + 200}))
+    plan = open_actor(ModelConfig(path=str(model)), EngineConfig(), lambda: ["cpu"])
+    assert plan.spec.texts == ((0, n),)
+    assert text_ranges(tokenizer, [n + 5, 0]) == ((0, n), (n + 5, n + 6))  # an end token may have no text
 
 
 def test_settings_in_messages_become_arguments() -> None:

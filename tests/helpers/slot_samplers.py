@@ -10,8 +10,12 @@ from areno.engine.decoder.sequence import Sequence
 from areno.kernels.sampling.reference import sample_key
 from areno.types import GenerationRequest, SamplingParams
 
+Texts = tuple[tuple[int, int], ...]
 
-def settings_of(slots: int, vocab: int, params: list[SamplingParams], device: str) -> tuple[SlotSampler, Tensor]:
+
+def settings_of(
+    slots: int, vocab: int, params: list[SamplingParams], device: str, texts: Texts = ()
+) -> tuple[SlotSampler, Tensor]:
     """SlotSampler with those of row i in some slot, and the slots. Each row has had some tokens."""
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(5))[: len(params)]
     sequences = [
@@ -26,7 +30,7 @@ def settings_of(slots: int, vocab: int, params: list[SamplingParams], device: st
         )
         for i, (slot, given) in enumerate(zip(order.tolist(), params, strict=True))
     ]
-    slot_sampler = SlotSampler(slots, vocab, torch.device(device))
+    slot_sampler = SlotSampler(slots, vocab, torch.device(device), texts)
     slot_sampler.assign(torch.from_numpy(SlotSampler.pack(sequences)).to(device))
     if (counts := SlotSampler.pack_counts(sequences)) is not None:
         slot_sampler.assign_counts(*(torch.from_numpy(part).to(device) for part in counts))

@@ -51,23 +51,25 @@ def compare_columns(device: str) -> None:
     from areno.kernels.sampling.triton import sample_slots
 
     on_gpu = device == "cuda"
-    cases = [(PLAIN + BANNED, 151, 64, 2)]
+    cases = [(PLAIN + BANNED, 151, 64, 2, texts) for texts in ((), ((0, 70), (75, 140)))]
     if on_gpu:
-        cases = [((PLAIN + BANNED) * 20, 151_936, 4096, n_ranks) for n_ranks in (2, 4)]
-    for rows, vocab, span, n_ranks in cases:
+        rows = (PLAIN + BANNED) * 20
+        cases = [(rows, 151_936, 4096, n_ranks, texts) for n_ranks in (2, 4) for texts in ((), ((0, 151_665),))]
+    for rows, vocab, span, n_ranks, texts in cases:
         logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(1)) * 3
         logits[1, : vocab // 2 + 9] = -torch.inf
         logits[2, [5, vocab - 1]] = 12.0  # a greedy row takes the first of equals
         logits[:, 7] = 11.0  # a token that would be drawn often, were it not banned
         logits = logits.to(device)
-        whole, slots = settings_of(len(rows) + 2, vocab, rows, device)
-        samplers = [settings_of(len(rows) + 2, vocab, rows, device)[0] for _ in range(n_ranks)]
+        whole, slots = settings_of(len(rows) + 2, vocab, rows, device, texts)
+        samplers = [settings_of(len(rows) + 2, vocab, rows, device, texts)[0] for _ in range(n_ranks)]
         flags = SamplingFlags(n_banned=whole.tensors.banned.shape[1])
         for position in range(3):
             positions = torch.arange(len(rows), device=device) % 6 + position
             expected = sample_slots(logits.clone(), slots, positions, whole.tensors, flags, span=span)
             found = drawn_by(n_ranks, logits, slots, positions, samplers, flags, span)
             assert all(torch.equal(each, found[0]) for each in found)
+            assert not texts or all(any(first <= t < end for first, end in texts) for t in found[0, 0].tolist())
             assert (found[0, 0] != expected[0]).sum() <= len(rows) // 100
             same = found[0, 0] == expected[0]
             torch.testing.assert_close(found[0, 1][same], expected[1][same], atol=1e-6, rtol=0)

@@ -8,24 +8,27 @@ import torch
 from areno.kernels.sampling import SamplingFlags, can_sample_hidden
 from areno.types import SamplingParams
 from tests.helpers.interpreted import run_interpreted
-from tests.helpers.slot_samplers import settings_of
+from tests.helpers.slot_samplers import Texts, settings_of
 
 ROWS = [SamplingParams(), SamplingParams(temperature=0.5), SamplingParams(greedy=True), SamplingParams(temperature=2.0)]
 
 
-def compare_hidden(device: str, dtype: torch.dtype, n_copies: int, vocab: int, width: int) -> None:
+def compare_hidden(device: str, dtype: torch.dtype, n_copies: int, vocab: int, width: int, texts: Texts = ()) -> None:
     from areno.kernels.sampling.reference import sample_slots
     from areno.kernels.sampling.triton_head import sample_hidden
 
     generator, rows = torch.Generator().manual_seed(0), ROWS * n_copies
     weight = (torch.randn(vocab, width, generator=generator) / width**0.5).to(device, dtype)
     hidden = (torch.randn(len(rows), width, generator=generator) * 3).to(device, dtype)
+    if texts:
+        weight[texts[-1][1] :] *= 3  # ids without a text would be drawn often
     logits = hidden.float() @ weight.float().T
-    (ours, slots), (theirs, _) = (settings_of(len(rows) + 2, vocab, rows, device) for _ in range(2))
+    (ours, slots), (theirs, _) = (settings_of(len(rows) + 2, vocab, rows, device, texts) for _ in range(2))
     for position in range(3):
         positions = torch.arange(len(rows), device=device) % 6 + position
         found = sample_hidden(hidden, weight, slots, positions, ours.tensors)
         expected = sample_slots(logits, slots, positions, theirs.tensors, SamplingFlags())
+        assert not texts or all(any(first <= t < end for first, end in texts) for t in found[0].tolist())
         same = found[0] == expected[0]
         assert (~same).sum() <= len(rows) // 100
         torch.testing.assert_close(found[1][same], expected[1][same], atol=1e-4, rtol=1e-4)
@@ -62,6 +65,8 @@ def test_tiles_by_tma_give_the_same_draws() -> None:
 def test_draws_from_hidden_states_are_those_from_logits() -> None:
     run_interpreted(
         "import torch; from tests.kernels.test_sample_hidden import compare_hidden; "
+        "compare_hidden('cpu', torch.float32, 1, 300, 40, ((0, 200),)); "
+        "compare_hidden('cpu', torch.float32, 1, 300, 40, ((3, 90), (100, 270))); "
         "compare_hidden('cpu', torch.float32, 1, 300, 40); compare_hidden('cpu', torch.float32, 33, 130, 16)"
     )
 
@@ -83,3 +88,4 @@ def test_few_rows_wide_models_and_settings_need_logits(monkeypatch: pytest.Monke
 def test_on_the_gpu(dtype: torch.dtype, vocab: int, width: int) -> None:
     for n_copies in (1, 50, 300):
         compare_hidden("cuda", dtype, n_copies, vocab, width)
+        compare_hidden("cuda", dtype, n_copies, vocab, width, ((0, vocab - 271),))

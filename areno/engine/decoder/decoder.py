@@ -78,6 +78,8 @@ class Decoder:
         keeps_routes: Whether the output of a finished sample contains the experts that its tokens were routed to.
         runs_ahead: Whether a step is launched before the tokens of the previous step are read. On a CPU, which computes
             a step at its launch, this would only cost time.
+        texts: Ranges (first, end) of the token ids that have a text, which are the only ones that are sampled. Empty:
+            all ids are.
 
     Attributes:
         limits: Limits of the requests that the decoder accepts.
@@ -108,6 +110,7 @@ class Decoder:
         stream_every_s: float = 0.0,
         keeps_routes: bool = False,
         runs_ahead: bool = True,
+        texts: Collection[tuple[int, int]] = (),
     ):
         self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # kept: results for tokens serve later requests
@@ -127,6 +130,7 @@ class Decoder:
             attn_backend=attn_backend,
             exact=exact,
             keeps_routes=keeps_routes,
+            texts=texts,
         )
         self.limits = RequestLimits(
             vocab_size=model.config.vocab_size,
@@ -136,10 +140,9 @@ class Decoder:
             stop_strings=detokenize is not None,
             grammars=compile_grammar is not None,
         )
-        self.weights_version = 0
-        self._runs_ahead = runs_ahead
+        self.weights_version, self._runs_ahead = 0, runs_ahead
         self.drafter: Drafter | None = None
-        self._n_drafted = self._n_accepted = self._n_decode_steps = self._n_draft_steps = 0
+        self._n_generated = self._n_drafted = self._n_accepted = self._n_decode_steps = self._n_draft_steps = 0
         self._in_flight: list[PendingTokens] = []
         self._in_flight_version = 0
         self._outputs: list[GenerationOutput] = []
@@ -147,7 +150,6 @@ class Decoder:
         self.unfinished: dict[int, int] = {}
         self._finite_version: int | None = None  # of weights that were looked through
         self._has_bad_blocks = False  # the cache may hold numbers that are not finite
-        self._n_generated = 0
         self._stream_every_s, self._streamed_at, self._n_collected = stream_every_s, 0.0, 0
 
     @property

@@ -181,6 +181,19 @@ class GrammarCompiler:
         return {text: token for text, token in added.items() if self.ll_tokenizer.is_special_token(token)}
 
 
+TextRanges = tuple[tuple[int, int], ...]
+
+
+def text_ranges(tokenizer: Any, eos_token_ids: Iterable[int]) -> TextRanges:
+    """Return the token ids that have a text or end a completion, as ranges (first, end).
+
+    The embedding of a model may have more rows than its tokenizer has texts. Such ids are not sampled.
+    """
+    ids = np.unique(np.array([*tokenizer.get_vocab().values(), *eos_token_ids], dtype=np.int64))
+    parts = np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1)
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts)
+
+
 class Vocabulary:
     """Tokenizer, end tokens and grammars of a model. They are loaded when they are first used.
 
@@ -190,6 +203,7 @@ class Vocabulary:
         more_eos_token_ids: Tokens that end a completion, in addition to those in the files of the model. None adds the
             end-of-sequence token of the tokenizer.
         tokenizer: The tokenizer, if it is loaded already.
+        texts: Result of `text_ranges`, if it is known already.
     """
 
     def __init__(
@@ -198,7 +212,9 @@ class Vocabulary:
         config: TransformerConfig,
         more_eos_token_ids: Iterable[int] | None = None,
         tokenizer: Any = None,
+        texts: TextRanges | None = None,
     ):
+        self._texts = texts
         self._folder, self._config, self._more, self._given = folder, config, more_eos_token_ids, tokenizer
 
     @property
@@ -227,6 +243,11 @@ class Vocabulary:
         """Tokens that end a completion."""
         more = [self.tokenizer.eos_token_id] if self._more is None else self._more
         return {*self._config.eos_token_ids, *(token for token in more if token is not None)}
+
+    @cached_property
+    def texts(self) -> TextRanges:
+        """The token ids that can be sampled."""
+        return text_ranges(self.tokenizer, self.eos_token_ids) if self._texts is None else self._texts
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

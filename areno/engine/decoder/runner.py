@@ -58,6 +58,7 @@ class Runner:
         attn_backend: Attention kernel of the prefill, as `choose_backend` returns it.
         exact: Whether log-probabilities must have the same bits as in training (setting `engine.exact`).
         keeps_routes: Whether to store the experts that tokens are routed to.
+        texts: Ranges of the token ids that are sampled, as for `SlotSampler`.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Runner:
         exact: bool,
         keeps_routes: bool = False,
         usual_running: int | None = None,
+        texts: Collection[tuple[int, int]] = (),
     ):
         self.model, self.attn_backend, self.is_exact = model, attn_backend, exact
         self.fixed_order = attn_backend == "fixed_order"
@@ -83,7 +85,7 @@ class Runner:
         self.routes: RouteCache | None = None
         if keeps_routes and model.routing is not None:
             self.routes = RouteCache(model.routing, n_blocks, blocks.block_size, self.device)
-        self.sampler = SlotSampler(n_slots, model.config.vocab_size, self.device)
+        self.sampler = SlotSampler(n_slots, model.config.vocab_size, self.device, texts)
         self._last_groups: tuple[np.ndarray | None, PrefixGroups | None] = (None, None)
         self._verified: dict[int, Sequence] = {}  # by slot: the device does not have their last tokens
         self._uncounted: list[tuple[int, int]] = []  # (slot, token) that the device's counts lack
@@ -204,10 +206,9 @@ class Runner:
     def _kept(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
         """Return the logits for `_scored`: `local_BV`, or a copy if sampling would change `local_BV`.
 
-        Sampling overwrites logits if `flags` has penalties or banned tokens. The copy is only made if
-        `self.is_exact` is set, because `_scored` does not read the logits otherwise.
+        The copy is only made if `self.is_exact` is set, because `_scored` does not read the logits otherwise.
         """
-        return local_BV.clone() if self.is_exact and flags.edits else local_BV
+        return local_BV.clone() if self.is_exact and self.sampler.tensors.overwrites(flags) else local_BV
 
     def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor, sampler: SlotSampler) -> Tensor:
         """Replace log-probabilities by those that the training kernel computes, if `self.is_exact` is set.

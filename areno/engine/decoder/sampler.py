@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.engine.decoder.verification import Drafts
 from areno.kernels.logprobs import sampled_logprobs
-from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_columns, sample_hidden, sample_slots
+from areno.kernels.sampling import SamplingFlags, SamplingSettings, TextIds, sample_columns, sample_hidden, sample_slots
 from areno.kernels.sampling.reference import apply_masks, policy_logprobs, without_banned
 from areno.layers.parallel import ParallelGroup
 from areno.types import TokenScores
@@ -41,6 +41,8 @@ class SlotSampler:
         n_slots: Number of slots, including one for padding rows.
         vocab_size: Vocabulary size of the model.
         device: Device of the model.
+        texts: Ranges (first, end) of the token ids that have a text, which are the only ones that are sampled. Empty:
+            all ids are.
 
     Attributes:
         tensors: The settings, and the last token of each slot.
@@ -48,7 +50,7 @@ class SlotSampler:
             token. All bits are set for slots without a grammar. None until a grammar is used.
     """
 
-    def __init__(self, n_slots: int, vocab_size: int, device: torch.device):
+    def __init__(self, n_slots: int, vocab_size: int, device: torch.device, texts: Iterable[tuple[int, int]] = ()):
         self.tensors = SamplingSettings(
             key=torch.zeros(n_slots, dtype=torch.int64, device=device),
             temperature=torch.ones(n_slots, dtype=torch.float32, device=device),
@@ -60,6 +62,7 @@ class SlotSampler:
             penalty=torch.zeros(n_slots, dtype=torch.float32, device=device),
             counts=None,
             last_token=torch.zeros(n_slots, dtype=torch.int64, device=device),
+            texts=TextIds.of(texts, vocab_size, device),
         )
         self.n_slots, self.vocab_size = n_slots, vocab_size
         self.masks_SW: Tensor | None = None
@@ -100,6 +103,7 @@ class SlotSampler:
             penalty=of.penalty[slots],
             counts=counted,
             last_token=torch.zeros_like(slots),
+            texts=of.texts,
         )
         return rows
 
@@ -412,8 +416,8 @@ class LogitEdits:
         """Return a copy of the logits with bias, presence penalty and min-p applied.
 
         Min-p sets a token's logit to -inf if the token's probability is too small relative to the most likely token. To
-        find the most likely token, the method also considers frequency penalties, banned tokens and grammar masks. It
-        does not apply them to the result, because the sampler applies them later.
+        find the most likely token, the method also considers frequency penalties, banned tokens, grammar masks and ids
+        without a text. It does not apply them to the result, because the sampler applies them later.
 
         Args:
             logits_RV: Logits of the R rows with edits, for the V tokens of the vocabulary.
@@ -435,6 +439,8 @@ class LogitEdits:
             drawn_RV = without_banned(drawn_RV, slots_R, positions_R, settings)
         if sampler.masks_SW is not None:
             drawn_RV = apply_masks(drawn_RV, sampler.masks_SW, slots_R)
+        if settings.texts is not None:
+            drawn_RV = drawn_RV.index_fill(1, settings.texts.absent_N, -torch.inf)
         # min-p is relative to the most likely token that can be drawn; log(0) keeps all tokens.
         drawn_RV = drawn_RV / settings.temperature[slots_R, None]
         least_R = drawn_RV.max(dim=-1).values + self.min_p_R.log()

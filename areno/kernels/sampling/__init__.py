@@ -16,7 +16,7 @@ from torch import Tensor
 from areno.kernels.backend import use_triton
 from areno.kernels.sampling import drafts, reference
 from areno.kernels.sampling.drafts import CONTEXT, LEVELS, NgramTable, add_texts
-from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, sample_key, sample_keys
+from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, TextIds, sample_key, sample_keys
 
 __all__ = [
     "CONTEXT",
@@ -24,6 +24,7 @@ __all__ = [
     "NgramTable",
     "SamplingFlags",
     "SamplingSettings",
+    "TextIds",
     "add_texts",
     "can_sample_columns",
     "can_sample_hidden",
@@ -46,7 +47,7 @@ def sample_slots(
     """Sample one token for each row, with the sampling settings in the row's slot.
 
     Args:
-        logits_BV: float32 logits, shape (rows, vocabulary). Bans and penalties may be written into them.
+        logits_BV: float32 logits, shape (rows, vocabulary). Their values may be overwritten.
         slots_B: int64, index of each row's entry (slot) in `settings`.
         positions_B: int64, index in the completion of the token to sample.
         settings: sampling settings of all slots. `last_token` and `counts` are updated.
@@ -54,7 +55,8 @@ def sample_slots(
 
     Returns:
         (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature) before bans,
-        penalties, top-k and top-p. A log-probability is NaN if the row's logits have a NaN or +inf.
+        penalties, top-k, top-p and the exclusion of ids without a text. A log-probability is NaN if the row's logits
+        have a NaN or +inf.
     """
     if not use_triton(logits_BV):
         return reference.sample_slots(logits_BV, slots_B, positions_B, settings, flags)

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +24,33 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TextIds:
+    """The token ids that have a text, which are the only ones that are sampled.
+
+    Attributes:
+        n_first: the ids below this one all have a text.
+        words_W: int32. Id t has a text if bit t % 32 of word t // 32 is set.
+        absent_N: int64, the ids without a text.
+    """
+
+    n_first: int
+    words_W: Tensor
+    absent_N: Tensor
+
+    @classmethod
+    def of(cls, ranges: Iterable[tuple[int, int]], vocab_size: int, device: torch.device) -> TextIds | None:
+        """Return the ids in some ranges (first, end). None if these are all ids, or if there are no ranges."""
+        has_text = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
+        for first, end in ranges:
+            has_text[first : min(end, vocab_size)] = True
+        absent = np.flatnonzero(~has_text[:vocab_size])
+        if len(absent) in (0, vocab_size):
+            return None
+        words = torch.from_numpy(np.packbits(has_text, bitorder="little").view(np.int32)).to(device)
+        return cls(int(absent[0]), words, torch.from_numpy(absent).to(device))
 
 
 @dataclass(slots=True)
@@ -43,6 +71,7 @@ class SamplingSettings:
         counts: int32 (slots, vocabulary), number of occurrences of each token in the completion. None until some slot
             has a penalty.
         last_token: int64, the token that was sampled last.
+        texts: the ids that have a text. None: all ids.
     """
 
     key: Tensor
@@ -55,6 +84,11 @@ class SamplingSettings:
     penalty: Tensor
     counts: Tensor | None
     last_token: Tensor
+    texts: TextIds | None = None
+
+    def overwrites(self, flags: SamplingFlags) -> bool:
+        """Return whether kernels write into the logits: edits, and ids without a text that top-k and top-p drop."""
+        return flags.edits or (flags.filtered and self.texts is not None)
 
 
 class SamplingFlags(NamedTuple):
@@ -104,6 +138,7 @@ def sample_slots(
         top_k_B=settings.top_k[slots_B] if flags.filtered else None,
         top_p_B=settings.top_p[slots_B] if flags.filtered else None,
         edited_BV=_edited(logits_BV, slots_B, positions_B, settings, flags) if flags.edits else None,
+        absent_N=None if settings.texts is None else settings.texts.absent_N,
     )
     settings.last_token[slots_B] = tokens_B
     if flags.penalized:
@@ -147,6 +182,7 @@ def sample_tokens(
     top_k_B: Tensor | None = None,
     top_p_B: Tensor | None = None,
     edited_BV: Tensor | None = None,
+    absent_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample one token for each row by the inverse CDF.
 
@@ -159,16 +195,21 @@ def sample_tokens(
             neither.
         top_p_B: float32, probability mass to sample from. None if no row has top-k or top-p.
         edited_BV: float32 logits to sample from, with penalties and bans. None samples from the logits of the policy.
+        absent_N: int64 ids that are not sampled, in ascending order.
 
     Returns:
         Token ids (B,) int64, and their log-probabilities (B,) float32 under softmax(logits / temperature), before
-        top-k, top-p and edits. A row with a NaN or +inf logit gets log-probability NaN and any token of the
-        vocabulary.
+        top-k, top-p, edits and the exclusion of ids. A row with a NaN or +inf logit gets log-probability NaN and any
+        token of the vocabulary.
     """
     scaled_BV = logits_BV / temperature_B[:, None]
     weights_BV, best_B, sums_BC, log_norm_B = _weights(scaled_BV)
+    scaled_drawn_BV = scaled_BV
     if edited_BV is not None:
-        weights_BV, best_B, sums_BC, _ = _weights(edited_BV / temperature_B[:, None])
+        scaled_drawn_BV = edited_BV / temperature_B[:, None]
+        weights_BV, best_B, sums_BC, _ = _weights(scaled_drawn_BV)
+    if absent_N is not None:
+        weights_BV, best_B, sums_BC = _without(absent_N, scaled_drawn_BV, weights_BV, best_B, sums_BC)
     if top_k_B is not None and top_p_B is not None:
         weights_BV *= _kept(weights_BV, top_k_B, top_p_B)
         sums_BC = _chunk_sums(weights_BV)
@@ -193,6 +234,18 @@ def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weights_BV = (scaled_BV - top_B[:, None]).exp_()
     sums_BC = _chunk_sums(weights_BV)
     return weights_BV, best_B, sums_BC, top_B + sums_BC.sum(-1).log().float()
+
+
+def _without(
+    absent_N: Tensor, scaled_BV: Tensor, weights_BV: Tensor, best_B: Tensor, sums_BC: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights, best tokens and chunk sums of `_weights` without some ids. The weights may be changed."""
+    if scaled_BV.is_cuda or torch.isin(best_B, absent_N).any():  # a GPU would have to wait for the answer
+        return _weights(scaled_BV.index_fill(1, absent_N, -torch.inf))[:3]
+    weights_BV.index_fill_(1, absent_N, 0)
+    first = int(absent_N[0]) // _CHUNK
+    sums_BC[:, first:] = _chunk_sums(weights_BV[:, first * _CHUNK :])
+    return weights_BV, best_B, sums_BC
 
 
 def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 """Sampling as Triton kernels: one pass over the logits, then the choice of a token within a single span of them.
 
 The vocabulary is cut into spans of consecutive logits. `_scan_kernel` reads each span once and writes three statistics:
-its maximum, the index of the first logit with the maximum, and the sum of exp((x - maximum) / temperature). If bans or
-a penalty edit the logits, it also writes the maximum and sum of the policy's own logits, and stores the edited logits.
+its maximum, the index of the first logit with the maximum, and the sum of exp((x - maximum) / temperature). If bans, a
+penalty or ids without a text change what is drawn, it also writes the maximum and sum of the policy's own logits. It
+stores the changed logits where another kernel has to read them.
 `_draw_kernel` combines the spans of a row, which gives the normaliser. It finds the span in which the running sum
 passes the row's random number, and reads that span again to find the token. With top-k or top-p, the kernels in
 `triton_truncate.py` run in between.
@@ -48,7 +49,7 @@ def sample_slots(
     """Sample one token for each row with Triton kernels, with the sampling settings in the row's slot.
 
     Args:
-        logits_BV: float32 logits, shape (rows, vocabulary). Bans and penalties are written into them.
+        logits_BV: float32 logits, shape (rows, vocabulary). They change if `SamplingSettings.overwrites` is True.
         slots_B: int64, index of each row's entry (slot) in `settings`.
         positions_B: int64, index in the completion of the token to sample.
         settings: sampling settings of all slots. `last_token` and `counts` are updated.
@@ -121,7 +122,7 @@ def _scan(
     """Compute statistics of each span of the logits.
 
     Args:
-        logits_BV: float32, this rank's columns of the logits. Bans and penalties are written into them.
+        logits_BV: float32, this rank's columns of the logits.
         slots_B: index of each row's entry (slot) in `settings`.
         positions_B: index in the completion of the token to sample.
         settings: sampling settings of all slots.
@@ -132,17 +133,32 @@ def _scan(
 
     Returns:
         Float32 (3, B, n_spans): the maximum, the sum of the weights exp((x - maximum) / temperature) and, as int32
-        bits, the vocabulary index of the first logit with the maximum. With bans or a penalty, the shape is (5, B,
-        n_spans). The first three statistics are then those of the edited logits, and the other two are the maximum
-        and the sum of weights of the policy's own logits, for the log-probability.
+        bits, the vocabulary index of the first logit with the maximum. With bans, a penalty or ids without a text, the
+        shape is (5, B, n_spans). The first three statistics are then those of the logits that are drawn from, and the
+        other two are the maximum and the sum of weights of the policy's own logits, for the log-probability.
     """
     n_rows, vocab = logits_BV.shape
-    stats_PBS = logits_BV.new_empty((5 if flags.edits else 3, n_rows, n_spans))
+    texts = settings.texts
+    stats_PBS = logits_BV.new_empty((3 if texts is None and not flags.edits else 5, n_rows, n_spans))
     rows = (logits_BV, slots_B, positions_B, settings.temperature)
     edits = (settings.min_new, settings.banned, settings.penalty, settings.counts)
     results = (stats_PBS, stats_PBS.view(torch.int32))
-    how = {"SPAN": span, "N_BANNED": flags.n_banned, "PENALIZED": flags.penalized, "num_warps": 8}
-    _scan_kernel[(n_rows, n_spans)](*rows, *edits, *results, logits_BV.stride(0), vocab, first, **how)
+    allowed = (None, 0) if texts is None else (texts.words_W, texts.n_first)
+    _scan_kernel[(n_rows, n_spans)](
+        *rows,
+        *edits,
+        *results,
+        *allowed,
+        logits_BV.stride(0),
+        vocab,
+        first,
+        SPAN=span,
+        N_BANNED=flags.n_banned,
+        PENALIZED=flags.penalized,
+        HAS_TEXTS=texts is not None,
+        STORES=settings.overwrites(flags),
+        num_warps=8,
+    )
     return stats_PBS
 
 
@@ -191,6 +207,7 @@ def _draw(
         settings.counts,
         *stats,
         *truncated,
+        None if settings.texts is None else settings.texts.words_W,
         out_2B,
         *numbers,
         SPAN=span,
@@ -199,6 +216,7 @@ def _draw(
         PADDED_SPANS=triton.next_power_of_2(n_ranks * n_spans),
         PENALIZED=flags.penalized,
         FILTERED=flags.filtered,
+        HAS_TEXTS=settings.texts is not None,
         num_warps=8,
     )
     return out_2B
@@ -216,12 +234,16 @@ def _scan_kernel(
     counts_ptr,
     stats_ptr,
     stats_int_ptr,
+    texts_ptr,
+    n_first,
     row_stride,
     vocab,
     first,
     SPAN: tl.constexpr,
     N_BANNED: tl.constexpr,
     PENALIZED: tl.constexpr,
+    HAS_TEXTS: tl.constexpr,
+    STORES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1)
@@ -234,9 +256,17 @@ def _scan_kernel(
     cell = row * tl.num_programs(1) + span
     n_cells = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     top, total = _top_and_sum(x, rate)
-    if PENALIZED or N_BANNED > 0:
+    if PENALIZED or N_BANNED > 0 or HAS_TEXTS:
         tl.store(stats_ptr + 3 * n_cells + cell, top)
         tl.store(stats_ptr + 4 * n_cells + cell, total)
+    if HAS_TEXTS:  # noqa: SIM102 (decided when the kernel is compiled)
+        if first + (span + 1) * SPAN > n_first:  # spans in which all ids have a text are not computed again
+            drawn = tl.where(has_text(texts_ptr, first + index, inside), x, float("-inf"))
+            if STORES:
+                tl.store(logits_ptr + index, drawn, mask=inside & (drawn != x))
+            x = drawn
+            top, total = _top_and_sum(x, rate)
+    if PENALIZED or N_BANNED > 0:
         edited = x
         if PENALIZED:
             penalty = tl.load(penalty_ptr + slot)
@@ -253,6 +283,12 @@ def _scan_kernel(
     tl.store(stats_ptr + cell, top)
     tl.store(stats_ptr + n_cells + cell, total)
     tl.store(stats_int_ptr + 2 * n_cells + cell, tl.min(tl.where(x == top, first + index, _LAST_INT), axis=0))
+
+
+@triton.jit
+def has_text(texts_ptr, index, inside):
+    """Return which ids have a text. `texts_ptr` is `TextIds.words_W`. False where not `inside`."""
+    return ((tl.load(texts_ptr + index // 32, mask=inside, other=0) >> (index % 32)) & 1) == 1
 
 
 @triton.jit
@@ -326,6 +362,7 @@ def _draw_kernel(
     kept_ptr,
     equal_ptr,
     bounds_ptr,
+    texts_ptr,
     out_ptr,
     row_stride,
     vocab,
@@ -339,6 +376,7 @@ def _draw_kernel(
     PADDED_SPANS: tl.constexpr,
     PENALIZED: tl.constexpr,
     FILTERED: tl.constexpr,
+    HAS_TEXTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
@@ -384,6 +422,8 @@ def _draw_kernel(
     index = own_span * SPAN + lane
     inside = (index >= 0) & (index < vocab)  # all False if another rank has the span
     x = tl.load(logits_ptr + row * row_stride + index, mask=inside, other=float("-inf"))
+    if HAS_TEXTS:
+        x = tl.where(has_text(texts_ptr, rank * n_columns + index, inside), x, float("-inf"))
     weights = tl.where(inside, tl.exp2((x - top) * rate), 0.0)
     if FILTERED:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
         if n_equal >= 0:

@@ -2,9 +2,10 @@
 """Sampling from hidden states as Triton kernels: the LM head and the choice of a token, without logits in memory.
 
 `_scan_hidden_kernel` computes a tile of logits, and writes two statistics of each span of the vocabulary: its maximum,
-and the sum of exp((x - maximum) / temperature). `_draw_hidden_kernel` combines the spans of a row, which gives the
-normaliser, finds the span of the sampled token, and computes the logits of this span again to find the token. For a
-small hidden size, logits take longer to write and to read than to compute.
+and the sum of exp((x - maximum) / temperature). Spans in which some id may have no text, from the first such id on, get
+two more, without these ids, at the end of the row of statistics. `_draw_hidden_kernel` combines the spans of a row,
+which gives the normaliser, finds the span of the sampled token, and computes the logits of this span again to find the
+token. For a small hidden size, logits take longer to write and to read than to compute.
 
 Launches depend on shapes alone, so a CUDA graph can capture them. Shape letters as in `reference.py`; D hidden size,
 S spans.
@@ -21,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from areno.kernels.backend import is_hopper
 from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingSettings
-from areno.kernels.sampling.triton import _LOG2_E, _ROW_POINTERS, _first_above, _join, _uniform
+from areno.kernels.sampling.triton import _LOG2_E, _ROW_POINTERS, _first_above, _join, _uniform, has_text
 
 _SPAN, _INPUTS = 128, 64
 
@@ -48,7 +49,10 @@ def sample_hidden(
     hidden_BD = hidden_BD.contiguous()
     (n_rows, n_inputs), vocab = hidden_BD.shape, len(weight_VD)
     n_spans, rows, is_half = triton.cdiv(vocab, _SPAN), 64 if n_rows <= 64 else 128, hidden_BD.element_size() == 2
-    stats_2BS = hidden_BD.new_empty((2, n_rows, n_spans), dtype=torch.float32)
+    texts = settings.texts
+    n_full = n_spans if texts is None else texts.n_first // _SPAN  # spans in which all ids have a text
+    stats_2BS = hidden_BD.new_empty((2, n_rows, 2 * n_spans - n_full), dtype=torch.float32)
+    words = None if texts is None else texts.words_W
     out_2B = hidden_BD.new_empty((2, n_rows), dtype=torch.float64)
     hidden, weight = hidden_BD, weight_VD
     # By TMA, the statistics of 256 to 1,024 rows take 10-17 % less time on an H200.
@@ -64,10 +68,13 @@ def sample_hidden(
         slots_B,
         settings.temperature,
         stats_2BS,
+        words,
+        n_full,
         n_rows,
         vocab,
         n_inputs,
         weight_VD.stride(0),
+        HAS_TEXTS=texts is not None,
         ROWS=rows,
         SPAN=_SPAN,
         INPUTS=_INPUTS if is_half else 32,
@@ -85,11 +92,14 @@ def sample_hidden(
         settings.greedy,
         settings.last_token,
         stats_2BS,
+        words,
         out_2B,
+        n_full,
         vocab,
         n_spans,
         n_inputs,
         weight_VD.stride(0),
+        HAS_TEXTS=texts is not None,
         SPAN=_SPAN,
         PADDED_SPANS=triton.next_power_of_2(n_spans),
         INPUTS=_INPUTS,
@@ -118,10 +128,13 @@ def _scan_hidden_kernel(
     slots_ptr,
     temperature_ptr,
     stats_ptr,
+    texts_ptr,
+    n_full,
     n_rows,
     vocab,
     n_inputs,
     stride,
+    HAS_TEXTS: tl.constexpr,
     ROWS: tl.constexpr,
     SPAN: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -155,9 +168,21 @@ def _scan_hidden_kernel(
     top = tl.max(x, axis=1)
     total = tl.sum(tl.exp2((x - top[:, None]) * rate[:, None]), axis=1)
     n_spans = tl.num_programs(1)
-    cell = row.to(tl.int64) * n_spans + span
+    width = 2 * n_spans - n_full
+    n_cells = n_rows.to(tl.int64) * width
+    cell = row.to(tl.int64) * width + span
     tl.store(stats_ptr + cell, top, mask=real_row)
-    tl.store(stats_ptr + n_rows.to(tl.int64) * n_spans + cell, total, mask=real_row)
+    tl.store(stats_ptr + n_cells + cell, total, mask=real_row)
+    if HAS_TEXTS:  # noqa: SIM102 (decided when the kernel is compiled)
+        if span >= n_full:
+            x = tl.where(has_text(texts_ptr, column, real_column)[None, :], x, float("-inf"))
+            top = tl.max(x, axis=1)
+            # If all x are -inf, the sum is 0. Without `tl.where` it would be NaN.
+            least = tl.where(top == float("-inf"), 0.0, top)
+            total = tl.sum(tl.exp2((x - least[:, None]) * rate[:, None]), axis=1)
+            cell += n_spans - n_full
+            tl.store(stats_ptr + cell, top, mask=real_row)
+            tl.store(stats_ptr + n_cells + cell, total, mask=real_row)
 
 
 @kernel(do_not_specialize_on_alignment=_ROW_POINTERS)
@@ -171,11 +196,14 @@ def _draw_hidden_kernel(
     greedy_ptr,
     last_token_ptr,
     stats_ptr,
+    texts_ptr,
     out_ptr,
+    n_full,
     vocab,
     n_spans,
     n_inputs,
     stride,
+    HAS_TEXTS: tl.constexpr,
     SPAN: tl.constexpr,
     PADDED_SPANS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -187,8 +215,15 @@ def _draw_hidden_kernel(
     uniform = _uniform(tl.load(key_ptr + slot), tl.load(positions_ptr + row))
 
     span_S = tl.arange(0, PADDED_SPANS)
-    n_cells = tl.num_programs(0).to(tl.int64) * n_spans
-    top, tops, sums = _join(stats_ptr, n_cells, row * n_spans + span_S, span_S < n_spans, rate)
+    width = 2 * n_spans - n_full
+    n_cells = tl.num_programs(0).to(tl.int64) * width
+    cell = row * width + span_S
+    real = span_S < n_spans
+    top, tops, sums = _join(stats_ptr, n_cells, cell, real, rate)
+    policy_top, policy_sums = top, sums
+    if HAS_TEXTS:
+        cell += tl.where(span_S >= n_full, n_spans - n_full, 0)
+        top, tops, sums = _join(stats_ptr, n_cells, cell, real, rate)
     running = tl.cumsum(sums, axis=0)
     span, target = _first_above(running, uniform * tl.max(running, axis=0))
     span = tl.minimum(span, n_spans - 1)
@@ -207,6 +242,8 @@ def _draw_hidden_kernel(
         hidden = tl.load(hidden_ptr + row * n_inputs + at, mask=real, other=0.0).to(tl.float32)
         weight = tl.load(place + at[None, :], mask=inside[:, None] & real[None, :], other=0.0).to(tl.float32)
         x += tl.sum(weight * hidden[None, :], axis=1)
+    if HAS_TEXTS:
+        inside = has_text(texts_ptr, index, inside)
     x = tl.where(inside, x, float("-inf"))
     weights = tl.exp2((x - top) * rate)
     drawn, _ = _first_above(tl.cumsum(weights.to(tl.float64), axis=0), target)
@@ -219,6 +256,6 @@ def _draw_hidden_kernel(
     tl.store(out_ptr + row, token.to(tl.float64))
     tl.store(
         out_ptr + tl.num_programs(0) + row,
-        ((chosen - top) / temperature).to(tl.float64) - tl.log(tl.sum(sums, axis=0)),
+        ((chosen - policy_top) / temperature).to(tl.float64) - tl.log(tl.sum(policy_sums, axis=0)),
     )
     tl.store(last_token_ptr + slot, token.to(tl.int64))

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from areno.engine.decoder.sampler import SlotSampler
+from areno.engine.decoder.sampler import LogitEdits, SlotSampler
 from areno.engine.decoder.sequence import Sequence
 from areno.kernels.sampling.reference import SamplingFlags, sample_key, sample_tokens, uniform
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.interpreted import run_interpreted
-from tests.helpers.slot_samplers import PLAIN, settings_of
+from tests.helpers.slot_samplers import PLAIN, Texts, settings_of
 
 
 def draw(
@@ -216,6 +216,61 @@ def test_settings_travel_to_their_slots() -> None:
     assert settings.greedy.tolist() == [True, False, False, True, False]
 
 
+@pytest.mark.parametrize("texts", [((0, 290),), ((3, 100), (120, 290))])
+def test_ids_without_a_text_are_never_drawn_and_keep_their_share_of_the_logprobs(texts: Texts) -> None:
+    vocab, n = 300, 400
+    gen, has_text = torch.Generator().manual_seed(5), torch.zeros(vocab, dtype=torch.bool)
+    for first, end in texts:
+        has_text[first:end] = True
+    logits = torch.randn(1, vocab, generator=gen)
+    lead = torch.where(has_text, logits, logits + 9)  # in most draws an id without a text would win
+    params = [
+        SamplingParams(temperature=0.7),
+        SamplingParams(greedy=True),
+        SamplingParams(top_k=40),
+        SamplingParams(top_p=0.9),
+        SamplingParams(min_new_tokens=100),
+        SamplingParams(frequency_penalty=1.0),
+    ]
+    for params_of_all in params:
+        sampler, slots = settings_of(n + 2, vocab, [params_of_all] * n, "cpu", texts)
+        flags = SamplingFlags(
+            filtered=params_of_all.top_k > 0 or params_of_all.top_p < 1,
+            n_banned=sampler.tensors.banned.shape[1],
+            penalized=sampler.tensors.counts is not None,
+        )
+        for given in (logits, lead):
+            rows = given.repeat(n, 1)
+            tokens, logprobs = sampler.sample(rows, slots, torch.zeros_like(slots), flags)
+            assert has_text[tokens.long()].all()
+            temperature = params_of_all.temperature
+            expected = (given.double() / temperature).log_softmax(-1)[0, tokens.long()]  # over all ids
+            torch.testing.assert_close(logprobs, expected, atol=2e-6, rtol=0)
+    kept = torch.where(has_text, logits, -torch.inf)
+    sampler, slots = settings_of(n + 2, vocab, [SamplingParams(top_p=0.5)] * n, "cpu", texts)
+    drawn = sampler.sample(lead.repeat(n, 1), slots, torch.zeros_like(slots), SamplingFlags(filtered=True))[0]
+    assert set(drawn.long().tolist()) <= support(kept[0].double().softmax(-1), None, 0.5)  # of what has a text
+
+
+def test_ids_that_all_have_a_text_change_no_draw() -> None:
+    logits, n = torch.randn(50, 300, generator=torch.Generator().manual_seed(6)), 50
+    drawn = []
+    for texts in ((), ((0, 300),), ((0, 512),)):
+        sampler, slots = settings_of(n + 2, 300, [SamplingParams()] * n, "cpu", texts)
+        assert sampler.tensors.texts is None
+        drawn.append(sampler.sample(logits, slots, torch.zeros_like(slots), SamplingFlags()))
+    assert all(torch.equal(each, drawn[0]) for each in drawn)
+
+
+def test_min_p_is_relative_to_an_id_with_a_text() -> None:
+    logits = torch.zeros(1, 300)
+    logits[0, 299], logits[0, 5] = 50.0, 3.0
+    sampler, slots = settings_of(3, 300, [SamplingParams(min_p=0.5)], "cpu", ((0, 290),))
+    edits = LogitEdits(torch.tensor([0]), None, torch.zeros(1), torch.zeros(1), torch.tensor([0.5]), 0)
+    edited = edits.apply(logits, slots, torch.zeros_like(slots), sampler, SamplingFlags())
+    assert edited[0, :290].isfinite().nonzero().tolist() == [[5]]
+
+
 FILTERED = [
     SamplingParams(top_k=5),
     SamplingParams(top_p=0.7, temperature=1.7),
@@ -243,18 +298,28 @@ def compare_triton(device: str) -> None:
     from areno.kernels.sampling.triton import sample_slots as by_triton
 
     on_gpu = device == "cuda"
-    cases = [(PLAIN, 150, 64), (PLAIN + FILTERED + EDITED, 150, 64)]  # the interpreter is slow
+    few = PLAIN + FILTERED[:4] + EDITED[1::3]
+    cases = [  # few, because the interpreter is slow
+        (PLAIN, 150, 64, ()),
+        (PLAIN + FILTERED + EDITED, 150, 64, ()),
+        (PLAIN, 150, 64, ((0, 100),)),
+        (few, 150, 64, ((2, 70), (80, 141))),
+    ]
     if on_gpu:
         every = PLAIN + FILTERED + EDITED
-        cases = [(PLAIN * 50, 151_936, 4096), (every * 15, 151_936, 4096), (every * 9, 3001, 512)]
-    for rows, vocab, span in cases:
+        cases = [(PLAIN * 50, 151_936, 4096, ()), (every * 15, 151_936, 4096, ()), (every * 9, 3001, 512, ())]
+        cases += [(PLAIN * 50, 151_936, 4096, ((0, 151_665),)), (every * 9, 3001, 512, ((4, 1500), (1600, 2990)))]
+    for rows, vocab, span, texts in cases:
         gen = torch.Generator().manual_seed(vocab)
         logits = torch.randn(len(rows), vocab, generator=gen) * 3
         logits[1::3] = (logits[1::3] * 2).round() / 2  # equals at the border of what is kept
         logits[2::5, vocab // 2 :] = -torch.inf
         logits[:, 7] = 9.0  # a token that would be drawn often, were it not banned
-        slot_sampler, slots = settings_of(len(rows) + 2, vocab, rows, device)
-        expecting = settings_of(len(rows) + 2, vocab, rows, device)[0].tensors
+        has_text = torch.tensor([not texts or any(first <= t < end for first, end in texts) for t in range(vocab)])
+        logits[::3, ~has_text] = 12.0
+        slot_sampler, slots = settings_of(len(rows) + 2, vocab, rows, device, texts)
+        expecting = settings_of(len(rows) + 2, vocab, rows, device, texts)[0].tensors
+        has_text = has_text.to(device)
         logits = logits.to(device)
         flags = SamplingFlags(
             filtered=any(row.top_k > 0 or row.top_p < 1 for row in rows),
@@ -268,6 +333,7 @@ def compare_triton(device: str) -> None:
             got = by_triton(strided, slots, positions, slot_sampler.tensors, flags, span=span)
             expected = reference.sample_slots(logits, slots, positions, expecting, flags)
             assert torch.equal(slot_sampler.tensors.last_token[slots], got[0].long())
+            assert has_text[torch.cat((got[0], expected[0])).long()].all()
             same = got[0] == expected[0]
             torch.testing.assert_close(got[1][same], expected[1][same], atol=1e-5, rtol=0)
             n_different += int((~same).sum())

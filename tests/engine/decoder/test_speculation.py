@@ -187,6 +187,23 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(of_chars, VOCAB, [EOS])
 
 
+@pytest.mark.parametrize("wrong", [0.0, 0.4])
+def test_ids_without_a_text_are_not_sampled(wrong: float) -> None:
+    how = {**EXACT, "texts": ((0, 14), (20, 33))}
+    without, requests = {2, 3, 14, 19, 33, 39}, [*REQUESTS, edited(request(16, 7), logit_bias={38: 100.0})]
+    assert any(without.intersection(output.tokens) for output in without_drafts(True).values())
+    expected = sampled(exact_model(), requests, **how)
+    for key, output in expected.items():
+        drawn = output.tokens[3:] if key[0] == 15 else output.tokens
+        assert all(token < 14 or 20 <= token < 33 for token in drawn)
+    assert_equal(sampled(exact_model(), requests, known(expected, wrong), **how), expected, bits=True)
+    # The probability that ids without a text would have counts in log-probabilities, as in training.
+    whole = without_drafts(True)
+    same = [key for key, output in whole.items() if expected[key].tokens[:1] == output.tokens[:1]]
+    assert len(same) > 2
+    assert all(expected[key].logprobs[0] == whole[key].logprobs[0] for key in same)
+
+
 BANNED = [  # tokens that are often sampled otherwise: as a stop token before min_new_tokens, and by their bias
     request(21, 6, ignore_eos=False, stop_token_ids=[6, 7, 8, 9], min_new_tokens=12, max_new_tokens=18, n_samples=3),
     edited(request(22, 1, n_samples=3, max_new_tokens=20), logit_bias=dict.fromkeys(range(4, 30), -100.0)),
