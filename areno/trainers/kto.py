@@ -50,7 +50,10 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
             point = self.reference_point(items, self._scores)
         rows = [_with_scores(item, self._scores) for item in items]
         stats = update(self.setup, rows, loss_fn=partial(self.setup.loss_fn, reference_point=point))
-        return stats | {"kl": point, "margin": stats["rewards_chosen_mean"] - stats["rewards_rejected_mean"]}
+        stats["kl"] = point
+        if "rewards_chosen_mean" in stats and "rewards_rejected_mean" in stats:
+            stats["margin"] = stats["rewards_chosen_mean"] - stats["rewards_rejected_mean"]
+        return stats
 
     def reference_point(self, items: Sequence[AnswersItem], scores: _Scores) -> float:
         """Estimate the reference point z0 of a step under the current policy.
@@ -153,8 +156,8 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
             loader: Loader of the rows of the set.
 
         Returns:
-            loss, accuracy and margin, as in training (see kto_loss_fn), and kl, the reference point. The reference
-            point of a set is the mean over its batches.
+            loss, accuracy and, if the set has both labels, margin, as in training (see kto_loss_fn), and kl, the
+            reference point, which is the mean over the batches of the set.
         """
         scores, rows, points, weights = self._valid_scores[name], [], [], []
         for items in _in_order(loader):
@@ -164,16 +167,15 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         logprobs = self._trained_logprobs("actor", rows)
         point = float(np.average(points, weights=weights))
         measured = measure_loss(partial(self.setup.loss_fn, reference_point=point), rows, logprobs)
-        means = {}
-        for label in (True, False):
-            of_label = [
-                (np.asarray(values) - row.ref_logprobs)[~np.asarray(row.prompt_mask)].sum()
-                for row, values in zip(rows, logprobs, strict=True)
-                if (row.reward > 0.5) == label
-            ]
-            means[label] = float(np.mean(of_label)) if of_label else 0.0
-        margin = self.setup.loss_fn.keywords["beta"] * (means[True] - means[False])  # type: ignore[attr-defined]
-        return {"loss": measured["loss"], "accuracy": measured["accuracy"], "margin": margin, "kl": point}
+        out = {"loss": measured["loss"], "accuracy": measured["accuracy"], "kl": point}
+        gains = {True: [], False: []}
+        for row, values in zip(rows, logprobs, strict=True):
+            apart = (np.asarray(values) - row.ref_logprobs)[~np.asarray(row.prompt_mask)]
+            gains[row.reward > 0.5].append(apart.sum())
+        if gains[True] and gains[False]:
+            beta = self.setup.loss_fn.keywords["beta"]  # type: ignore[attr-defined]
+            out["margin"] = beta * (float(np.mean(gains[True])) - float(np.mean(gains[False])))
+        return out
 
 
 def _in_order(loader: BatchLoader[AnswersItem]) -> Iterator[list[AnswersItem]]:

@@ -109,6 +109,24 @@ def test_every_epoch_has_the_scores_of_its_mismatched_answers(tmp_path):
         assert score == pytest.approx(sum(expected), abs=1e-4)
 
 
+@pytest.mark.parametrize("label", [True, False])
+def test_a_class_without_rows_has_no_metrics(tmp_path, caplog, label):
+    rows = [{**row, "label": label} for row in LABELLED]
+    with (
+        caplog.at_level("INFO"),
+        areno.KTOTrainer(
+            kto_config(tmp_path, total_train_steps=2), train_dataset=rows, valid_dataset=rows[:3]
+        ) as trainer,
+    ):
+        trainer.fit()
+        assert trainer.evaluate().keys() >= {"loss", "accuracy", "kl"}
+        found = scalars(trainer.run.folder)
+    there, absent = ("chosen", "rejected") if label else ("rejected", "chosen")
+    assert {f"train/rewards_{there}_{name}" for name in ("mean", "std", "max")} <= found.keys()
+    assert not [name for name in found if absent in name or "margin" in name]
+    assert "margin" not in caplog.text
+
+
 def test_settings_and_rows_of_kto_that_do_not_fit(tmp_path):
     with pytest.raises(ConfigError, match=r"train_dataset\.batch_size: is 1, but the reference point of KTO needs"):
         kto_config(tmp_path, batch_size=1)

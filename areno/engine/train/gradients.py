@@ -249,22 +249,27 @@ class StepStats:
 
         Returns:
             Values by name: the sum of each 0-dim statistic, the largest value given to `maximum`, and <name>_mean,
-            <name>_std and <name>_max of each 1-dim statistic.
+            <name>_std and <name>_max of each 1-dim statistic that has an observation.
         """
         empty = torch.zeros(0, dtype=torch.float64, device=self.device)
         added = dp.all_reduce(torch.cat([empty, *(value.view(-1) for value in self._sums.values())]))
         largest = dp.all_reduce(torch.cat([empty, *self._maxima.values()]), torch.distributed.ReduceOp.MAX)
         numbers = iter(torch.cat([added, largest]).tolist())
         out: dict[str, float] = {}
+        unseen = set()
         for name, value in self._sums.items():
             if value.dim() == 0:
                 out[name] = next(numbers)
                 continue
             count, total, squares = (next(numbers) for _ in range(3))
-            mean = out[f"{name}_mean"] = total / max(count, 1)
-            out[f"{name}_std"] = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
+            if count == 0:
+                unseen.add(f"{name}_max")
+                continue
+            mean = out[f"{name}_mean"] = total / count
+            out[f"{name}_std"] = max(squares / count - mean**2, 0.0) ** 0.5
         for name, value in zip(self._maxima, numbers, strict=True):
-            out[name] = value if value != -torch.inf else 0.0
+            if name not in unseen:
+                out[name] = value if value != -torch.inf else 0.0
         return out
 
 
@@ -272,12 +277,13 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Join the statistics of several optimizer steps.
 
     Args:
-        steps: Statistics of each step. The first step has all names.
+        steps: Statistics of each step.
 
     Returns:
         Values by name. Usually a value is the mean over the steps that have the name. For a name ending in _max it is
         the largest value, for "lr" the value of the last step, and for "skipped_steps" the sum.
     """
-    found = {name: [step[name] for step in steps if name in step] for name in steps[0]}
+    names = dict.fromkeys(name for step in steps for name in step)
+    found = {name: [step[name] for step in steps if name in step] for name in names}
     out = {name: max(of) if name.endswith("_max") else sum(of) / len(of) for name, of in found.items()}
     return {**out, "lr": steps[-1]["lr"], "skipped_steps": sum(step["skipped_steps"] for step in steps)}
