@@ -36,7 +36,15 @@ from areno.data.forms import prepare_rows
 from areno.data.row_schema import FIELDS, SHARED_FIELDS, RowKind, Rows, describe_value, rows_problem
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of
 from areno.files.paths import existing_path, find_file
-from areno.files.user_code import describe_error, load_function, resolve_spec, split_spec
+from areno.files.user_code import (
+    describe_error,
+    function_of,
+    is_imported,
+    load_module,
+    own_functions,
+    resolve_spec,
+    split_spec,
+)
 
 
 def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") -> Rows:
@@ -284,7 +292,13 @@ def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
         return environment_rows(loader, config.split, f"{key}.loader")
     file, name = split_spec(loader, "load_dataset")
     loader_file = find_file(file, f"{key}.loader")
-    function = load_function(str(loader_file), name, f"{key}.loader")
+    module = load_module(str(loader_file), f"{key}.loader")
+    own = own_functions(module)
+    if (
+        len(own) == 1 and name not in own and is_imported(getattr(module, name, None), name)
+    ):  # such as load_dataset of datasets
+        [name] = own
+    function = function_of(module, name, str(loader_file), f"{key}.loader")
     arguments = [config.split]
     if _takes_path(function):
         if config.path is None:

@@ -123,17 +123,31 @@ def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[
         The function.
 
     Raises:
-        ConfigError: The module has no such function.
+        ConfigError: The module has no such function, or imports it beside functions of its own.
     """
-    function = getattr(module, name, None)
-    if callable(function):
+    function, own = getattr(module, name, None), own_functions(module)
+    if callable(function) and (name in own or not own or not is_imported(function, name)):
         return function
+    if callable(function):
+        text = f"{name} in {file} is imported from {function.__module__}, and {file} defines {', '.join(own)}"
+        raise ConfigError(Problem(key, f"{text}; name one, as in {file}:{own[0]}, or import {name} as another name"))
     if function is not None:
         raise ConfigError(Problem(key, f"{name} in {file} is {type(function).__name__}; a function is needed"))
-    callables = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
-    own = [n for n, v in callables.items() if getattr(v, "__module__", None) == module.__name__]
     hint = did_you_mean(name, own, otherwise=f"; it has {', '.join(own) or 'no functions'}")
     raise ConfigError(Problem(key, f"{file} has no function {name}{hint} (write {file}:function)"))
+
+
+def own_functions(module: ModuleType) -> list[str]:
+    """Return the names of the public functions and classes that a file of the user defines."""
+    found = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+    return [name for name, value in found.items() if getattr(value, "__module__", None) == module.__name__]
+
+
+def is_imported(function: Any, name: str) -> bool:
+    """Return whether a function comes from an installed package, under its own name, and so is a tool of its file."""
+    source = getattr(sys.modules.get(getattr(function, "__module__", None) or ""), "__file__", None) or ""
+    installed = {"site-packages", "dist-packages", Path(os.__file__).parent.name}
+    return getattr(function, "__name__", None) == name and not installed.isdisjoint(Path(source).parts)
 
 
 def _check_file(path: Path, shown: str, key: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from areno.config.datasets import DatasetConfig, ValidDatasetConfig
 from areno.data.sources import load_rows, read_rows
 from areno.errors import ConfigError, DataError
+from areno.files.user_code import load_function
 
 ROWS = [{"prompt": f"What is {n}+{n}?", "solutions": str(2 * n), "level": n} for n in range(5)]
 GOOD = '{"prompt": "x"}\n'
@@ -250,6 +251,32 @@ def test_bad_loader(tmp_path, source, suffix, error, message):
     loader = write(tmp_path / "loader.py", source) + suffix
     with pytest.raises(error, match=f"{message}"):
         load_rows(DatasetConfig(path="x.jsonl", loader=loader), "prompt")
+
+
+def test_a_loader_is_a_function_of_its_own_file(tmp_path):
+    imported = "from datasets import load_dataset\n"
+    rows = "return [{'prompt': path}]"
+
+    def load(source, name="loader.py"):
+        return load_rows(DatasetConfig(path="x", loader=write(tmp_path / name, source)), "prompt")
+
+    assert load(f"{imported}def made(path, split): {rows}") == [{"prompt": "x"}]
+    assert load(f"def load_dataset(path, split): {rows}\ndef other(path): ...") == [{"prompt": "x"}]
+    write(tmp_path / "beside.py", f"def load_dataset(path, split): {rows}")
+    assert load("from beside import load_dataset\ndef other(path): ...") == [{"prompt": "x"}]
+    shown = "load_dataset in .* is imported from datasets.load, and .* defines one, two; name one, as in"
+    with pytest.raises(ConfigError, match=rf"train_dataset\.loader: {shown} .*loader\.py:one"):
+        load(f"{imported}def one(path, split): {rows}\ndef two(path, split): {rows}")
+
+
+def test_an_imported_function_beside_own_ones_is_no_reward(tmp_path):
+    file = write(
+        tmp_path / "reward.py", "from json import loads\nfrom json import dumps as told\ndef score(record): ..."
+    )
+    with pytest.raises(ConfigError, match=r"loads in .*reward.py is imported from json, and .* defines score"):
+        load_function(file, "loads", "reward.fn")
+    assert load_function(file, "told", "reward.fn")({}) == "{}"
+    assert callable(load_function(write(tmp_path / "again.py", "from json import loads"), "loads", "reward.fn"))
 
 
 def test_a_loader_that_makes_its_rows_needs_no_path(tmp_path):
