@@ -10,18 +10,27 @@ import contextlib
 import io
 import json
 import re
+import shutil
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from gzip import GzipFile
 from pathlib import Path
 from typing import IO, Any, cast
 
+from areno.data.arrow_rows import mapped_table, without_nulls
 from areno.data.forms import SHOWN
+from areno.data.json_lines import JsonLines
 from areno.data.row_schema import Row, Rows, describe_value, json_problem
 from areno.errors import DataError, printable
 
 FORMATS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
 COMPRESSED = (".json", ".jsonl", ".csv", ".tsv")  # may be followed by .gz; the other formats compress their contents
+LARGE_BYTES = 2**25
+"""Size from which the rows of a file stay on disk. As Python objects, they would take ten times as much memory."""
+_MANY_ROWS = 1_000_000  # parquet may store many equal values in a few bytes
+_COMPRESSION = 4  # about the size of text by its size in a .gz file
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -112,7 +121,7 @@ _PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|\d+|[][{}]', re.S)  # strings, numbers a
 _MAX_DEPTH = 300  # levels; json reads some more, depending on the version of Python and the depth of its caller
 
 
-def read_json(file: Path, shown: str, split: str) -> list[Row]:
+def read_json(file: Path, shown: str, split: str) -> Sequence[Row]:
     """Read rows from a JSON file.
 
     The file must hold a list of rows, an object that has a list of rows under the key "data" or under the name of the
@@ -150,8 +159,10 @@ def read_json(file: Path, shown: str, split: str) -> list[Row]:
     return content
 
 
-def read_jsonl(file: Path, shown: str) -> list[Row]:
+def read_jsonl(file: Path, shown: str) -> Sequence[Row]:
     """Read one JSON value from each line that is not empty.
+
+    The lines of a large file are read when they are used.
 
     Args:
         file: Path of the file.
@@ -161,25 +172,51 @@ def read_jsonl(file: Path, shown: str) -> list[Row]:
         The values, in the order of the lines. Rows are not checked here.
 
     Raises:
-        DataError: Lines are not JSON. The message names the first of these lines.
+        DataError: Lines are not JSON. The message names the first of these lines. A line of a large file has this error
+            when it is used.
         OSError: The file cannot be read.
     """
+    if _is_large(file):
+        with _uncompressed(file, shown) as source:
+            return JsonLines(source, shown, line_fault)
     rows = []
     faults = []
     with open_text(file, shown) as lines:
         for number, line in enumerate(lines, start=1):
-            if (raw := raw_byte(line)) is not None:
-                faults.append(f"line {number}: {not_utf8(line, raw)}")
-                continue
             try:
+                line.encode()  # raises an error for a byte that is not UTF-8
                 if line.strip():
                     rows.append(json.loads(line))
             except (ValueError, RecursionError) as error:
-                faults.append(f"line {number}: {_json_fault(line, error)[1]}")
+                faults.append(f"line {number}: {line_fault(line, error)}")
     if faults:
         more = f"; and {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
         raise DataError("{} {}{}", shown, "; ".join(faults[:SHOWN]), more)
     return rows
+
+
+def line_fault(line: str, error: ValueError | RecursionError) -> str:
+    """Describe why a line, decoded with the error handler surrogateescape, is not JSON in UTF-8."""
+    raw = raw_byte(line)
+    return _json_fault(line, error)[1] if raw is None else not_utf8(line, raw)
+
+
+def _is_large(file: Path) -> bool:
+    """Return whether a file has so many rows that they stay on disk."""
+    return file.stat().st_size * (_COMPRESSION if file.name.lower().endswith(".gz") else 1) > LARGE_BYTES
+
+
+@contextlib.contextmanager
+def _uncompressed(file: Path, shown: str) -> Iterator[IO[bytes]]:
+    """Open a file for reading at any place. A compressed file is unpacked into a temporary file."""
+    with open_bytes(file, shown) as source:
+        if not isinstance(source, GzipFile):
+            yield source
+            return
+        with tempfile.TemporaryFile() as unpacked:
+            shutil.copyfileobj(source, unpacked, 2**20)
+            unpacked.flush()
+            yield unpacked
 
 
 def _line(text: str, place: int) -> int:
@@ -221,13 +258,12 @@ def read_table(file: Path, form: str, shown: str) -> Rows:
     """
     import pyarrow as pa
     from datasets import Dataset
-    from pyarrow import parquet
 
     try:
         if form in (".csv", ".tsv"):
             table = _read_csv(file, "\t" if form == ".tsv" else ",", shown)
         elif form == ".parquet":
-            table = parquet.read_table(file)
+            table = _read_parquet(file, shown)
         else:
             # `datasets` writes Arrow's stream format, and Feather files have Arrow's file format.
             with pa.memory_map(str(file)) as source:
@@ -236,11 +272,22 @@ def read_table(file: Path, form: str, shown: str) -> Rows:
                 reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
                 table = reader.read_all()
         _check_columns(table.column_names, shown)
-        return Dataset(table)
+        return without_nulls(Dataset(table))
     except (pa.ArrowException, ValueError, TypeError, NotImplementedError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{shown}: not a readable {form[1:]} file: {_one_line(error)}") from error
+
+
+def _read_parquet(file: Path, shown: str) -> Any:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(file) as source:
+        groups = (source.metadata.row_group(number) for number in range(source.num_row_groups))
+        if source.metadata.num_rows <= _MANY_ROWS and sum(group.total_byte_size for group in groups) <= LARGE_BYTES:
+            return parquet.read_table(file)
+        _check_columns(source.schema_arrow.names, shown)
+        return mapped_table(source.schema_arrow, source.iter_batches(10_000))
 
 
 def _check_columns(names: list[str], shown: str) -> None:
@@ -262,7 +309,10 @@ def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
         _check_columns(names, shown)  # pyarrow would make only one of two equal columns text
         convert.column_types = dict.fromkeys(names, pa.string())
         with open_bytes(file, shown) as source:
-            return csv.read_csv(source, blocks, parse, convert)
+            if not _is_large(file):
+                return csv.read_csv(source, blocks, parse, convert)
+            with csv.open_csv(source, blocks, parse, convert) as batches:
+                return mapped_table(batches.schema, batches)
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:  # UnicodeDecodeError comes from column names
         raise DataError(f"{shown} {_csv_fault(error, file, shown, parse, convert)}") from error
 

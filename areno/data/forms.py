@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areno.data.arrow_rows import without_nulls
 from areno.data.row_schema import (
     EXPECTED,
     FIELDS,
@@ -74,10 +75,11 @@ class Converted:
     Args:
         rows: The original rows.
         convert: Function from a row to the fields of areno's form.
+        kind: Kind of training for which each row is checked when it is read. None does not check.
     """
 
-    def __init__(self, rows: Rows, convert: Callable[[Row], Mapping[str, Any]]):
-        self.rows, self._convert = rows, convert
+    def __init__(self, rows: Rows, convert: Callable[[Row], Mapping[str, Any]], kind: RowKind | None = None):
+        self.rows, self.convert, self._kind = rows, convert, kind
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -100,7 +102,10 @@ class Converted:
         Raises:
             DataError: The row does not have the form.
         """
-        return {**row, **self._convert(row)} if isinstance(row, Mapping) else row
+        found = {**row, **self.convert(row)} if isinstance(row, Mapping) else row
+        if self._kind is not None and (problem := row_problem(found, self._kind)):
+            raise DataError(problem)
+        return found
 
 
 def rename_columns(rows: Rows, columns: Mapping[str, str]) -> Converted:
@@ -455,12 +460,13 @@ def _listed(row: Row, name: str) -> list[Any]:
 logger = logging.getLogger("areno")
 
 SHOWN = 5  # faulty rows that a message lists
+MAX_CHECKED = 1_000_000  # rows that are checked before the run, in some seconds
 
 
 def prepare_rows(
     rows: Rows, kind: RowKind, setting: str, name: str | Key, *, columns: Mapping[str, str] | None = None, key: str = ""
 ) -> Rows:
-    """Convert rows to areno's form, and check all of them.
+    """Convert rows to areno's form, and check them: all of them, or of very many rows an even sample.
 
     Args:
         rows: The rows, in areno's form or in a form that `recognise_form` knows.
@@ -471,12 +477,14 @@ def prepare_rows(
         key: Configuration section whose settings `columns` and `loader` errors suggest. "" suggests nothing.
 
     Returns:
-        The rows. Rows in another form are converted each time that they are read.
+        The rows. Rows in another form are converted each time that they are read. So are rows checked that are not in
+        the sample.
 
     Raises:
         DataError: There are no rows, or rows do not have the form. The message shows the first faulty rows and how
             many there are.
     """
+    rows = without_nulls(rows)
     if len(rows) == 0:
         raise DataError(Problem(setting, "{} has no rows", name))
     if columns:
@@ -487,22 +495,32 @@ def prepare_rows(
     elif form := recognise_form(rows, kind):
         logger.info("%s: %d rows of the form %s: %s", name, len(rows), form.name, form.description)
         rows = Converted(rows, form.convert)
+    places = range(0, len(rows), -(-len(rows) // MAX_CHECKED))
     faults, count = [], 0
-    for number, problem in _problems(rows, kind):
-        count += 1
-        if count <= SHOWN:
-            faults.append((number, problem))
+    try:
+        for number, problem in _problems(rows, kind, places):
+            count += 1
+            if count <= SHOWN:
+                faults.append((number, problem))
+    except DataError as error:  # a row that cannot be read
+        raise DataError(Problem(setting, str(error))) from error
     if faults:
-        raise DataError(_fault_problems(rows, kind, setting, name, key, faults, count))
+        raise DataError(_fault_problems(rows, kind, setting, name, key, faults, (count, len(places))))
+    if places.step > 1:
+        logger.info(
+            "%s: of %d rows, each %dth is checked now, the others when they are used", name, len(rows), places.step
+        )
+        is_converted = isinstance(rows, Converted)
+        rows = Converted(rows.rows, rows.convert, kind) if is_converted else Converted(rows, lambda row: {}, kind)
     return rows
 
 
-def _problems(rows: Rows, kind: RowKind) -> Iterator[tuple[int, str]]:
-    """Yield (index of the row, reason) for each faulty row."""
+def _problems(rows: Rows, kind: RowKind, places: range) -> Iterator[tuple[int, str]]:
+    """Yield (index of the row, reason) for each faulty row among those at `places`."""
     convert: Callable[[Row], Any] = rows.converted if isinstance(rows, Converted) else lambda row: row
     plain = rows.rows if isinstance(rows, Converted) else rows
     fields = None if isinstance(rows, Converted) else FIELDS[kind]
-    for number, row in enumerate(_iter_fields(plain, fields)):
+    for number, row in zip(places, _iter_fields(plain, fields, places), strict=False):
         try:
             problem = row_problem(convert(row), kind)
         except DataError as error:
@@ -511,40 +529,35 @@ def _problems(rows: Rows, kind: RowKind) -> Iterator[tuple[int, str]]:
             yield number, problem
 
 
-def _iter_fields(rows: Rows, fields: Sequence[str] | None) -> Iterator[Row]:
-    """Yield every row as a mapping.
-
-    Args:
-        rows: The rows. An Arrow table is read in batches.
-        fields: Columns to read from an Arrow table. None reads all columns.
-    """
+def _iter_fields(rows: Rows, fields: Sequence[str] | None, places: range) -> Iterator[Row]:
+    """Yield the rows at `places` as mappings, from an Arrow table only the columns `fields`. None stands for all."""
     columns = getattr(rows, "column_names", None)
+    present = [name for name in columns or () if fields is None or name in fields]
     if columns is None:
-        yield from (rows[number] for number in range(len(rows)))
-        return
-    table: Any = rows
-    present = [name for name in columns if fields is None or name in fields]
-    if not present:  # one row is enough to report that the fields are missing
+        read: Any = rows
+    elif present:
+        table: Any = rows
+        read = without_nulls(table.select_columns(present).with_format(None))
+    else:  # one row is enough to report that the fields are missing
         yield {}
         return
-    for batch in table.select_columns(present).with_format(None).iter(1000):
-        for values in zip(*(batch[name] for name in present), strict=True):
-            yield dict(zip(present, values, strict=True))
+    for start in range(0, len(places), 1000):
+        yield from rows_at(read, places[start : start + 1000])
 
 
 def _fault_problems(
-    rows: Rows, kind: RowKind, setting: str, name: str | Key, key: str, faults: Sequence[tuple[int, str]], count: int
+    rows: Rows,
+    kind: RowKind,
+    setting: str,
+    name: str | Key,
+    key: str,
+    faults: Sequence[tuple[int, str]],
+    counts: tuple[int, int],
 ) -> list[Problem]:
     """Return a Problem for each faulty row to show and, if several rows are faulty, a Problem with their number.
 
-    Args:
-        rows: The rows.
-        kind: Kind of training that the rows are for.
-        setting: Name of the setting that the rows come from.
-        name: Path or other name of the rows.
-        key: Configuration section whose settings the message suggests. "" suggests nothing.
-        faults: (index of the row, reason) of the faulty rows to show.
-        count: Number of all faulty rows.
+    `key` is the section whose settings the message suggests, "" suggests nothing. `faults` has the index and the reason
+    of the rows to show, and `counts` the numbers of faulty and of checked rows.
     """
     number, problem = faults[0]
     first = f"row {number}: {problem}; expected {EXPECTED[kind]}"
@@ -556,7 +569,7 @@ def _fault_problems(
         args += [Key(f"{key}.columns.prompt"), Key(f"{key}.loader")]
     problems = [Problem(setting, text, *args)]
     problems += [Problem(setting, "{} row {}: {}", name, number, problem) for number, problem in faults[1:]]
-    if count > 1:
-        shown = f"; the first {SHOWN} are above" if count > SHOWN else ""
-        problems.append(Problem(setting, "{}: {} of {} rows are faulty{}", name, count, len(rows), shown))
+    if counts[0] > 1:
+        shown = f"; the first {SHOWN} are above" if counts[0] > SHOWN else ""
+        problems.append(Problem(setting, "{}: {} of {} rows are faulty{}", name, *counts, shown))
     return problems

@@ -31,9 +31,10 @@ from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetCon
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import VERIFIERS
+from areno.data.arrow_rows import without_nulls
 from areno.data.files import COMPRESSED, FORMATS, format_of, read_json, read_jsonl, read_table
 from areno.data.forms import prepare_rows
-from areno.data.row_schema import FIELDS, SHARED_FIELDS, RowKind, Rows, describe_value, rows_problem
+from areno.data.row_schema import FIELDS, SHARED_FIELDS, RowKind, Rows, describe_value, rows_at, rows_problem
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of
 from areno.files.paths import existing_path, find_file
 from areno.files.user_code import (
@@ -98,7 +99,7 @@ def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tup
     else:
         rows, config = check_dataset(given, kind, key), replace(config, path=None, loader=None)
     if isinstance(config, ValidSetConfig) and config.max_rows is not None and config.max_rows < len(rows):
-        rows = [rows[index] for index in range(config.max_rows)]
+        rows = rows_at(rows, range(config.max_rows))
     return rows, config
 
 
@@ -366,7 +367,7 @@ def _read_folder(folder: Path, shown: str, split: str, key: str, kwargs: Mapping
             has = ", ".join(map(str, found))
             raise DataError(Problem(f"{key}.split", f"{shown} has no split {split!r}; it has {has}"))
         found = found[split]
-    return found
+    return without_nulls(found)
 
 
 def _read_hub(path: str, split: str, setting: str, kwargs: Mapping[str, Any]) -> Rows:
@@ -381,7 +382,7 @@ def _read_hub(path: str, split: str, setting: str, kwargs: Mapping[str, Any]) ->
     if not reachable:  # the cache can still be used, and offline mode avoids half a minute of retries
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
-        return datasets.load_dataset(repo, name or None, split=own_split or split, **kwargs)
+        return without_nulls(datasets.load_dataset(repo, name or None, split=own_split or split, **kwargs))
     except Exception as error:  # the library raises a dozen unrelated kinds of errors
         text, reason = "cannot load {} from the hub: {}", (_first_line(error),)
         if not reachable:
@@ -484,4 +485,4 @@ def environment_rows(spec: str, split: str, key: str) -> list[dict[str, Any]]:
         text = f"the rows of {spec} cannot be read: {describe_error(error)}"
         raise ConfigError(Problem(key, text)) from error
     shared = {"tools": environment.oai_tools} if environment.oai_tools else {}
-    return [{"solutions": row.get("answer"), **shared, **row} for row in found]
+    return [{"solutions": row.get("answer"), **shared, **row} for row in without_nulls(found)]

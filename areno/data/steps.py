@@ -16,9 +16,10 @@ import numpy as np
 from areno.config.experiments import ProcessRewardActorConfig
 from areno.config.models import ModelConfig
 from areno.config.reward import StepScore
+from areno.data.ahead import CHUNK
 from areno.data.chat_template import render_generation_prompt
 from areno.data.encode import Draft, Text, encode_texts, tools_of
-from areno.data.row_schema import Rows, labelled_steps, with_text
+from areno.data.row_schema import Rows, labelled_steps, rows_at, with_text
 from areno.errors import DataError, Key, Problem
 from areno.models.config import TransformerConfig
 from areno.types import AnswersItem, TrainSequence
@@ -79,8 +80,9 @@ def check_separator(tokenizer: Any, separator: str, rows: Rows, key: str) -> Non
         problems.append(Problem(setting, problem))
     found = [
         (index, number)
-        for index in range(len(rows))
-        for number, step in enumerate(rows[index]["completions"])
+        for start in range(0, len(rows), CHUNK)
+        for index, row in enumerate(rows_at(rows, range(start, min(start + CHUNK, len(rows)))), start)
+        for number, step in enumerate(row["completions"])
         if separator in step.removesuffix(separator)
     ]
     if found:

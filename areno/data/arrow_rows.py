@@ -1,0 +1,63 @@
+"""Rows of Arrow tables: without the nulls that Arrow adds, and in a memory-mapped file if they are many.
+
+Arrow gives all objects of a column the same keys, and fills those that an object lacks with null. So a key whose value
+is null is left out of objects, at any depth. The columns of a row and the entries of lists keep their nulls.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+Transform = Callable[[dict[str, list[Any]]], dict[str, list[Any]]]
+
+
+def without_nulls(rows: Any) -> Any:
+    """Return rows whose objects lack the keys that are null. Rows that are no `datasets.Dataset` are unchanged."""
+    if not hasattr(rows, "with_transform") or not hasattr(rows, "features"):
+        return rows
+    given = rows.format
+    own = given["format_kwargs"].get("transform") if given["type"] == "custom" else None
+    nested = tuple(field.name for field in rows.features.arrow_schema if _has_objects(field.type))
+    if not nested or (isinstance(own, partial) and own.func is _transformed):
+        return rows
+    transform = partial(_transformed, nested, own)
+    return rows.with_transform(transform, given["columns"], given["output_all_columns"])
+
+
+def _transformed(nested: Sequence[str], then: Transform | None, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Leave nulls out of the objects in the columns `nested`, before the transform that the user has set."""
+    out = {name: _cleaned(values) if name in nested else values for name, values in columns.items()}
+    return out if then is None else then(out)
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _cleaned(each) for key, each in value.items() if each is not None}
+    return [_cleaned(each) for each in value] if isinstance(value, list) else value
+
+
+def _has_objects(kind: Any) -> bool:
+    """Return whether values of an Arrow type hold objects."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return True
+    return pa.types.is_nested(kind) and any(_has_objects(kind.field(n).type) for n in range(kind.num_fields))
+
+
+def mapped_table(schema: Any, batches: Iterable[Any]) -> Any:
+    """Write record batches to a temporary file, and return them as a table that is memory-mapped from it."""
+    import pyarrow as pa
+
+    handle, path = tempfile.mkstemp(suffix=".arrow")
+    try:
+        with os.fdopen(handle, "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        return pa.ipc.open_stream(pa.memory_map(path)).read_all()
+    finally:
+        os.unlink(path)
