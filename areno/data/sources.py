@@ -40,9 +40,8 @@ from areno.files.paths import existing_path, find_file
 from areno.files.user_code import (
     describe_error,
     function_of,
-    is_imported,
     load_module,
-    own_functions,
+    own_name,
     resolve_spec,
     split_spec,
 )
@@ -294,11 +293,7 @@ def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
     file, name = split_spec(loader, "load_dataset")
     loader_file = find_file(file, f"{key}.loader")
     module = load_module(str(loader_file), f"{key}.loader")
-    own = own_functions(module)
-    if (
-        len(own) == 1 and name not in own and is_imported(getattr(module, name, None), name)
-    ):  # such as load_dataset of datasets
-        [name] = own
+    name = own_name(module, name)
     function = function_of(module, name, str(loader_file), f"{key}.loader")
     arguments = [config.split]
     if _takes_path(function):

@@ -125,29 +125,37 @@ def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[
     Raises:
         ConfigError: The module has no such function, or imports it beside functions of its own.
     """
-    function, own = getattr(module, name, None), own_functions(module)
-    if callable(function) and (name in own or not own or not is_imported(function, name)):
-        return function
-    if callable(function):
+    function, own = getattr(module, name, None), _own_functions(module)
+    if callable(function) and own and _is_imported(module, name):
         text = f"{name} in {file} is imported from {function.__module__}, and {file} defines {', '.join(own)}"
         raise ConfigError(Problem(key, f"{text}; name one, as in {file}:{own[0]}, or import {name} as another name"))
+    if callable(function):
+        return function
     if function is not None:
         raise ConfigError(Problem(key, f"{name} in {file} is {type(function).__name__}; a function is needed"))
     hint = did_you_mean(name, own, otherwise=f"; it has {', '.join(own) or 'no functions'}")
     raise ConfigError(Problem(key, f"{file} has no function {name}{hint} (write {file}:function)"))
 
 
-def own_functions(module: ModuleType) -> list[str]:
-    """Return the names of the public functions and classes that a file of the user defines."""
+def own_name(module: ModuleType, name: str) -> str:
+    """Return `name`, or the only function that the file defines, if the file imports `name` from a package."""
+    own = _own_functions(module)
+    return own[0] if len(own) == 1 and _is_imported(module, name) else name
+
+
+def _own_functions(module: ModuleType) -> list[str]:
     found = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
     return [name for name, value in found.items() if getattr(value, "__module__", None) == module.__name__]
 
 
-def is_imported(function: Any, name: str) -> bool:
-    """Return whether a function comes from an installed package, under its own name, and so is a tool of its file."""
-    source = getattr(sys.modules.get(getattr(function, "__module__", None) or ""), "__file__", None) or ""
+def _is_imported(module: ModuleType, name: str) -> bool:
+    """Return whether a file imports a function from an installed package, under its own name, and so as a tool."""
+    function = getattr(module, name, None)
+    home = getattr(function, "__module__", None) or ""
+    source = getattr(sys.modules.get(home), "__file__", None) or ""
     installed = {"site-packages", "dist-packages", Path(os.__file__).parent.name}
-    return getattr(function, "__name__", None) == name and not installed.isdisjoint(Path(source).parts)
+    is_foreign = home != module.__name__ and not installed.isdisjoint(Path(source).parts)
+    return is_foreign and getattr(function, "__name__", None) == name
 
 
 def _check_file(path: Path, shown: str, key: str) -> None:
