@@ -178,7 +178,6 @@ class Watchdog:
     def stop(self) -> None:
         """Stop watching. Call this before the group is closed."""
         self._stopped.set()
-        faulthandler.cancel_dump_traceback_later()
 
     def check(self, elapsed: float) -> None:
         """Check the progress counters once, and end workers or the driver if they have hung for too long.
@@ -191,6 +190,8 @@ class Watchdog:
         if work:
             # If C code keeps the interpreter's lock, this thread hangs as well. faulthandler still shows stacks.
             faulthandler.dump_traceback_later(self.limit_s + _LOCKED_S, file=2)
+        else:
+            faulthandler.cancel_dump_traceback_later()
         if due:
             self._driver_quiet = 0.0
             quiet = [self._quiet[rank] for rank in due]
@@ -309,17 +310,20 @@ def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
     `limit_s`.
     """
     before = time.monotonic()
-    while (watchdog := ref()) is not None and watchdog.limit_s is not None:
-        pause = min(_CHECK_EVERY_S, watchdog.limit_s / 10)
-        del watchdog
-        if stopped.wait(pause):
-            return
-        now = time.monotonic()
-        if (watchdog := ref()) is not None:
-            # If this process was stopped (Ctrl-Z), that time does not count.
-            watchdog.check(min(now - before, 2 * pause))
+    try:
+        while (watchdog := ref()) is not None and watchdog.limit_s is not None:
+            pause = min(_CHECK_EVERY_S, watchdog.limit_s / 10)
             del watchdog
-        before = now
+            if stopped.wait(pause):
+                return
+            now = time.monotonic()
+            if (watchdog := ref()) is not None:
+                # If this process was stopped (Ctrl-Z), that time does not count.
+                watchdog.check(min(now - before, 2 * pause))
+                del watchdog
+            before = now
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _phase(work: list[tuple[str, int]]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +208,40 @@ def test_the_stacks_are_shown_where_c_code_keeps_the_lock_of_the_interpreter(fol
         be_strict(engine, 2.0)
         engine.train(ROWS, keeps_the_lock)
     assert "in keeps_the_lock" in capfd.readouterr().err
+
+
+def _armed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The timer of faulthandler: the seconds until it shows the stacks, or nothing."""
+    armed: list[float] = []
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda s, file: armed.__setitem__(slice(0), [s]))
+    monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", armed.clear)
+    return armed
+
+
+def test_the_stacks_are_not_shown_once_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    armed = _armed(monkeypatch)
+    dog = watchdog.Watchdog(None, SimpleNamespace(heartbeats=None, command=""))  # type: ignore[arg-type]
+    dog.limit_s = 600.0
+    with heartbeat.working("the start"):
+        dog.check(1.0)
+        assert armed == [602.0]
+    dog.check(1.0)
+    assert not armed
+
+
+@pytest.mark.parametrize("ends", ["stopped", "dropped"])
+def test_the_stacks_are_not_shown_after_the_watchdog_has_ended(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    armed = _armed(monkeypatch)
+    dog: Any = watchdog.Watchdog(0.01, SimpleNamespace(heartbeats=None, command=""))  # type: ignore[arg-type]
+    dog.limit_s = 600.0
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "areno-watchdog"]
+    with heartbeat.working("a run"):
+        until(lambda: bool(armed))
+        if ends == "stopped":
+            dog.stop()
+        del dog
+        thread.join(30)
+    assert not armed
 
 
 def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch: Any, folder: Path) -> None:
