@@ -241,7 +241,8 @@ class _Chat:
             message = {"role": "assistant", "content": ""} | {
                 name: sent_back[name] for name in ("content", "reasoning_content") if name in sent_back
             }
-        self.endpoint.conversations.remember(self.prompt, output.tokens, self.endpoint.sampler.stop_ids, message)
+        ends = self.endpoint.sampler.stop_ids
+        self.endpoint.conversations.remember(self.prompt, output.tokens, ends, message, self.hidden)
 
     def finish_reason(self, output: GenerationOutput, has_calls: bool) -> str:
         """Return the finish reason in the API's terms: "stop", "length" or "tool_calls".

@@ -158,17 +158,21 @@ class _Turn:
         prompt: The prompt of the turn.
         tokens: Sampled token ids.
         ended: Whether the last token ends the turn. False for a turn that was cut off.
+        hidden: Ids of tokens without text in the answer, such as special tokens.
     """
 
     tokenizer: Any
     prompt: Prompt
     tokens: list[int]
     ended: bool
+    hidden: frozenset[int] = frozenset()
 
     @cached_property
     def body(self) -> str:
-        """Text of the sampled tokens, without the token that ended the turn."""
-        return self.tokenizer.decode(self.tokens[:-1] if self.ended else self.tokens, skip_special_tokens=False)
+        """Text of the sampled tokens as the client got it, without the token that ended the turn."""
+        tokens = self.tokens[:-1] if self.ended else self.tokens
+        shown = [token for token in tokens if token not in self.hidden]
+        return self.tokenizer.decode(shown, skip_special_tokens=False)
 
     @cached_property
     def end(self) -> str:
@@ -410,7 +414,14 @@ class Conversations:
             sources = [*turn.prompt.sources, (int(Source.SAMPLED), len(turn.tokens)), *sources]
         return Prompt(draft.text, tokens, sources, draft.keys, draft.form)
 
-    def remember(self, prompt: Prompt, tokens: list[int], end_ids: frozenset[int], message: Message) -> None:
+    def remember(
+        self,
+        prompt: Prompt,
+        tokens: list[int],
+        end_ids: frozenset[int],
+        message: Message,
+        hidden: frozenset[int] = frozenset(),
+    ) -> None:
         """Cache a sampled turn, so that the next prompt of the conversation continues from its tokens.
 
         Args:
@@ -419,9 +430,10 @@ class Conversations:
             end_ids: Token ids that end a turn.
             message: The assistant message that a client will send back for this turn, as returned by
                 `read_messages`.
+            hidden: Ids of tokens that have no text in the message, such as special tokens.
         """
         key = prompt.form, next_key(prompt.keys[-1], message)
-        turn = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids)
+        turn = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids, hidden)
         self.cache.put(key, turn, len(prompt.tokens) + len(tokens), prompt.text)
 
     def _end_of_turn(self, turn: _Turn, text: str) -> int | None:

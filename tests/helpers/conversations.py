@@ -9,7 +9,14 @@ from areno.server.messages import read_messages
 from areno.server.responses import message_digest
 
 
-def turn_of(conversations: Conversations, messages: list[Any], said: str, tools: Any, answer: Any = None) -> Any:
+def turn_of(
+    conversations: Conversations,
+    messages: list[Any],
+    said: str,
+    tools: Any,
+    answer: Any = None,
+    hidden: frozenset[int] = frozenset(),
+) -> Any:
     """A turn as an agent returns it, whose model has written `said`."""
     tokenizer = conversations.tokenizer
     asked = read_messages(messages)
@@ -17,7 +24,7 @@ def turn_of(conversations: Conversations, messages: list[Any], said: str, tools:
     tokens = tokenizer.encode(said, add_special_tokens=False)
     message = answer or {"role": "assistant", "content": said.removesuffix("<|im_end|>")}
     [kept] = read_messages([message])
-    conversations.remember(prompt, tokens, frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")]), kept)
+    conversations.remember(prompt, tokens, frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")]), kept, hidden)
     sampled = {"token_ids": tokens, "logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
     sampled["message"] = message_digest(message)
     told = {
