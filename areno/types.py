@@ -407,6 +407,8 @@ class Batch(Generic[Item]):
         items: The rows, such as PromptItem or PairItem.
         skipped_long: Number of rows that were skipped as too long while this batch was filled.
         total_skipped_long: Number of rows that were skipped as too long since the start of the run.
+        skipped_ties: Number of rows that were skipped meanwhile because no answer is preferred to another.
+        total_skipped_ties: The number of these rows since the start of the run.
         epoch: Index of the epoch, from 0.
         ends_epoch: Whether this is the last batch of its epoch.
     """
@@ -414,6 +416,8 @@ class Batch(Generic[Item]):
     items: list[Item]
     skipped_long: int = 0
     total_skipped_long: int = 0
+    skipped_ties: int = 0
+    total_skipped_ties: int = 0
     epoch: int = 0
     ends_epoch: bool = False
 

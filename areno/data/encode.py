@@ -23,7 +23,7 @@ import numpy as np
 
 from areno.data.chat_template import Prompt, assistant_spans, render, render_generation_prompt
 from areno.data.control_tokens import BREAK, control_tokens
-from areno.data.row_schema import json_problem, labelled_answer, prompt_and_answers, ranked_answers, with_text
+from areno.data.row_schema import Tie, json_problem, labelled_answer, prompt_and_answers, ranked_answers, with_text
 from areno.errors import DataError, Key
 from areno.types import AnswersItem, Item, PairItem, PromptItem, TrainSequence
 
@@ -248,7 +248,8 @@ def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[Pair
         index: Index of the row in its dataset.
 
     Returns:
-        The draft of a PairItem. Its `finish` raises DataError if an answer has no token to train on.
+        The draft of a PairItem. Its `finish` raises DataError if an answer has no token to train on, and Tie if both
+        answers have the same tokens.
 
     Raises:
         DataError: The row is not a pair, or cannot be rendered with the chat template.
@@ -267,6 +268,8 @@ def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[Pair
         for name, sequence in found.items():
             if np.all(sequence.prompt_mask[1:]):  # type: ignore[index]
                 raise DataError(f"the answer in field {name} has no token to train on")
+        if _are_equal(found["chosen"], found["rejected"]):
+            raise Tie("fields chosen and rejected have the same tokens, so none is preferred")
         return PairItem(**found, index=index)
 
     return Draft([*chosen.texts, *rejected.texts], finish)
@@ -312,11 +315,18 @@ def ranked_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[An
 
     def finish(tokens: list[list[int]]) -> AnswersItem:
         item = draft.finish(tokens)
+        pairs = itertools.combinations(item.rows, 2)
+        if all(one.reward == other.reward or _are_equal(one, other) for one, other in pairs):
+            raise Tie("no answer is preferred to one with other tokens")
         for sequence, level in zip(item.rows, found.levels, strict=True):
             sequence.returns = np.full(len(sequence.tokens), level, np.float32)  # type: ignore[arg-type]
         return item
 
     return Draft(draft.texts, finish)
+
+
+def _are_equal(one: TrainSequence, other: TrainSequence) -> bool:
+    return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.prompt_mask, other.prompt_mask)  # type: ignore[arg-type]
 
 
 def _answers_draft(

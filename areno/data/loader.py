@@ -19,7 +19,7 @@ from areno import heartbeat
 from areno.config.datasets import DatasetConfig
 from areno.data.ahead import CHUNK, EncodedAhead
 from areno.data.encode import Draft, encode_rows, labelled_draft, pair_draft, prompt_draft, ranked_draft, sft_draft
-from areno.data.row_schema import RowKind, Rows, row_problem, rows_at, rows_problem
+from areno.data.row_schema import RowKind, Rows, Tie, row_problem, rows_at, rows_problem
 from areno.data.steps import step_draft
 from areno.errors import DataError, Key, Problem
 from areno.types import Batch, Item, PromptItem
@@ -53,7 +53,8 @@ class BatchLoader(Generic[Item]):
         n_processes: Number of processes that may encode rows beside the run, see EncodedAhead.
         name: Path or loader that the rows come from, which messages quote.
         epoch: Number of the current epoch, from 0.
-        total_skipped_long: Number of rows skipped so far.
+        total_skipped_long: Number of rows skipped as too long so far.
+        total_skipped_ties: Number of rows skipped so far because no answer is preferred.
 
     Raises:
         DataError: drop_last is set and there are fewer rows than batch_size, or the first row cannot be encoded.
@@ -75,11 +76,12 @@ class BatchLoader(Generic[Item]):
         self.name = source or "the data given"
         self._setting = f"{self.key}.{'path' if path else 'loader'}" if source else self.key
         self.epoch = 0
-        self.total_skipped_long = 0
+        self.total_skipped_long = self.total_skipped_ties = 0
         self._next = 0  # the position in this epoch's order after the last returned batch
         self._cache: dict[int, Item] = {}
         self._cached_tokens = 0
         self._too_long: dict[int, int] = {}  # index of a row -> number of its tokens
+        self._ties: set[int] = set()
         read = partial(rows_at, self.rows)
         self._ahead = EncodedAhead(read, self.encode, _n_tokens, self.n_processes)
         self._n_epochs = 0  # epochs of the run that `epochs` iterates over
@@ -106,25 +108,31 @@ class BatchLoader(Generic[Item]):
             DataError: An epoch has no batch, or a row cannot be encoded.
         """
         order = self._order(self.epoch)
-        items, skipped, end = self._fill(order, self._next)
+        items, long, ties, end = self._fill(order, self._next)
         if self._next == 0 and not self._is_batch(items):
             raise self._nothing_left(len(items))
         while self._is_batch(items):
             ahead = self._fill(order, end)
             self._next = end
-            self.total_skipped_long += skipped
-            self._prepare(order, ahead[2])
+            self._count(long, ties)
+            self._prepare(order, ahead[-1])
             yield Batch(
                 items=items,
-                skipped_long=skipped,
+                skipped_long=long,
                 total_skipped_long=self.total_skipped_long,
+                skipped_ties=ties,
+                total_skipped_ties=self.total_skipped_ties,
                 epoch=self.epoch,
                 ends_epoch=not self._is_batch(ahead[0]),
             )
-            items, skipped, end = ahead
-        self.total_skipped_long += skipped
+            items, long, ties, end = ahead
+        self._count(long, ties)
         self.epoch += 1
         self._next = 0
+
+    def _count(self, long: int, ties: int) -> None:
+        self.total_skipped_long += long
+        self.total_skipped_ties += ties
 
     def _prepare(self, order: np.ndarray, start: int) -> None:
         """Let a thread encode the rows of the next batches, also those of the next epoch if the run has one.
@@ -140,9 +148,9 @@ class BatchLoader(Generic[Item]):
         self._ahead.want(self._unknown(dict.fromkeys(indices.tolist())), self.batch_size)
 
     def _unknown(self, indices: Iterable[int]) -> list[int]:
-        """Return the indices of the rows that are neither cached nor known to be too long."""
-        cache, too_long = self._cache, self._too_long
-        return [index for index in indices if index not in cache and index not in too_long]
+        """Return the indices of the rows that are neither cached nor known to be skipped."""
+        cache, too_long, ties = self._cache, self._too_long, self._ties
+        return [index for index in indices if index not in cache and index not in too_long and index not in ties]
 
     @property
     def encoder_pids(self) -> list[int]:
@@ -169,7 +177,7 @@ class BatchLoader(Generic[Item]):
     def n_batches(self, n_epochs: int) -> int:
         """Return the number of batches in `n_epochs` whole epochs.
 
-        The number is an upper bound, since rows that are not encoded yet may turn out to be too long.
+        The number is an upper bound, since rows that are not encoded yet may turn out to be skipped.
 
         Args:
             n_epochs: Number of epochs.
@@ -177,10 +185,10 @@ class BatchLoader(Generic[Item]):
         Returns:
             The number of batches.
         """
-        usable, size = len(self.rows) - len(self._too_long), self.batch_size
+        usable, size = len(self.rows) - len(self._too_long) - len(self._ties), self.batch_size
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 
-    def _fill(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int]:
+    def _fill(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int, int]:
         """Encode the rows of the batch that begins at position `start` of the epoch.
 
         Args:
@@ -188,7 +196,7 @@ class BatchLoader(Generic[Item]):
             start: Position in `order` of the first row.
 
         Returns:
-            (encoded rows, number of rows skipped as too long, position in `order` after the batch).
+            (encoded rows, number of rows skipped as too long, number of ties, position in `order` after the batch).
         """
         items: list[Item] = []
         place = start
@@ -201,14 +209,15 @@ class BatchLoader(Generic[Item]):
                 place += 1
                 if item is not None:
                     items.append(item)
-        return items, place - start - len(items), place
+        seen = order[start:place].tolist()
+        return items, sum(at in self._too_long for at in seen), sum(at in self._ties for at in seen), place
 
     def _is_batch(self, items: list[Item]) -> bool:
         """Return whether the items make a batch: batch_size items with drop_last, otherwise at least one item."""
         return len(items) == self.batch_size or (bool(items) and not self.config.drop_last)
 
     def items(self) -> Iterator[Item]:
-        """Iterate over all rows that are not too long, in the order of the dataset.
+        """Iterate over all rows that are not skipped, in the order of the dataset.
 
         The position of the loader does not change.
 
@@ -224,7 +233,7 @@ class BatchLoader(Generic[Item]):
         """Return the encoded rows with the given indices. The position of the loader does not change.
 
         Args:
-            indices: Indices of rows that are not too long.
+            indices: Indices of rows that are not skipped.
         """
         found = self._ahead.take(self._unknown(dict.fromkeys(indices)))
         items = [self._item(index, found) for index in indices]
@@ -234,9 +243,11 @@ class BatchLoader(Generic[Item]):
         """Return the position of the loader, right after the last batch that it yielded.
 
         Returns:
-            {epoch, next, total_skipped_long}, where next is the position of the next row in this epoch's order.
+            {epoch, next, total_skipped_long, total_skipped_ties}, where next is the position of the next row in this
+            epoch's order.
         """
-        return {"epoch": self.epoch, "next": self._next, "total_skipped_long": self.total_skipped_long}
+        skipped = {"total_skipped_long": self.total_skipped_long, "total_skipped_ties": self.total_skipped_ties}
+        return {"epoch": self.epoch, "next": self._next, **skipped}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from a saved position. The rows and the seed must be the same as when it was saved.
@@ -247,6 +258,7 @@ class BatchLoader(Generic[Item]):
         self.epoch = state["epoch"]
         self._next = state["next"]
         self.total_skipped_long = state["total_skipped_long"]
+        self.total_skipped_ties = state.get("total_skipped_ties", 0)  # absent in older states
 
     def _order(self, epoch: int) -> np.ndarray:
         """Return the indices of the rows in the order of an epoch, shape [rows]."""
@@ -255,10 +267,15 @@ class BatchLoader(Generic[Item]):
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
 
     def _item(self, index: int, found: Mapping[int, Item | Exception]) -> Item | None:
-        """Return the encoded row, or None if the row is too long. `found` has the row unless it is known already."""
-        if (item := self._cache.get(index)) is not None or index in self._too_long:
+        """Return the encoded row, or None if the row is skipped. `found` has the row unless it is known already."""
+        if (item := self._cache.get(index)) is not None or index in self._too_long or index in self._ties:
             return item
         item = found[index]
+        if isinstance(item, Tie):
+            if not self._ties:
+                logger.warning("%s row %d: %s; such rows are skipped and counted", self.name, index, item)
+            self._ties.add(index)
+            return None
         if isinstance(item, DataError):
             raise self._row_error(index, item) from item
         if isinstance(item, Exception):
@@ -287,16 +304,21 @@ class BatchLoader(Generic[Item]):
         """Return the error for an epoch without a batch, given the number of rows that are not too long."""
         if usable:
             return self._too_few(usable)
+        limit = Key(self.max_tokens_key)
+        if self._ties:
+            text = "no row of {} can be trained on: in {} no answer is preferred, and {} have more than {} tokens ({})"
+            counts = (len(self._ties), len(self._too_long), self.max_tokens, limit)
+            return DataError(Problem(self._setting, text, self.name, *counts))
         shortest = min(self._too_long.values(), default=0)
         text = "every row of {} has more than {} tokens ({}), the shortest {}; use shorter rows, or raise the limit"
-        limit = Key(self.max_tokens_key)
         return DataError(Problem(self._setting, text, self.name, self.max_tokens, limit, shortest))
 
     def _too_few(self, usable: int) -> DataError:
         """Return the error for fewer usable rows than batch_size."""
-        long = f" ({len(self._too_long)} are too long)" if self._too_long else ""
+        found = [(len(self._too_long), "are too long"), (len(self._ties), "have no preferred answer")]
+        why = ", ".join(f"{count} {reason}" for count, reason in found if count)
         text = "is {}, but {} has only {} usable rows{}; lower it or set {}=false"
-        values = (self.batch_size, self.name, usable, long, Key(f"{self.key}.drop_last"))
+        values = (self.batch_size, self.name, usable, why and f" ({why})", Key(f"{self.key}.drop_last"))
         return DataError(Problem(f"{self.key}.batch_size", text, *values))
 
 

@@ -25,6 +25,12 @@ from areno.errors import DataError, printable
 from areno.schema.values import text_problem
 
 Row = Mapping[str, Any]
+
+
+class Tie(DataError):
+    """A row in which no answer is preferred to a different answer. Such rows are skipped and counted."""
+
+
 RowKind = Literal["prompt", "sft", "dpo", "kto", "rw", "prm"]
 
 
@@ -135,6 +141,8 @@ def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
     if kind in _PARSERS:
         try:
             _PARSERS[kind](row)
+        except Tie:
+            return None
         except DataError as error:
             return str(error)
         return None
@@ -232,6 +240,7 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
         If the answers are text: the prompt unchanged and the two texts. Otherwise: three lists of messages.
 
     Raises:
+        Tie: The answers are the same.
         DataError: The row is not a valid pair.
     """
     answers: dict[str, Any] = {name: row.get(name) for name in ("chosen", "rejected")}
@@ -241,15 +250,15 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
     chosen, rejected = answers.values()
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError("of the fields chosen and rejected one is text and one is messages; give both in one form")
-    if chosen == rejected:
-        raise DataError("fields chosen and rejected are the same, so none is preferred")
     if (isinstance(chosen, str) or row.get("prompt") is not None) and (problem := _prompt_problem(row)):
         raise DataError(problem)
+    for name, answer in answers.items():
+        if not isinstance(answer, str) and (problem := messages_problem(answer)):
+            raise DataError(f"field {name} {problem}")
+    if chosen == rejected:
+        raise Tie("fields chosen and rejected are the same, so none is preferred")
     if isinstance(chosen, str):
         return row["prompt"], chosen, rejected
-    for name, answer in answers.items():
-        if problem := messages_problem(answer):
-            raise DataError(f"field {name} {problem}")
     prompt, chosen, rejected = _split_conversations(row.get("prompt"), with_text(chosen), with_text(rejected))
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer:
@@ -309,7 +318,8 @@ def ranked_answers(row: Row) -> RankedAnswers:
         The prompt and the answers. Without ratings, the answers are in their order, and all margins are 0.
 
     Raises:
-        DataError: The row has another form, or no answer is preferred to another.
+        Tie: No answer is preferred to another.
+        DataError: The row has another form.
     """
     if row.get("answers") is None:
         prompt, chosen, rejected = prompt_and_answers(row)
@@ -332,7 +342,7 @@ def ranked_answers(row: Row) -> RankedAnswers:
     if len(ratings) != len(answers):
         raise DataError(f"field ratings has {len(ratings)} numbers for {len(answers)} answers")
     if len(set(ratings)) == 1:
-        raise DataError("field ratings has equal numbers only, so no answer is preferred")
+        raise Tie("field ratings has equal numbers only, so no answer is preferred")
     order = sorted(range(len(answers)), key=lambda number: -ratings[number])
     rated = [float(ratings[number]) for number in order]
     return RankedAnswers(row["prompt"], [answers[number] for number in order], rated, rated)

@@ -234,13 +234,16 @@ class Run:
         self.saver.record(self.step, scalars)
 
     def log_skipped(self, batch: Batch[Any]) -> None:
-        """Log how many dataset rows were skipped because they were too long, for this batch and for the run so far.
+        """Log how many dataset rows were skipped, for this batch and for the run so far.
 
         Args:
             batch: The batch of the current step.
         """
         skipped, total = batch.skipped_long, batch.total_skipped_long
         self.log({"rollout/skipped_long": skipped, "rollout/total_skipped_long": total})
+        if batch.total_skipped_ties:
+            ties = {"rollout/skipped_ties": batch.skipped_ties, "rollout/total_skipped_ties": batch.total_skipped_ties}
+            self.log(ties)
 
     def end_step(self, stats: Mapping[str, float]) -> None:
         """Log the metrics train/* and time/* of the step, and do the actions that are due after it.

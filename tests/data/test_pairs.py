@@ -14,9 +14,15 @@ from areno.data.row_schema import prompt_and_answers
 from areno.data.sources import check_dataset, load_rows
 from areno.errors import ConfigError, DataError
 from tests.helpers.encoded_rows import pair_item
-from tests.helpers.tokenizers import plain_values
+from tests.helpers.tokenizers import load_tokenizer, plain_values
 
 PREFERENCES = Path(__file__).parents[3] / "shared/data/preference/dpo_en_demo.messages.jsonl"
+
+
+TRIMMING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def user(text):
@@ -73,8 +79,6 @@ HI, BYE = [user("hi"), assistant("a")], [user("bye"), assistant("a")]
         ({"prompt": "x", "chosen": "a"}, "field rejected is missing, not text or messages"),
         ({"prompt": "x", "chosen": 3, "rejected": "b"}, "field chosen is int 3, not text or messages"),
         ({"chosen": "a", "rejected": "b"}, "field prompt is missing, not text or messages"),
-        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same, so none is preferred"),
-        ({"chosen": HI, "rejected": HI}, "chosen and rejected are the same, so none is preferred"),
         ({"prompt": "x", "chosen": "a", "rejected": [assistant("b")]}, "one is text and one is messages; give both in"),
         ({"chosen": HI, "rejected": BYE}, "begin with different messages; give a prompt, or conversations that share"),
         ({"chosen": HI, "rejected": HI[:1]}, "field rejected has nothing after the 1 messages that both begin with"),
@@ -178,6 +182,48 @@ def test_the_longer_row_decides_whether_a_pair_fits(plain, caplog):
     assert all(len(item.tokens) == max(len(item.chosen.tokens), len(item.rejected.tokens)) for item in batch.items)
     assert "such rows are skipped and counted" in caplog.text
     assert [item.index for item in row_loader("dpo", rows, plain, config).items()] == [0, 3]
+
+
+TIES = [
+    {"prompt": "x", "chosen": "a", "rejected": "a"},
+    {"prompt": "x", "chosen": [assistant("4")], "rejected": [assistant("4 ")]},  # alike for a template that trims
+    {"chosen": [user("x"), assistant("a")], "rejected": [user("x"), assistant("a")]},
+    {"prompt": [user("x")], "chosen": [assistant("4")], "rejected": [assistant(" 4")]},
+]
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rw"])
+def test_pairs_without_a_difference_are_skipped_and_counted(caplog, kind):
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.chat_template = TRIMMING
+    good = [{"prompt": "x", "chosen": "a", "rejected": "b"}, {"prompt": "y", "chosen": "b", "rejected": "c"}]
+    ties = (
+        TIES
+        if kind == "dpo"
+        else [*TIES[:3], {"prompt": "x", "answers": [[assistant(x)] for x in ("4", " 4", "4 ")], "ratings": [1, 2, 2]}]
+    )
+    rows = check_dataset([ties[0], good[0], *ties[1:], good[1]], kind)
+    config = DatasetConfig(path="rows", batch_size=1, shuffle=False)
+    loader = row_loader(kind, rows, tokenizer, config)
+    batches = list(loader.batches())
+    assert [item.index for batch in batches for item in batch.items] == [1, 5]
+    assert [(batch.skipped_ties, batch.total_skipped_ties) for batch in batches] == [(1, 1), (3, 4)]
+    assert {batch.total_skipped_long for batch in batches} == {0}
+    assert loader.n_batches(1) == 2
+    assert caplog.text.count("such rows are skipped and counted") == 1
+    state = loader.state_dict()
+    again = row_loader(kind, rows, tokenizer, config)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    again.load_state_dict({name: value for name, value in state.items() if "ties" not in name})  # an older state
+    with pytest.raises(DataError, match="no row of rows can be trained on: in 4 no answer is preferred"):
+        list(row_loader(kind, check_dataset(ties, kind), tokenizer, config).batches())
+
+
+def test_equal_ratings_are_a_tie(plain):
+    rows = [{"prompt": "x", "answers": ["a", "b"], "ratings": [2, ratings]} for ratings in (2, 3)]
+    [batch] = row_loader("rw", check_dataset(rows, "rw"), plain, DatasetConfig(path="rows", batch_size=1)).batches()
+    assert (batch.items[0].index, batch.total_skipped_ties) == (1, 1)
 
 
 # Rows that a script holds --------------------------------------------------------------------------------------------

@@ -188,7 +188,6 @@ def test_settings_and_rows_that_do_not_fit(tmp_path):
         ({"prompt": "1+1=", "answers": ["2"]}, "not a list of at least two answers"),
         ({"prompt": "1+1=", "answers": ["2", 3]}, r"field answers\[1\] is int 3, not text or messages"),
         ({"prompt": "1+1=", "answers": ["2", "3"], "ratings": [1]}, "field ratings has 1 numbers for 2 answers"),
-        ({"prompt": "1+1=", "answers": ["2", "3"], "ratings": [1, 1]}, "has equal numbers only"),
         ({"prompt": "1+1=", "answers": ["2", "3"], "ratings": [1, "x"]}, "not a list of numbers"),
         ({**PAIRS[0], "margin": "wide"}, "field margin is str 'wide', not a number"),
         ({"prompt": "1+1=", "chosen": "2"}, "field rejected is missing"),
