@@ -7,6 +7,7 @@ processes, so this module imports little. Code that imports more is in a separat
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from typing import Any, ClassVar
 from areno.errors import ConfigError, Problem
 from areno.reward_fns.answers import accepted, block, boxes, last_box, marked_answer
 from areno.schema.fields import Section, check, forbid, setting
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -416,6 +419,7 @@ class CodeReward(Reward):
         timeout_s: The time limit for all tests of a sample, in seconds.
         memory_mb: The memory limit of each process of the program, in MiB.
         partial: Whether the reward is the fraction of passed tests.
+        read_paths: Further files and folders that the program may read.
     """
 
     name = "code"
@@ -423,6 +427,11 @@ class CodeReward(Reward):
     memory_mb: int = setting(1024, help="Memory limit in MiB for each process of the tested program", ge=64)
     partial: bool = setting(
         False, help="true: the reward is the share of tests that pass. false: the reward is 1 if all tests pass, else 0"
+    )
+    read_paths: list[str] = setting(
+        factory=list,
+        help="Files and folders that the tested program may read and execute, beside the folders of the system and of "
+        "Python. For example the folder of a compiler, or of data",
     )
 
     def unusable(self, limit_s: float) -> Iterator[Problem]:
@@ -439,25 +448,42 @@ class CodeReward(Reward):
             yield Problem("timeout_s", f"{text}a sample")
 
     def prepare(self) -> Reward:
-        """Check that this machine can run programs in the sandbox.
+        """Check that this machine can limit a program, and warn of what it cannot limit.
 
         Returns:
-            This reward.
+            A copy of this reward, in which the paths are absolute.
 
         Raises:
-            ConfigError: The machine cannot limit a program. The error names the setting reward.fn.
+            ConfigError: The machine cannot limit a program, or a path is missing. The error names the setting.
         """
-        from areno.reward_fns.sandbox import problem
+        from areno.files.paths import existing_path
+        from areno.sandbox.box import trial
 
-        if text := problem():
-            raise ConfigError(Problem("reward.fn", f"names code, which {text}"))
-        return self
+        problem, unlimited = trial()
+        problems = [Problem("reward.fn", f"names code, which {problem}")] if problem else []
+        found = {path: existing_path(path) for path in self.read_paths}
+        problems += [
+            Problem("reward.code.read_paths", f"has {path}, which does not exist") for path in found if not found[path]
+        ]
+        if problems:
+            raise ConfigError(problems)
+        if "files" in unlimited:
+            logger.warning(
+                "reward.fn names code, and programs of the model can read and change all files of this user: the "
+                "kernel has no Landlock (Linux 5.13)"
+            )
+        if "signals" in unlimited:
+            logger.warning(
+                "reward.fn names code, and programs of the model can end processes of this user, also this run: the "
+                "kernel limits signals neither by Landlock (Linux 6.12) nor by PID namespaces"
+            )
+        return replace(self, read_paths=[str(path) for path in found.values()])
 
     def load(self) -> Callable[[Any], Any]:
-        """Import the sandbox, and return the function that scores one RewardRecord."""
+        """Import what runs programs, and return the function that scores one RewardRecord."""
         from areno.reward_fns.code_reward import score_program
 
-        return partial(score_program, timeout_s=self.timeout_s, memory_mb=self.memory_mb, partial=self.partial)
+        return partial(score_program, **vars(self))
 
 
 BUILT_IN_REWARDS: dict[str, type[Reward]] = {reward.name: reward for reward in Reward.__subclasses__()}

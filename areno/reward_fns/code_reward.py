@@ -9,7 +9,7 @@ these forms:
 - {"inputs": [...], "outputs": [...]}: each input of the program with its expected output. White space at the ends of
   lines and of the output is ignored
 
-Programs run in a sandbox (sandbox.py). The part `passed` of the result is the fraction of tests that pass.
+Programs run in a box (areno/sandbox). The part `passed` of the result is the fraction of tests that pass.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from areno.reward_fns.answers import block
-from areno.reward_fns.sandbox import run
+from areno.sandbox.box import Box, run
 
 _RUNNER = Path(__file__).with_name("test_runner.py")
 _MAX_OUTPUT_CHARS = 1 << 22  # characters
 
 
-def score_program(record: Any, *, timeout_s: float, memory_mb: int, partial: bool) -> dict[str, float]:
+def score_program(
+    record: Any, *, timeout_s: float, memory_mb: int, partial: bool, read_paths: Sequence[str] = ()
+) -> dict[str, float]:
     """Run the tests in a RewardRecord on the program in its completion.
 
     Args:
@@ -39,6 +42,7 @@ def score_program(record: Any, *, timeout_s: float, memory_mb: int, partial: boo
         timeout_s: The time limit for all tests together, in seconds.
         memory_mb: The memory limit of each process of the program, in MiB.
         partial: If True, the reward is the fraction of tests that pass. If False, it is 1 only if all tests pass.
+        read_paths: Further files and folders that the program may read.
 
     Returns:
         {"reward", "passed"}. "passed" is the fraction of tests that pass.
@@ -50,15 +54,16 @@ def score_program(record: Any, *, timeout_s: float, memory_mb: int, partial: boo
     tests, end = _tests(record.solutions), time.monotonic() + timeout_s
     program = block(record.completion, "python", "py", "python3")
     with tempfile.TemporaryDirectory(prefix="areno-code-") as folder:
+        box = Box(folder, timeout_s, memory_mb, [_RUNNER, *read_paths])
         if isinstance(tests, Mapping):
             (Path(folder) / "program.py").write_text(program, encoding="utf-8", errors="replace")
             results = [
-                _prints(folder, _text(given), _text(expected), end - time.monotonic(), memory_mb)
+                _prints(replace(box, seconds=end - time.monotonic()), _text(given), _text(expected))
                 for given, expected in zip(tests["inputs"], tests["outputs"], strict=True)
             ]
             passed = sum(results) / len(results)
         else:
-            passed = _passed(folder, program, tests, timeout_s, memory_mb)
+            passed = _passed(box, program, tests)
     return {"reward": passed if partial else float(passed == 1.0), "passed": passed}
 
 
@@ -89,15 +94,12 @@ def _text(lines: Any) -> str:
     return lines if isinstance(lines, str) else "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
 
 
-def _prints(folder: str, given: str, expected: str, seconds: float, memory_mb: int) -> bool:
-    """Return whether program.py in `folder` exits with status 0 and prints the expected output.
-
-    `given` is the text for the program's standard input. The program runs in the sandbox, for at most `seconds`.
-    """
-    if seconds <= 0:
+def _prints(box: Box, given: str, expected: str) -> bool:
+    """Return whether program.py exits with status 0 and prints the expected output. It reads `given`."""
+    if box.seconds <= 0:
         return False
     command = [sys.executable, "-I", "program.py"]
-    status, output = run(command, folder, seconds, memory_mb, stdin=given, stderr=False, max_output=_MAX_OUTPUT_CHARS)
+    status, output = run(command, box, stdin=given, stderr=False, max_output=_MAX_OUTPUT_CHARS)
     return status == 0 and _lines(output) == _lines(expected)
 
 
@@ -106,8 +108,8 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _passed(folder: str, program: str, tests: str | list[str], timeout_s: float, memory_mb: int) -> float:
-    """Run all tests on the program in one sandboxed process, and return the fraction of tests that pass.
+def _passed(box: Box, program: str, tests: str | list[str]) -> float:
+    """Run all tests on the program in one process, and return the fraction of tests that pass.
 
     Tests that were not reached, for example because the time limit was exceeded, count as failed.
     """
@@ -115,7 +117,7 @@ def _passed(folder: str, program: str, tests: str | list[str], timeout_s: float,
     word = secrets.token_hex(16)
     given = json.dumps({"word": word, "program": program, "tests": tests})
     command = [sys.executable, "-I", str(_RUNNER)]
-    _, output = run(command, folder, timeout_s, memory_mb, stdin=given, max_output=_MAX_OUTPUT_CHARS)
+    _, output = run(command, box, stdin=given, max_output=_MAX_OUTPUT_CHARS)
     told = [line.split()[1:] for line in output.splitlines() if line.startswith(word)]
     total = next((int(line[1]) for line in told if line[0] == "total"), 1)
     return min(1.0, sum(line[0] == "passed" for line in told) / total)

@@ -1,4 +1,4 @@
-"""Script that runs the tests for the reward `code` on a program. sandbox.py starts it.
+"""Script that runs the tests for the reward `code` on a program. code_reward.py starts it in a box.
 
 The script reads {"word", "program", "tests"} as JSON from standard input. The word is secret, so that the program
 cannot report that it has passed. The script writes "<word> total <number of tests>", then "<word> passed" for each

@@ -10,15 +10,14 @@ import pytest
 
 from areno.config.reward import RewardConfig
 from areno.errors import ConfigError
-from areno.reward_fns import sandbox
 from areno.reward_fns.built_in import BUILT_IN_REWARDS, ChoiceReward, CodeReward, ExactMatchReward, chosen, fits_schema
 from areno.rewards import functions
 from areno.rewards.pool import RewardPool
+from areno.sandbox import box
 from areno.types import RewardRecord
-from tests.helpers.processes import is_running
-from tests.helpers.waiting import until
 
-needs_sandbox = pytest.mark.skipif(bool(sandbox.problem()), reason=f"code {sandbox.problem()}")
+PROBLEM, _ = box.trial()
+needs_sandbox = pytest.mark.skipif(bool(PROBLEM), reason=f"code {PROBLEM}")
 
 
 def config_of(name, **settings):
@@ -259,26 +258,29 @@ def test_code_in_the_processes_of_a_run():
 
 
 def test_code_where_nothing_limits_it(monkeypatch):
-    monkeypatch.setattr(sandbox.sys, "platform", "darwin")
+    monkeypatch.setattr(box.sys, "platform", "darwin")
     with pytest.raises(ConfigError, match=r"reward\.fn: names code, which needs Linux"):
         functions.reward_functions(RewardConfig(fn=["code"]))
 
 
-@pytest.mark.slow
-@needs_sandbox
-def test_limits_of_commands(tmp_path):
-    def python(code, **limits):
-        return sandbox.run(["python", "-c", code], tmp_path, **limits)
+@pytest.mark.parametrize("unlimited", [[], ["files"], ["signals"], ["files", "signals"]])
+def test_code_warns_of_what_the_machine_does_not_limit(unlimited, monkeypatch, caplog):
+    monkeypatch.setattr(box, "trial", lambda: ("", unlimited))
+    functions.reward_functions(RewardConfig(fn=["code"]))
+    words = {"files": "can read and change all files", "signals": "can end processes"}
+    assert [words[each] in said for each, said in zip(unlimited, caplog.messages, strict=True)] == [True] * len(
+        unlimited
+    )
 
-    assert python("import socket; socket.socketpair(); print('local')") == (0, "local\n")
-    for family in ("AF_INET", "AF_INET6", "AF_NETLINK"):
-        assert "PermissionError" in python(f"import socket; socket.socket(socket.{family}, socket.SOCK_DGRAM)")[1]
-    assert "MemoryError" in python("bytearray(2 << 30)")[1]
-    assert python("while True: pass", seconds=1.0)[0] is None
-    assert "File too large" in python("open('big', 'wb').write(bytes(32 << 20))")[1]
-    assert len(python("print('x' * 10**6)")[1]) < 5000
-    # What a command leaves behind is ended with it, and cannot leave the group.
-    status, left_behind = python("import os, time\nif pid := os.fork(): print(pid)\nelse: time.sleep(1000)")
-    assert status == 0
-    assert "PermissionError" in python("import os\nif os.fork() == 0: os.setsid()\nelse: os.wait()")[1]
-    until(lambda: not is_running(int(left_behind)))
+
+@needs_sandbox
+def test_code_reads_what_the_settings_name(tmp_path):
+    data = tmp_path / "data.txt"
+    data.write_text("12")
+    record = RewardRecord(
+        completion=f"print(open({str(data)!r}).read())", solutions={"inputs": [""], "outputs": ["12"]}
+    )
+    assert scores("code", record) == [0.0]
+    assert scores("code", record, code={"read_paths": [str(tmp_path)]}) == [1.0]
+    with pytest.raises(ConfigError, match=r"reward\.code\.read_paths: has nothing.txt, which does not exist"):
+        functions.reward_functions(config_of("code", code={"read_paths": ["nothing.txt"]}))

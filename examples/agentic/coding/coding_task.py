@@ -8,7 +8,7 @@ from pathlib import Path
 from patch import PatchError, apply_patch, inside
 
 from areno.agents.environment import Environment
-from areno.reward_fns.sandbox import run
+from areno.sandbox.box import Box, run
 
 TEST = ["python", "-m", "unittest", "-q"]
 MOST_MATCHES, MOST_CHARACTERS = 50, 8000
@@ -105,7 +105,7 @@ class RepairTask(Environment):
             return f"error: {error}"
         if not words:
             return "error: the command is empty"
-        status, output = run(words, self.folder)
+        status, output = run(words, Box(self.folder))
         return f"{output}\n[{'timed out' if status is None else f'exit status {status}'}]".lstrip()
 
     def passes_hidden_tests(self):
@@ -115,7 +115,7 @@ class RepairTask(Environment):
                 _write(folder, {path: text} if not Path(path).name.startswith("test") else {})
             _write(folder, self.row["hidden_tests"])
             modules = [str(Path(path).with_suffix("")).replace("/", ".") for path in self.row["hidden_tests"]]
-            status, output = run([*TEST, *modules], folder)
+            status, output = run([*TEST, *modules], Box(folder))
             return status == 0 and "OK" in output.splitlines()[-1:]
 
     def _texts(self):

@@ -1,0 +1,343 @@
+"""Commands in a box: what they cannot do to the rest of the machine, what they can do, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from socket import AF_UNIX, socket
+
+import pytest
+
+from areno.sandbox import box, kernel
+from areno.sandbox.box import Box, run
+from tests.helpers.processes import is_running, started
+from tests.helpers.waiting import until
+
+REPO = Path(__file__).parents[2]
+PROBLEM, _ = box.trial()
+pytestmark = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
+
+# What a program may try: it prints the names of what succeeds.
+ATTACK = """
+import ctypes, json, os, resource, signal, socket, sys
+victim, file, folder, listener = int(sys.argv[1]), *sys.argv[2:]
+libc = ctypes.CDLL(None, use_errno=True)
+def checked(result):
+    if result < 0: raise OSError(ctypes.get_errno(), "")
+def connect():
+    with socket.socket(socket.AF_UNIX) as other: other.connect(listener)
+def trace():
+    checked(libc.ptrace(16, victim, None, None))
+    os.waitpid(victim, 0)
+    libc.ptrace(17, victim, None, None)
+def leave():
+    if (child := os.fork()) == 0:
+        try: os.setsid()
+        except OSError: os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]: raise OSError
+tries = {
+    "read": lambda: open(file).read(),
+    "read by a link": lambda: (os.symlink(folder, "link"), open("link/" + os.path.basename(file)).read()),
+    "list": lambda: os.listdir(folder),
+    "append": lambda: open(file, "a").write("x"),
+    "truncate": lambda: os.truncate(file, 0),
+    "make": lambda: open(folder + "/made", "w"),
+    "make a folder": lambda: os.mkdir(folder + "/folder"),
+    "link": lambda: os.link(file, "linked"),
+    "rename": lambda: os.rename(file, file + ".renamed"),
+    "rename back": lambda: os.rename(file + ".renamed", file),
+    "environment": lambda: open(f"/proc/{victim}/environ").read(),
+    "command line": lambda: open(f"/proc/{victim}/cmdline").read(),
+    "shared memory": lambda: (open("/dev/shm/box-test", "w"), os.unlink("/dev/shm/box-test")),
+    "socket": lambda: socket.socket().close(),
+    "connect": lambda: connect(),
+    "leave the group": lambda: leave(),
+    "trace": lambda: trace(),
+    "priority": lambda: os.setpriority(os.PRIO_PROCESS, victim, 10),
+    "limit": lambda: resource.prlimit(victim, resource.RLIMIT_CPU, (1000, 1000)),
+    "look": lambda: os.kill(victim, 0),
+    "kill": lambda: os.kill(victim, signal.SIGKILL),
+    "remove": lambda: os.unlink(file),
+}
+done = []
+for name, attempt in tries.items():
+    try:
+        attempt()
+        done.append(name)
+    except (OSError, ValueError):
+        pass
+print(json.dumps(done))
+"""
+N_TRIES = ATTACK.count(": lambda:")
+
+
+@pytest.fixture(params=["this kernel", 5, 1])
+def abi(request, monkeypatch):
+    """The kernel as it is, and as an older one: without limits for signals, and the first one with Landlock."""
+    if request.param != "this kernel":
+        if kernel.landlock_abi() < request.param:
+            pytest.skip("Landlock is older")
+        monkeypatch.setattr(kernel, "landlock_abi", lambda: request.param)
+        starter = box._Starter()
+        monkeypatch.setattr(box, "_starter", starter)
+    yield request.param
+    if request.param != "this kernel":
+        starter.close()
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A process, a file and a socket of the same user: (process, arguments of the attack)."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "file").write_text("of the user")
+    with started(["sleep", "1000"]) as victim, socket(AF_UNIX) as listener:
+        listener.bind(str(folder / "socket"))
+        listener.listen()
+        yield victim, [str(victim.pid), str(folder / "file"), str(folder), str(folder / "socket")]
+
+
+@pytest.fixture
+def inside(tmp_path):
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    return Box(folder, seconds=30.0)
+
+
+def python(code, box, *arguments, **options):
+    return run([sys.executable, "-I", "-c", code, *arguments], box, **options)
+
+
+def test_what_is_outside_is_safe(abi, outside, inside):
+    victim, arguments = outside
+    status, output = python(ATTACK, inside, *arguments)
+    assert (status, json.loads(output)) == (0, [])
+    assert is_running(victim.pid)
+    assert Path(arguments[1]).read_text() == "of the user"
+
+
+def test_the_same_program_does_it_all_without_a_box(outside, inside):
+    command = [sys.executable, "-I", "-c", ATTACK, *outside[1]]
+    output = subprocess.run(command, cwd=inside.folder, capture_output=True, text=True, check=True).stdout
+    # The test before would not see an attack that fails everywhere. /dev/shm and ptrace may be closed to all.
+    assert len({*json.loads(output), "shared memory", "trace"}) == N_TRIES
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_what_is_outside_is_safe_from_a_user_without_rights(tmp_path, monkeypatch):
+    """As nobody, where the interpreter of the system can be started by everybody."""
+    reader = ["/usr/bin/python3", "-S", "-c", f"open({str(REPO / 'areno/sandbox/box.py')!r}); import json"]
+    if (
+        not Path(reader[0]).exists()
+        or subprocess.run(reader, user=65534, stderr=subprocess.DEVNULL, cwd="/").returncode
+    ):
+        pytest.skip("nobody can read neither this folder nor a Python")
+    script = f"""
+import os, subprocess, sys, tempfile
+sys.path.append({str(REPO)!r})
+from areno.sandbox.box import Box, run
+with tempfile.TemporaryDirectory() as folder:
+    os.mkdir(folder + "/inside"); os.mkdir(folder + "/outside")
+    open(folder + "/outside/file", "w").write("x")
+    victim = subprocess.Popen(["sleep", "1000"])
+    arguments = [str(victim.pid), folder + "/outside/file", folder + "/outside", "/nothing"]
+    print(os.getuid(), *run([sys.executable, "-I", "-c", {ATTACK!r}, *arguments], Box(folder + "/inside")))
+    assert victim.poll() is None
+    victim.kill()
+    victim.wait()
+"""
+    ran = subprocess.run(
+        [*reader[:2], "-c", script],
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        cwd="/",
+        env={},
+        text=True,
+        capture_output=True,
+    )
+    assert ran.stdout == "65534 0 []\n\n", ran.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives up rights of root")
+def test_root_has_no_privileges_in_a_box(inside):
+    code = "import socket; socket.sethostname(socket.gethostname())"
+    assert "PermissionError" in python(code, inside)[1]
+
+
+def test_a_command_uses_its_folder_and_the_system(abi, inside):
+    script = """
+echo given > here && mkdir sub && mv here sub/there && cat sub/there
+cat /dev/stdin
+cat /dev/null; head -c 3 /dev/urandom | wc -c
+[ "$HOME" = "$PWD" ] && dirname "$TMPDIR" | grep -qx "$PWD" && echo x > "$TMPDIR/file" && rm "$TMPDIR/file"
+sleep 0.01 & wait && wc -l < /etc/passwd > /dev/null && kill -TERM $$
+"""
+    assert run(["sh", "-c", script], inside, stdin="in\n") == (-signal.SIGTERM, "given\nin\n3\n")
+    assert sorted(os.listdir(inside.folder)) == ["sub"]  # the empty folder for temporary files is gone
+
+
+def test_a_program_of_python_starts_others_and_makes_temporary_files(abi, inside):
+    code = """
+import asyncio, multiprocessing, os, socket, subprocess, sys, tempfile, threading
+print(subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, text=True).stdout.strip())
+with tempfile.NamedTemporaryFile("w") as file: file.write("x")
+process = multiprocessing.get_context("fork").Process(target=sys.exit, args=(3,))
+process.start()
+process.join()
+async def main():
+    return await (await asyncio.create_subprocess_exec("echo", "2", stdout=-1)).communicate()
+print(process.exitcode, asyncio.run(main())[0])
+socket.socketpair()
+sys.stdout.flush()
+os.abort()
+"""
+    assert python(code, inside) == (-signal.SIGABRT, "1\n3 b'2\\n'\n")
+
+
+def test_further_folders_can_be_read_and_executed(tmp_path, outside, inside):
+    file = outside[1][1]
+    assert "PermissionError" in python(f"print(open({file!r}).read())", inside)[1]
+    more = Box(inside.folder, read=[Path(file).parent])
+    assert python(f"print(open({file!r}).read())", more) == (0, "of the user\n")
+    assert "PermissionError" in python(f"print(open({file!r}, 'a'))", more)[1]
+    with pytest.raises(OSError, match="nothing"):
+        run(["true"], Box(inside.folder, read=[tmp_path / "nothing"]))
+
+
+def test_a_command_that_cannot_start_says_so(inside):
+    assert run(["nothing-of-this-name"], inside) == (1, "there is no command nothing-of-this-name\n")
+    status, output = run([str(REPO / "Makefile")], inside)
+    assert status == 1
+    assert "cannot be run" in output
+    with pytest.raises(OSError, match="missing"):
+        run(["true"], Box("/missing"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os, time\nif pid := os.fork(): print(pid)\nelse: time.sleep(1000)",
+        "import os, time\nif os.fork(): os.wait()\nelif pid := os.fork(): print(pid)\nelse: time.sleep(1000)",
+        "import subprocess as s\nprint(s.Popen(['sh', '-c', 'trap \"\" TERM HUP INT; nohup sleep 1000 & wait']).pid)",
+    ],
+)
+def test_nothing_is_left_behind(code, abi, inside):
+    status, output = python(code, inside)
+    assert (status, output.strip().isdigit()) == (0, True)
+    assert not running_in(inside.folder)
+
+
+def running_in(folder):
+    """Processes with this working directory. Their number differs in a namespace."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link) == str(folder):
+                found.append(link.parent.name)
+    return found
+
+
+def test_time_limit(abi, inside):
+    begin = time.monotonic()
+    assert run(["sh", "-c", "echo begun; sleep 1000 & wait"], Box(inside.folder, seconds=0.3)) == (None, "begun\n")
+    assert not running_in(inside.folder)
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize("of", ["the process that asks", "the process that starts commands"])
+def test_commands_end_with(of, inside):
+    script = f"""
+import sys; sys.path.append({str(REPO)!r})
+from areno.sandbox import box
+box.run(["true"], box.Box({str(inside.folder)!r}))
+print(box._starter._process.pid, flush=True)
+box.run(["sh", "-c", "echo $$ > pid; sleep 1000"], box.Box({str(inside.folder)!r}, seconds=600.0))
+"""
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as asks:
+        starts, pid = int(asks.stdout.readline()), Path(inside.folder) / "pid"
+        until(lambda: pid.exists() and pid.read_text().strip())
+        os.kill(asks.pid if of == "the process that asks" else starts, signal.SIGKILL)
+        until(lambda: not is_running(int(pid.read_text())))
+        until(lambda: not is_running(starts))
+
+
+def test_the_next_command_starts_after_somebody_has_ended_the_process_that_starts_them(inside):
+    assert run(["true"], inside) == (0, "")
+    box._starter._process.kill()
+    box._starter._process.wait()
+    assert run(["true"], inside) == (0, "")
+
+
+def test_commands_at_the_same_time_have_their_own_output(tmp_path):
+    def echo(number):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        return run(["sh", "-c", f"sleep 0.1; cat; echo {number} > file; cat file"], Box(folder), stdin=f"in {number}\n")
+
+    with ThreadPoolExecutor(8) as beside:
+        assert list(beside.map(echo, range(8))) == [(0, f"in {number}\n{number}\n") for number in range(8)]
+
+
+@pytest.mark.slow
+def test_limits(inside):
+    def limited(code, **limits):
+        return python(code, Box(inside.folder, **limits))
+
+    assert "MemoryError" in limited("bytearray(2 << 30)")[1]
+    assert limited("while True: pass", seconds=1.0)[0] is None
+    assert "File too large" in limited("open('big', 'wb').write(bytes(32 << 20))")[1]
+    assert len(limited("print('x' * 10**6)")[1]) < 5000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("needs", "script", "expected"),
+    [
+        ("gcc", "echo 'int puts(char*); int main(){puts(\"hi\");}' > a.c; gcc -w a.c && ./a.out", "hi\n"),
+        (
+            "javac",
+            "echo 'class A {public static void main(String[] a) {System.out.println(1);}}' > A.java && javac A.java "
+            "&& java A",
+            "1\n",
+        ),
+        ("node", 'node -e \'console.log(require("child_process").execSync("echo hi").toString())\'', "hi\n\n"),
+        (
+            "git",
+            "git init -q . && git -c user.name=a -c user.email=b commit -qm x --allow-empty && git log --format=%s",
+            "x\n",
+        ),
+        ("perl", "perl -e 'print 1 + 1'", "2"),
+    ],
+)
+def test_languages(needs, script, expected, inside):
+    found = shutil.which(needs, path="/usr/local/bin:/usr/bin:/bin")
+    if found is None:
+        pytest.skip(f"{needs} is not installed")
+    assert run(["sh", "-c", script], Box(inside.folder, seconds=60.0, megabytes=8192)) == (0, expected)
+
+
+@pytest.mark.slow
+def test_a_start_takes_little(inside):
+    """About 4 times a bare start on an idle machine. The limit leaves room for others at work."""
+
+    def seconds(call):
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    command = ["sh", "-c", "true"]
+    run(command, inside)
+    pairs = [(seconds(lambda: subprocess.run(command)), seconds(lambda: run(command, inside))) for _ in range(50)]
+    bare, boxed = (statistics.median(each) for each in zip(*pairs, strict=True))
+    assert boxed < 15 * bare
