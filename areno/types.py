@@ -161,6 +161,8 @@ class GenerationRequest:
         top_logprobs: Number of most likely tokens to return for each sampled token. More than 0 makes decoding slower.
         prompt_logprobs: Whether to return log-probabilities of the prompt tokens too. The whole prompt is then
             computed, without the prefix cache, which is slower.
+        raw_logprobs: Whether to return log-probabilities under softmax(logits), without the temperature, too. Those of
+            the most likely tokens and of the prompt are then raw only. It makes decoding slower.
         first_sample: Sample number of the first completion. More than 0 if the samples of one prompt are divided among
             several requests.
         expected_tokens: Expected length of a completion in tokens. An engine with several copies of the model divides
@@ -183,6 +185,7 @@ class GenerationRequest:
     logit_bias: dict[int, float] = field(default_factory=dict)
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    raw_logprobs: bool = False
     first_sample: int = 0
     expected_tokens: float | None = None
     begun: Begun | None = None
@@ -192,6 +195,16 @@ class GenerationRequest:
     def edits_logits(self) -> bool:
         """Whether sampling needs changes of the logits that the sampling kernel does not compute."""
         return bool(self.logit_bias) or self.params.edits_logits
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether log-probabilities are wanted that the sampling kernel does not compute."""
+        return self.top_logprobs > 0 or self.raw_logprobs
+
+    @property
+    def scored_temperature(self) -> float:
+        """Temperature of the log-probabilities of the most likely tokens and of the prompt."""
+        return 1.0 if self.raw_logprobs else self.params.logprob_temperature
 
     def shares_prefill(self, other: GenerationRequest) -> bool:
         """Return whether one prefill serves both requests: they differ only in seeds, numbers of samples and hints.
@@ -236,6 +249,7 @@ class GenerationOutput:
             none.
         prompt_logprobs: For each prompt token after the first, (log-probability, most likely tokens). Only a finished
             output of a request with prompt_logprobs has them.
+        raw_logprobs: Log-probability of each token without the temperature. Empty unless requested.
         routes: With actor.routing_replay, the experts chosen for each token but the last, which is never computed:
             (tokens, layers with experts, experts per token), see RouteShape. Only a finished output has them.
         phases: In a run that is traced, (name, start) of each phase of a finished sample, see areno.trace.Phases.
@@ -250,6 +264,7 @@ class GenerationOutput:
     cached_tokens: int = 0
     top_logprobs: list[TokenScores] = field(default_factory=list)
     prompt_logprobs: list[tuple[float, TokenScores]] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
     routes: np.ndarray | None = None
     phases: Phases = ()
 

@@ -143,6 +143,13 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "that followed the same tokens before, in the conversation or in others with the same first messages. auto: on "
         "for GPUs (default: %(default)s)",
     )
+    add(
+        "--logprobs-mode",
+        choices=["raw_logprobs", "processed_logprobs"],
+        default="raw_logprobs",
+        help="log-probabilities in answers: those of softmax(logits), or of softmax(logits / temperature), from which "
+        "the answer is sampled. The extra field areno always has the latter (default: %(default)s)",
+    )
     add("--disable-thinking", action="store_true", help="pass enable_thinking=false to the chat template")
     add(
         "--allow-control-tokens",
@@ -268,6 +275,7 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
             seed=secrets.randbits(63),
             defaults=SamplingParams(max_new_tokens=context, max_context_len=context),
             thinking=False if arguments.disable_thinking else None,
+            raw_logprobs=arguments.logprobs_mode == "raw_logprobs",
         )
         thread = ServerThread(server.application, arguments.host, arguments.port, limits.shutdown_s)
         gc.freeze()  # otherwise garbage collection scans all imported modules and stops the server for 300 ms

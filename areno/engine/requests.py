@@ -112,8 +112,8 @@ class RequestLimits:
         elif not len(begun.logprobs) == len(begun.versions) == n_tokens:
             why = f"it continues after {n_tokens} tokens with {len(begun.logprobs)} log-probabilities and "
             why += f"{len(begun.versions)} versions; one for each token is needed"
-        elif request.top_logprobs or request.stream or request.pieces:
-            why = "it continues a sample and asks for top log-probabilities or partial outputs, which are not kept"
+        elif request.wants_scores or request.stream or request.pieces:
+            why = "it continues a sample and asks for top or raw log-probabilities or partial outputs; none is kept"
         else:
             return
         raise _refused(request, "begun", why)

@@ -134,6 +134,7 @@ def joined(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
                 logprobs=before.logprobs + output.logprobs,
                 versions=before.versions + output.versions,
                 top_logprobs=before.top_logprobs + output.top_logprobs,
+                raw_logprobs=before.raw_logprobs + output.raw_logprobs,
             )
         found[output.sample] = output
     return list(found.values())

@@ -30,11 +30,12 @@ def scores_of(output: GenerationOutput) -> list[TokenScore]:
         output: A partial or finished output of the engine.
 
     Returns:
-        One tuple (token id, log-probability, alternatives) for each token in `output.tokens`. The alternatives are a
-        list of (token id, log-probability), which is empty if the request asked for no alternatives.
+        One tuple (token id, log-probability, alternatives) for each token in `output.tokens`. The log-probability is
+        raw if the request asked for raw ones. The alternatives are a list of (token id, log-probability), which is
+        empty if the request asked for no alternatives.
     """
     top = output.top_logprobs or [[]] * len(output.tokens)
-    return list(zip(output.tokens, output.logprobs, top, strict=True))
+    return list(zip(output.tokens, output.raw_logprobs or output.logprobs, top, strict=True))
 
 
 def envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:

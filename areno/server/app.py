@@ -293,6 +293,7 @@ def build_server(
     seed: int = 0,
     thinking: bool | None = None,
     session: str | None = None,
+    raw_logprobs: bool = False,
 ) -> Server:
     """Build a server over an engine that is in a rollout phase.
 
@@ -309,13 +310,15 @@ def build_server(
         session: Name of a training session, or None for a public server. In a session, answers carry their token ids
             and log-probabilities in the extra field `areno`. `tool_choice` then forces nothing, because a forced token
             is not sampled by the policy.
+        raw_logprobs: Whether the API's log-probabilities are computed without the temperature. The field `areno` has
+            those of training, with the temperature.
 
     Returns:
         The server, whose `application` can be run.
     """
     stop_ids = frozenset(engine.spec.eos_token_ids) | frozenset(defaults.stop_token_ids or ())
     limits = limits or ServerLimits()
-    sampler = Sampler(engine, request_limits, limits, seed, stop_ids)
+    sampler = Sampler(engine, request_limits, limits, seed, stop_ids, raw_logprobs)
     threads = prompt_threads(tokenizer)
     conversations = Conversations(
         tokenizer,

@@ -157,6 +157,7 @@ class Sampler:
         seed: Seed from which the seeds of requests without a seed are derived. The n-th request without a seed for a
             given prompt gets the same seed in each run.
         stop_ids: Token ids that end a completion.
+        raw_logprobs: Whether the API's log-probabilities are computed without the temperature.
 
     Attributes:
         metrics: Counters for the page /metrics.
@@ -170,7 +171,9 @@ class Sampler:
         limits: ServerLimits,
         seed: int,
         stop_ids: frozenset[int],
+        raw_logprobs: bool = False,
     ):
+        self._raw_logprobs = raw_logprobs
         self.engine, self.request_limits, self.limits, self.stop_ids = engine, request_limits, limits, stop_ids
         self.metrics = ServerMetrics()
         self._seed = seed
@@ -204,6 +207,7 @@ class Sampler:
             stream=options.stream,
             logit_bias=options.logit_bias,
             top_logprobs=options.n_top or 0,
+            raw_logprobs=self._raw_logprobs and options.n_top is not None and options.params.logprob_temperature != 1,
             **more,
         )
         try:

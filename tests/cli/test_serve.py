@@ -55,6 +55,15 @@ def test_a_folder_is_served_until_a_signal_and_answers_under_way_are_finished(se
     )
     assert told.model_extra is not None
     assert len(told.model_extra["areno"]["choices"][0]["token_ids"]) <= 5
+    given: Any = {"model": "mine", "prompt": "hello", "max_tokens": 5, "seed": 1, "logprobs": 0}
+    cold: Any = client.completions.create(**given, temperature=0.5, extra_body={"return_token_ids": True})
+    [prompt], own = cold.areno["prompt_token_ids"], cold.areno["choices"][0]
+    whole: Any = client.completions.create(
+        model="mine", prompt=prompt + own["token_ids"], echo=True, max_tokens=0, logprobs=0
+    )
+    raw = whole.choices[0].logprobs.token_logprobs[len(prompt) :]
+    assert cold.choices[0].logprobs.token_logprobs == pytest.approx(raw, abs=1e-4)
+    assert own["logprobs"] != pytest.approx(raw, abs=1e-3)
     stream = client.chat.completions.create(
         model="mine",
         messages=HELLO,

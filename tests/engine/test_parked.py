@@ -131,7 +131,7 @@ def test_new_weights_go_on_as_if_all_tokens_before_were_theirs(folder: Path, mon
         ({"begun": Begun([2, 3], [-1.0], [0, 0])}, "one for each token"),
         ({"begun": Begun([64], [-1.0], [0])}, "token id 64"),
         ({"stream": True}, "partial outputs"),
-        ({"top_logprobs": 2}, "top log-probabilities"),
+        ({"top_logprobs": 2}, "top or raw log-probabilities"),
     ],
 )
 def test_what_cannot_continue_is_refused(engine: Engine, more: dict[str, Any], words: str) -> None:

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from areno import Trainer
+from areno import SamplingParams, Trainer
 from areno.agents.proxy import SessionProxy
 from areno.engine.decoder.cache_size import KV_BLOCK
 from tests.helpers.agent_model import EOS
@@ -116,6 +116,48 @@ def test_greedy_scores_of_a_prompt_are_those_of_a_forward_pass(client: OpenAI, t
             assert logprob == pytest.approx(top[name])
             assert max(top.values()) >= logprob
     assert logprobs.token_logprobs[1:] == pytest.approx(expected[1:], abs=1e-4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_raw_logprobs_leave_the_temperature_out_and_the_field_areno_does_not(
+    client: OpenAI, trainer: Trainer, proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch, stream: bool, is_raw: bool
+) -> None:
+    monkeypatch.setattr(proxy.server.sampler, "_raw_logprobs", is_raw)
+    how: Any = {"temperature": 0.5, "seed": 3, "logprobs": True, "max_tokens": 6, "stream": stream}
+    answer = chat(client, **how)
+    parts = list(answer) if stream else [answer]
+    scored = [one for part in parts for choice in part.choices if choice.logprobs for one in choice.logprobs.content]
+    told = next(part.areno for part in parts if hasattr(part, "areno"))
+    [prompt], own = [told["prompt_token_ids"]], told["choices"][0]
+    raw, processed = (
+        trainer.engine.logprobs("actor", [prompt + own["token_ids"]], SamplingParams(temperature=temperature))[0][
+            len(prompt) :
+        ].tolist()
+        for temperature in (1.0, 0.5)
+    )
+    assert own["logprobs"] == pytest.approx(processed, abs=1e-4)
+    assert [one.logprob for one in scored] == pytest.approx(raw if is_raw else processed, abs=1e-4)
+    assert raw != pytest.approx(processed, abs=1e-2)
+    how |= {"logprobs": 1, "prompt": "hello", "stream": False}
+    text: Any = client.completions.create(model="policy", **how)
+    own, [prompt] = text.areno["choices"][0], text.areno["prompt_token_ids"]
+    raw = trainer.engine.logprobs("actor", [prompt + own["token_ids"]])[0][len(prompt) :].tolist()
+    assert own["logprobs"] != pytest.approx(raw, abs=1e-2)
+    expected = raw if is_raw else own["logprobs"]
+    assert text.choices[0].logprobs.token_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_at_temperature_1_raw_logprobs_are_the_same_bits(
+    client: OpenAI, proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for is_raw in (False, True):
+        monkeypatch.setattr(proxy.server.sampler, "_raw_logprobs", is_raw)
+        answer = chat(client, seed=3, logprobs=True, temperature=1.0)
+        found.append([one.logprob for one in answer.choices[0].logprobs.content])
+        assert found[-1] == answer.areno["choices"][0]["logprobs"]
+    assert found[0] == found[1]
 
 
 def test_control_tokens_in_messages_are_text(client: OpenAI, trainer: Trainer) -> None:

@@ -399,14 +399,14 @@ class Decoder:
         self._n_generated += len(plain)
         touched = self._touched(pending, plain, table.has_stopped(plain_slots, tokens_B[plain]), streams)
         by_host = np.flatnonzero(by_host_B).tolist()
-        top = pending.top() if by_host else []
+        top, raw = (pending.top(), pending.raw()) if by_host else ([], [])
         for row in by_host:
             touched[row] = sequence = pending.sequences[row]
             if not math.isfinite(logprobs_B[row]):
                 self._fail(sequence)
             else:
                 self._n_generated += 1
-                sequence.accept(int(tokens_B[row]), float(logprobs_B[row]), self._in_flight_version, top[row])
+                sequence.accept(int(tokens_B[row]), float(logprobs_B[row]), self._in_flight_version, top[row], raw[row])
         return self._after_accepted(touched, streams)
 
     def _touched(
@@ -556,7 +556,7 @@ class Decoder:
             The sequences that end, in the order of the batch.
         """
         tokens_N, logprobs_N = pending.wait()
-        tokens, logprobs, top = tokens_N.tolist(), logprobs_N.tolist(), pending.top()
+        tokens, logprobs, top, raw = tokens_N.tolist(), logprobs_N.tolist(), pending.top(), pending.raw()
         is_wanted_B = self._scheduler.table.owner[pending.slots_B] == pending.owners_B
         finished, found, row = list[Sequence](), list[tuple[Sequence, int]](), 0
         for sequence, draft, is_wanted in zip(pending.sequences, drafts, is_wanted_B.tolist(), strict=True):
@@ -567,7 +567,7 @@ class Decoder:
             for at, drafted in zip(range(first, row), [*draft, None], strict=True):
                 if not math.isfinite(logprobs[at]):
                     self._fail(sequence)
-                elif not sequence.accept(tokens[at], logprobs[at], version, top[at]) and tokens[at] == drafted:
+                elif not sequence.accept(tokens[at], logprobs[at], version, top[at], raw[at]) and tokens[at] == drafted:
                     continue
                 break
             found.append((sequence, self._note_verified(sequence, draft, sequence.n_new - n_before)))

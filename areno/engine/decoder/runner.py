@@ -159,8 +159,7 @@ class Runner:
             sampler: The settings of the slots.
 
         Returns:
-            (2, B) float64, tokens and log-probabilities. If `edits` is given, (2 + 2K, B): the ids and the
-            log-probabilities of the K = `edits.n_top` most likely tokens follow.
+            (2, B) float64, tokens and log-probabilities. With `edits`, more rows follow as in `sample_edited`.
         """
         head, first = self.model.output, self.model.output.first
         local_BV = self._kept(logits_BV[:, first : first + head.n_valid], flags)
@@ -456,11 +455,11 @@ class Runner:
             leader, n_tokens = chunk.prefill.leader, chunk.end - chunk.start
             if leader.scores_prompt:
                 targets = leader.tokens[chunk.start + 1 : min(chunk.end, leader.n_prompt - 1) + 1]
-                params, top = leader.request.params, leader.request.top_logprobs
+                temperature, top = leader.request.scored_temperature, leader.request.top_logprobs
                 for at in range(0, len(targets), _SCORED_ROWS):
                     part = targets[at : at + _SCORED_ROWS]
                     logits_KV = self.model.logits(hidden_ND[start + at : start + at + len(part)])
-                    leader.prompt_logprobs += scores_of(logits_KV / params.logprob_temperature, part, top)
+                    leader.prompt_logprobs += scores_of(logits_KV / temperature, part, top)
                 for follower in chunk.prefill.followers:
                     follower.prompt_logprobs = leader.prompt_logprobs
             start += n_tokens
@@ -469,9 +468,8 @@ class Runner:
         """Launch the decode pass of a step, as a CUDA graph if possible.
 
         Returns:
-            (2, B) float64, tokens and log-probabilities. If a sequence needs LogitEdits, (2 + 2K, B): the ids and
-            the log-probabilities of the K most likely tokens follow. With drafts, there are more columns, as
-            PendingTokens describes.
+            (2, B) float64, tokens and log-probabilities. With LogitEdits, more rows follow as in `sample_edited`. With
+            drafts, there are more columns, as PendingTokens describes.
         """
         if isinstance(scheduled.drafts, TableDrafts):
             return self.ngrams.launch(scheduled.drafts, scheduled.table)
@@ -572,8 +570,7 @@ class Runner:
             of_rows: Settings of each row, for the verification of drafts. None takes those of the row's slot.
 
         Returns:
-            (2, B) float64, tokens and log-probabilities. If `edits` is given, (2 + 2K, B): the ids and the
-            log-probabilities of the K most likely tokens follow.
+            (2, B) float64, tokens and log-probabilities. With `edits`, more rows follow as in `sample_edited`.
         """
         slots_B, positions_B, index_B, shared_lens_B = rows[:4]
         batch = PagedBatch(

@@ -1,9 +1,9 @@
 """Sampling with the settings of each sequence in the batch.
 
 SlotSampler keeps the settings on the device, one entry for each slot, and calls the kernels of `kernels/sampling`.
-LogitEdits applies the settings that few requests use: bias, presence penalty, min-p and top log-probabilities. These
-run in torch, only on the rows of such requests, and outside of CUDA graphs. Tokens are drawn from the edited logits,
-while the returned log-probabilities are those of the unedited policy.
+LogitEdits applies the settings that few requests use: bias, presence penalty, min-p, top and raw log-probabilities.
+These run in torch, only on the rows of such requests, and outside of CUDA graphs. Tokens are drawn from the edited
+logits, while the returned log-probabilities are those of the unedited policy.
 
 Shape letters: B rows of the batch, R rows among them with edits, V vocabulary.
 """
@@ -378,6 +378,8 @@ class LogitEdits:
         frequency_R: float32, frequency penalty of each row.
         min_p_R: float32, min-p of each row. 0 for greedy rows.
         n_top: Largest number of most likely tokens that any row requests.
+        temperature_R: float32, temperature of the log-probabilities that a row requests. None if it is that of its slot
+            in all rows.
     """
 
     rows_R: Tensor
@@ -386,6 +388,7 @@ class LogitEdits:
     frequency_R: Tensor
     min_p_R: Tensor
     n_top: int
+    temperature_R: Tensor | None = None
 
     @classmethod
     def of(cls, sequences: list[Sequence], upload: Callable[[np.ndarray], Tensor]) -> LogitEdits | None:
@@ -407,8 +410,11 @@ class LogitEdits:
         if biases:
             at = upload(np.array([entry[:2] for entry in biases], dtype=np.int64).T.copy())
             bias = (at[0], at[1], upload(np.array([entry[2] for entry in biases], dtype=np.float32)))
-        n_top = max(sequence.request.top_logprobs for sequence in chosen)
-        return cls(upload(np.array(rows, dtype=np.int64)), bias, presence_R, frequency_R, min_p_R, n_top)
+        requests = [sequence.request for sequence in chosen]
+        n_top, scored = max(request.top_logprobs for request in requests), None
+        if any(request.raw_logprobs for request in requests):
+            scored = upload(np.array([request.scored_temperature for request in requests], dtype=np.float32))
+        return cls(upload(np.array(rows, dtype=np.int64)), bias, presence_R, frequency_R, min_p_R, n_top, scored)
 
     def apply(
         self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor, sampler: SlotSampler, flags: SamplingFlags
@@ -466,9 +472,9 @@ def sample_edited(
         edits: The edits, and the rows that need them.
 
     Returns:
-        (2 + 2 * n_top, B) float64: tokens, log-probabilities, then the ids and the log-probabilities of the n_top
-        most likely tokens. Log-probabilities are computed from unedited logits. The ids and log-probabilities of the
-        most likely tokens are -1 for rows without edits.
+        (3 + 2 * n_top, B) float64: tokens, log-probabilities, log-probabilities at `edits.temperature_R`, then the ids
+        and the log-probabilities of the n_top most likely tokens at this temperature. Log-probabilities are computed
+        from unedited logits. All but the first two are -1 for rows without edits.
     """
     rows_R, slots_R = edits.rows_R, slots_B[edits.rows_R]
     policy_RV = logits_BV[rows_R]
@@ -478,12 +484,14 @@ def sample_edited(
     logprobs_RV = (policy_RV / sampler.tensors.temperature[slots_R, None]).double().log_softmax(-1)
     tokens_R = out_2B[0, rows_R].long()
     out_2B[1, rows_R] = logprobs_RV.gather(1, tokens_R[:, None]).squeeze(1)
-    top_2KB = out_2B.new_full((2, edits.n_top, out_2B.shape[1]), -1)
+    if edits.temperature_R is not None:
+        logprobs_RV = (policy_RV / edits.temperature_R[:, None]).double().log_softmax(-1)
+    scores_KB = out_2B.new_full((1 + 2 * edits.n_top, out_2B.shape[1]), -1)
+    scores_KB[0, rows_R] = logprobs_RV.gather(1, tokens_R[:, None]).squeeze(1)
     if edits.n_top:
         values_RK, ids_RK = logprobs_RV.topk(edits.n_top, dim=-1)
-        top_2KB[0, :, rows_R] = ids_RK.T.double()
-        top_2KB[1, :, rows_R] = values_RK.T
-    return torch.cat([out_2B, top_2KB.flatten(0, 1)])
+        scores_KB[1:, rows_R] = torch.cat((ids_RK.T.double(), values_RK.T))
+    return torch.cat([out_2B, scores_KB])
 
 
 def scores_of(scaled_KV: Tensor, tokens: list[int], n_top: int) -> list[tuple[float, TokenScores]]:
@@ -526,9 +534,8 @@ class PendingTokens:
         sequences: The sequences that get a token.
         slots_B: int64, their slots.
         owners_B: int64, entry `owner` of these slots in the SlotTable at the launch.
-        sampled: (2 + 2K, len(sequences)) float64 on the host: token, log-probability, then the ids and the
-            log-probabilities of the K most likely tokens. K is 0 if no sequence requests most likely tokens. Valid
-            after `ready`.
+        sampled: (2, len(sequences)) float64 on the host: token and log-probability. With LogitEdits, more rows follow
+            as in `sample_edited`. Valid after `ready`.
         ready: CUDA event that marks the end of the copy. None on a CPU.
         drafts: The drafts that the pass verified. `sampled` then has a column for each row of a DraftedRows. With
             TableDrafts, it has 1 + J columns for each sequence, and a third row with their input tokens, -1 without
@@ -567,4 +574,11 @@ class PendingTokens:
 
         Call `wait` first. The lists are empty if no sequence requests most likely tokens.
         """
-        return token_scores(self.sampled.numpy()[2:], self.sampled.shape[1])
+        return token_scores(self.sampled.numpy()[3:], self.sampled.shape[1])
+
+    def raw(self) -> list[float]:
+        """Return the log-probability without the temperature of each sampled token, for sequences that request it.
+
+        Call `wait` first.
+        """
+        return self.sampled.numpy()[2 if len(self.sampled) > 2 else 1].tolist()

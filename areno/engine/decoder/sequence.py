@@ -98,6 +98,7 @@ class Sequence:
         logprobs: Log-probability of each completion token.
         versions: For each completion token, version of the weights that sampled it.
         top_logprobs: For each completion token, the most likely tokens. Empty unless requested.
+        raw_logprobs: Log-probability of each completion token without the temperature. Empty unless requested.
         prompt_logprobs: For each scored prompt token, (log-probability, most likely tokens). Empty unless requested.
         n_cached: Number of prompt tokens found in the prefix cache when the sample was first admitted.
         n_streamed: Number of completion tokens already returned in partial outputs.
@@ -121,6 +122,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TokenScores] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[tuple[float, TokenScores]] = field(default_factory=list)
     n_cached: int = 0
     n_streamed: int = 0
@@ -160,7 +162,7 @@ class Sequence:
         table.has_grammar[slot], table.needs_edits[slot] = self.grammar is not None, self.needs_edits
         request = self.request
         table.needs_host[slot] = bool(
-            self.grammar is not None or self.stop_strings is not None or request.top_logprobs or request.stream
+            self.grammar is not None or self.stop_strings is not None or request.wants_scores or request.stream
         )
         table.in_pieces[slot] = request.pieces
         self.table, self.slot = table, slot
@@ -280,7 +282,7 @@ class Sequence:
     @property
     def needs_edits(self) -> bool:
         """Whether sampling needs LogitEdits, as for a logit bias, min-p or top log-probabilities."""
-        return self.request.edits_logits or self.request.top_logprobs > 0
+        return self.request.edits_logits or self.request.wants_scores
 
     @property
     def is_penalized(self) -> bool:
@@ -297,7 +299,7 @@ class Sequence:
         """Number of completion tokens that must be sampled before a token in `stop_ids` is allowed."""
         return min(self.request.params.min_new_tokens, self.max_new) if self.stop_ids else 0
 
-    def accept(self, token: int, logprob: float, version: int, top: TokenScores | None = None) -> bool:
+    def accept(self, token: int, logprob: float, version: int, top: TokenScores | None = None, raw: float = 0) -> bool:
         """Append a token that has arrived from the device.
 
         Args:
@@ -305,6 +307,7 @@ class Sequence:
             logprob: Log-probability of the token.
             version: Version of the weights that sampled the token.
             top: Most likely tokens with their log-probabilities. None if not computed.
+            raw: Log-probability without the temperature, if it is requested.
 
         Returns:
             Whether the sequence ends with this token. `finish_reason` is set then.
@@ -317,6 +320,8 @@ class Sequence:
             self.table.n_new[self.slot] += 1
         if self.request.top_logprobs and top is not None:
             self.top_logprobs.append(top[: self.request.top_logprobs])
+        if self.request.raw_logprobs:
+            self.raw_logprobs.append(raw)
         n_new = len(self.logprobs)
         if self.grammar is not None:
             self.grammar.accept(token)
@@ -396,6 +401,7 @@ class Sequence:
                 "cached_tokens": self.n_cached,
                 "top_logprobs": self.top_logprobs[start:],
                 "prompt_logprobs": [] if self.finish_reason is None else self.prompt_logprobs,
+                "raw_logprobs": self.raw_logprobs[start:],
                 "routes": None,
                 "phases": phases,
             }

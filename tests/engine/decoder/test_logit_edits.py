@@ -11,6 +11,7 @@ import torch
 from areno.errors import EngineError
 from areno.kernels.sampling.reference import sample_key, uniform
 from areno.types import GenerationRequest
+from tests.helpers.drafters import KnownDrafter
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.tiny_decoder import MIXED, VOCAB, forward_logits, make_decoder, mixed_outputs, request, run
 
@@ -97,6 +98,44 @@ def test_prompt_logprobs_are_those_of_a_forward_pass(settings: dict[str, int]) -
         for place, (logprob, top) in enumerate(output.prompt_logprobs):
             assert logprob == pytest.approx(logprobs_NV[place, plain.prompt[place + 1]].item(), abs=1e-4)
             assert [token for token, _ in top] == logprobs_NV[place].topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_raw_logprobs_leave_the_temperature_out(drafts: bool) -> None:
+    plain = request(55, 12, max_new_tokens=9, temperature=0.5, frequency_penalty=0.5)
+    raw = replace(plain, raw_logprobs=True, top_logprobs=2, prompt_logprobs=True)
+    neighbours = [plain, replace(plain, top_logprobs=3, seed=1, request_id=56), MIXED[1]]
+    alone = {}
+    for item in [raw, *neighbours]:
+        decoder = make_decoder()
+        decoder.submit(item)
+        alone |= run(decoder)
+    decoder = make_decoder()
+    if drafts:
+        known = {(id_ + more, n): output.tokens for (id_, n), output in alone.items() for more in (0, 100)}
+        decoder.use_drafter(KnownDrafter(known, VOCAB, 0.3))
+    for item in [raw, *(replace(each, request_id=each.request_id + 100) for each in neighbours)]:
+        decoder.submit(item)
+    outputs = run(decoder)
+    output, row = outputs[55, 0], list(raw.prompt)
+    assert len(output.raw_logprobs) == len(output.tokens)
+    for token, logprob, of_raw, top in zip(
+        output.tokens, output.logprobs, output.raw_logprobs, output.top_logprobs, strict=True
+    ):
+        logits_V = forward_logits(row)[-1].double()
+        expected_V = logits_V.log_softmax(-1)
+        assert of_raw == pytest.approx(expected_V[token].item(), abs=1e-4)
+        assert logprob == pytest.approx((logits_V / 0.5).log_softmax(-1)[token].item(), abs=1e-4)
+        assert [value for _, value in top] == pytest.approx(expected_V.topk(2).values.tolist(), abs=1e-4)
+        row.append(token)
+    logprobs_NV = forward_logits(raw.prompt).double().log_softmax(-1)
+    for place, (logprob, _) in enumerate(output.prompt_logprobs):
+        assert logprob == pytest.approx(logprobs_NV[place, raw.prompt[place + 1]].item(), abs=1e-4)
+    for item in neighbours:
+        found, expected = outputs[item.request_id + 100, 0], alone[item.request_id, 0]
+        assert found.tokens == expected.tokens
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+        assert found.raw_logprobs == []
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 3])
