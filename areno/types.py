@@ -605,12 +605,14 @@ class RewardOutcome:
             filled the context.
         message: Why there is no reward, in words. "" if there is a reward.
         parts: Unweighted components of the reward by name. Empty if the reward is a single number.
+        key: The setting to look at if there is no reward.
     """
 
     value: float | None
     status: Literal["ok", "timeout", "error", "not_finite", "agent_error", "agent_timeout", "agent_filtered"] = "ok"
     message: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
+    key: str = "reward.fn"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -541,6 +541,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         with self._named():
             with self.clock.phase("train" if role == "actor" else f"train_{role}"):
                 stats = engine.train(rows, loss_fn, update, role, "batch_data[{}]")
+            if self._steps is not None and not stats["response_len"]:
+                logger.warning("no row of batch_data has a trained token, so the update was skipped (skipped_steps)")
             return stats if self._steps is None else self._steps.trained(role, rows, stats)
 
     # -- further models --------------------------------------------------------------------------------------------

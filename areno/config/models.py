@@ -171,8 +171,8 @@ class UpdatedModelConfig(Section):
     )
     max_skipped_steps: int | None = setting(
         10,
-        help="An optimizer step is skipped if its loss or gradient is not finite. After this many consecutive "
-        "skipped steps, the run ends with an error. null: the run never ends for this reason",
+        help="Steps in a row without an update after which the run ends with an error. An update is skipped if loss or "
+        "gradient is not finite, or if no sample of the step has a reward. null: no limit",
         gt=0,
     )
     gradient_checkpointing: bool = setting(

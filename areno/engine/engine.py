@@ -221,6 +221,14 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         keep_old_logprobs(rows, shares, results[:: layout.cp_size])
         return results[0].stats
 
+    def skip_updates(self, role: str, n: int) -> dict[str, float]:
+        """Count updates of a trained role that have no rows. Only its learning-rate schedule advances.
+
+        Returns:
+            The statistics `lr` and `skipped_steps`.
+        """
+        return self._call("skip_updates", role, n)[0]
+
     def logprobs(
         self,
         role: str,

@@ -442,6 +442,10 @@ class Worker:
         result.seconds = time.perf_counter() - started
         return result
 
+    def skip_updates(self, role: str, n: int) -> dict[str, float]:
+        """Count updates of a role that have no rows, and return their statistics. The schedule advances."""
+        return self.roles[role].backend.skip_updates(n)
+
     def _hold_teacher(self, divergence: Divergence, role: str) -> AbstractContextManager[TeacherPasses]:
         """Return a context that holds the model of a role on the device, and yields its passes as a teacher."""
         return self.roles[role].as_teacher(divergence)
@@ -541,12 +545,9 @@ class Worker:
         """
         lora = self.roles[role].spec.lora
         paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.actor.path)
+        how: dict[str, Any] = {"source": [path for path in paths if path], "dp": self.context.dp}
+        how["pin_memory"] = background and self.context.device.type == "cuda"
         with self.roles[role].on_device() as backend:
-            how: dict[str, Any] = {
-                "source": [path for path in paths if path],
-                "dp": self.context.dp,
-                "pin_memory": background and self.context.device.type == "cuda",
-            }
             if lora is None or merge:
                 writes = file_writes(backend.model, folder, **how)
             else:

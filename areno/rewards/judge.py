@@ -278,11 +278,11 @@ def add_judged(
         if own.value is None:
             found.append(own)
         elif verdict.value is None:
-            found.append(RewardOutcome(None, verdict.status, verdict.message, parts))
+            found.append(RewardOutcome(None, verdict.status, verdict.message, parts, KEY))
         elif problem := reward_problem(value := own.value + weight * verdict.value):
-            found.append(RewardOutcome(None, "not_finite", f"with the judge: {problem}", parts))
+            found.append(RewardOutcome(None, "not_finite", f"with the judge: {problem}", parts, KEY))
         else:
             found.append(RewardOutcome(value, parts=parts))
     asked = [index for index, own in enumerate(before) if own.value is not None]
-    report_failures([records[index] for index in asked], [found[index] for index in asked], KEY)
+    report_failures([records[index] for index in asked], [found[index] for index in asked])
     return found

@@ -87,6 +87,8 @@ class RewardPool(WorkerPool[RewardConfig]):
         """
         outcomes = self.outcomes(records)
         report_failures(records, outcomes)
+        if outcomes and all(outcome.value is None for outcome in outcomes):
+            raise no_reward(outcomes)
         return outcomes
 
     def outcomes(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
@@ -416,17 +418,8 @@ def _span(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def report_failures(records: Sequence[Record], outcomes: Sequence[RewardOutcome], key: str = KEY) -> None:
-    """Log the first samples that could not be scored, and the number of failures.
-
-    Args:
-        records: The samples.
-        outcomes: The outcome for each sample.
-        key: The setting that the error names.
-
-    Raises:
-        ArenoError: None of the samples could be scored.
-    """
+def report_failures(records: Sequence[Record], outcomes: Sequence[RewardOutcome]) -> None:
+    """Log the first samples that could not be scored, and the number of failures."""
     failed = [(outcome, record) for outcome, record in zip(outcomes, records, strict=True) if outcome.status != "ok"]
     for outcome, record in failed[:_LOGGED_FAILURES]:
         sample = (_short(value) for value in (record.prompt, record.completion, record.solutions))
@@ -434,10 +427,13 @@ def report_failures(records: Sequence[Record], outcomes: Sequence[RewardOutcome]
         logger.warning(text, outcome.status, outcome.message, *sample)
     if len(failed) > _LOGGED_FAILURES:
         logger.warning("reward: %d samples of %d could not be scored", len(failed), len(outcomes))
-    if failed and len(failed) == len(outcomes):
-        first, _ = failed[0]
-        text = f"no reward could be computed for any of the {len(outcomes)} samples"
-        raise ArenoError(Problem(key, f"{text}; the first: {first.status}: {first.message}"))
+
+
+def no_reward(outcomes: Sequence[RewardOutcome]) -> ArenoError:
+    """Return the error of samples of which none has a reward, with the last failure."""
+    text = "no reward could be computed for any of the {} samples; the last: {}: {}"
+    last = outcomes[-1]
+    return ArenoError(Problem(last.key, text, len(outcomes), last.status, last.message))
 
 
 def _short(value: Any) -> str:

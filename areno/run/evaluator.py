@@ -63,7 +63,8 @@ class Evaluator:
         found = {name: self._measure(name, loader) for name, loader in self._loaders.items()}
         scalars = found[""] if found.keys() == {""} else over_sets(found)
         self.evaluated_step = step
-        self._compare(step, scalars.get(self.metric, math.nan))
+        if self.metric in scalars:  # it is not if no sample has a reward
+            self._compare(step, scalars[self.metric])
         return scalars
 
     def _compare(self, step: int, value: float) -> None:

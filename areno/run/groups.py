@@ -339,9 +339,10 @@ class Admission:
         """End the decisions after a decoding interval. The rewards of whole groups may be waited for from now on."""
         self._n_old = len(self._unknown)
 
-    def keep_dropped(self) -> None:
-        """Fill the step with dropped groups. Call it at the end of a step that has dropped all its groups."""
-        self.taken, self.dropped = self.dropped[: self.size], self.dropped[self.size :]
+    def keep_dropped(self, has_reward: Callable[[Group], bool]) -> None:
+        """Fill the step with dropped groups that have a reward. For the end of a step that has dropped all groups."""
+        self.taken = [group for group in self.dropped if has_reward(group)][: self.size]
+        self.dropped = [group for group in self.dropped if group not in self.taken]
 
 
 def n_tokens(output: Any) -> int:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from areno.config.experiments import ExperimentConfig
+from areno.config.models import PolicyConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
-from areno.errors import EngineError, Key
+from areno.errors import ArenoError, EngineError, Key, Problem
 from areno.run.progress import RunProgress
 from areno.tracking.console import log_start
 from areno.tracking.display.display import Display, chosen_console, settings_shown
@@ -28,6 +29,7 @@ from areno.tracking.recorder import open_trackers
 from areno.tracking.run_folder import RunFiles, overrides_of
 from areno.tracking.run_log import RunLog
 from areno.tracking.tracker import Tracker
+from areno.types import RewardOutcome
 
 logger = logging.getLogger("areno")
 
@@ -95,6 +97,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             self._divergence.ratio = (actor.clip_against_rollout, actor.ratio_level, remedy)
         self._n_skipped = 0  # consecutive steps whose update was skipped because of a value that is not finite
         self._n_applied = 0  # steps whose update was applied
+        self._unrewarded = 0, "", ""  # consecutive steps without a reward; setting and reason of the last failure
 
     def __exit__(self, *exc: object) -> None:
         self.trackers.finish()
@@ -142,7 +145,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
     def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
         """Count consecutive steps whose updates were all skipped because loss or gradient norm was not finite.
 
-        The first such step of the run causes a warning.
+        The first such step of the run causes a warning, and so does the first step without a trained token.
 
         Args:
             stats: Statistics of the step, with "loss" and "grad_norm".
@@ -161,11 +164,45 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
                 self._progress.step,
                 " and ".join(broken),
             )
+        if not (applied or broken) and self._divergence.is_first("nothing trained"):
+            text = "step %d: no token is trained, so the update was skipped (train/skipped_steps)"
+            if isinstance(self.config.actor, PolicyConfig) and self.config.actor.mask_no_eos_with_zero:
+                text += (
+                    "; actor.mask_no_eos_with_zero leaves out samples that are cut off: raise gconfig.max_new_tokens"
+                )
+            logger.warning(text, self._progress.step)
         if (most := self.config.actor.max_skipped_steps) is not None and self._n_skipped >= most:
             _raise_skipped(f"{self._n_skipped} steps in a row")
 
+    def watch_rewards(self, outcomes: Sequence[RewardOutcome]) -> None:
+        """Count consecutive steps in which no sample has a reward, and warn of each.
+
+        Args:
+            outcomes: The outcome of each sample of the step.
+
+        Raises:
+            ArenoError: actor.max_skipped_steps consecutive steps had no reward.
+        """
+        if any(outcome.value is not None for outcome in outcomes):
+            self._unrewarded = 0, "", ""
+            return
+        n, last, most = self._unrewarded[0] + 1, outcomes[-1], self.config.actor.max_skipped_steps
+        self._unrewarded = n, last.key, f"{last.status}: {last.message}"
+        text = "step %d: no sample has a reward, so none is trained (train/skipped_steps)"
+        text += "" if most is None else f"; {most} such steps in a row end the run (actor.max_skipped_steps)"
+        logger.warning(text, self._progress.step)
+        if most is not None and n >= most:
+            self._raise_unrewarded(f"{n} steps in a row")
+
+    def _raise_unrewarded(self, steps: str) -> NoReturn:
+        _, key, reason = self._unrewarded
+        text = "no reward could be computed for any sample of {} (see {}); the last: {}"
+        raise ArenoError(Problem(key, text, steps, Key("actor.max_skipped_steps"), reason))
+
     def check_learned(self) -> None:
-        """Raise EngineError if the run has skipped updates and has never applied one."""
+        """Raise an error if no step of the run had a reward, or if it skipped updates and has never applied one."""
+        if self._unrewarded[0] >= self._progress.step > 0:
+            self._raise_unrewarded("all steps")
         if self._n_skipped and not self._n_applied:
             _raise_skipped("all steps")  # a checkpoint would look as if the run had learned something
 
@@ -174,6 +211,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         return {
             "n_skipped": self._n_skipped,
             "n_applied": self._n_applied,
+            "unrewarded": list(self._unrewarded),
             "divergence": self._divergence.state_dict(),
         }
 
@@ -184,6 +222,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             state: The saved counters.
         """
         self._n_skipped, self._n_applied = state["n_skipped"], state["n_applied"]
+        self._unrewarded = tuple(state.get("unrewarded", (0, "", "")))
         self._divergence.load_state_dict(state["divergence"])
 
 

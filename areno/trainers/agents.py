@@ -32,7 +32,7 @@ from areno.config.rollout import GenerationConfig, SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import OnProgress
 from areno.engine.spec import RolloutStats
-from areno.errors import ArenoError, DataError, Problem
+from areno.errors import DataError
 from areno.plan.plan import sampling_params
 from areno.run.groups import AgentSample, Choice, Group
 from areno.run.live_agents import LiveAgents
@@ -199,9 +199,6 @@ def sample_with_agents(
         take: Called when an agent ends, with its sample.
         at_once: Number of prompts whose agents run at the same time. None runs all.
         max_running: Largest number of samples that are decoded at the same time. None: as in training.
-
-    Raises:
-        ArenoError: No agent returned a trajectory that can be trained on.
     """
     batch = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
     _log_begin(setup, len(items), gconfig.n_samples)
@@ -295,9 +292,6 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, tak
         live: The agents in progress.
         choice: The choice of the groups (the samples of one prompt). Agents start for those that have not begun.
         take: Function that receives samples of the groups that the step trains on, as soon as they are certain.
-
-    Raises:
-        ArenoError: No agent of these groups returned a trajectory that can be trained on.
     """
     run, agents, n_samples = setup.run, setup.agents, setup.config.gconfig.n_samples
     assert agents is not None
@@ -387,7 +381,8 @@ def _sample(
 
     def failed(status: Any, message: str) -> tuple[ScoredSample, None]:
         nothing = RolloutSequence(resp_tokens=[], resp_logprobs=[])
-        verdict = RewardOutcome(None, status, message)
+        key = "gconfig.max_tokens" if status == "agent_filtered" else "agent.fn"
+        verdict = RewardOutcome(None, status, message, key=key)
         return ScoredSample(item=item, sequence=nothing, completion="", outcome=verdict, group=group), None
 
     if outcome.status == "filtered":
@@ -417,10 +412,7 @@ def _sample(
 
 
 def _report(samples: Sequence[ScoredSample]) -> None:
-    """Log how many samples, tokens and tool calls a rollout has, and the first failures.
-
-    Raises ArenoError if all samples failed.
-    """
+    """Log how many samples, tokens and tool calls a rollout has, and the first failures."""
     done = [sample.trajectory for sample in samples if sample.trajectory is not None]
     logger.info(
         "agentic train batch built samples=%d tokens=%d messages=%d tool_calls=%d tool_results=%d",
@@ -435,8 +427,3 @@ def _report(samples: Sequence[ScoredSample]) -> None:
     for sample in [sample for sample in failed if sample.outcome.status != "agent_filtered"][:_LOGGED_FAILURES]:
         outcome = sample.outcome
         logger.warning("%s: %s; prompt=%r", outcome.status, outcome.message, sample.item.prompt[:_PREVIEW])
-    if failed and not done:
-        first = failed[0].outcome
-        text = f"none of the {len(failed)} trajectories can be trained on; the first: {first.message}"
-        key = "gconfig.max_tokens" if first.status == "agent_filtered" else "agent.fn"
-        raise ArenoError(Problem(key, text))

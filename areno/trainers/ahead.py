@@ -113,7 +113,7 @@ def sample_replacing(
 
     Prompts begin in the order of the data. A group with different rewards is trained in this step, or in a later one if
     the step is full. If the step may take no further batch (rollout.max_sampling_rounds, or the end of the data), it
-    may train on fewer groups. If all groups are dropped, the step trains on the first of them.
+    may train on fewer groups. If all groups are dropped, the step trains on the first of them that have rewards.
 
     Args:
         setup: Models, data, settings and outputs of the run.
@@ -146,8 +146,9 @@ def sample_replacing(
                 with setup.trainer.rollout_session(sampling_params=params, proxy=False):
                     parked = setup.trainer.rollout_until([], replacing, DECISION_STEPS)
             if not admission.taken:
-                warn_all_equal()
-                admission.keep_dropped()
+                admission.keep_dropped(replacing.has_reward)
+                if admission.taken:
+                    warn_all_equal()
             in_flight.end(step, admission, [(replacing.group_of[each.request_id], each) for each in parked])
             log_stage("rollout_end")
         with run.clock.phase("reward"):  # waits for the rewards that are still being computed
@@ -206,6 +207,10 @@ class _Replacing:
     def _is_uniform(self, group: Group) -> bool:
         """Wait for the rewards of a group, and return whether all are equal."""
         return len(set(self._scorer.rewards_of(self._places[group]))) < 2
+
+    def has_reward(self, group: Group) -> bool:
+        """Return whether a sample of a whole group has a reward."""
+        return bool(self._scorer.rewards_of(self._places[group]))
 
     def _begin(self, groups: Sequence[Group]) -> list[GenerationRequest]:
         """Prepare the scoring of groups that begin, and return their requests."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from areno.config.rollout import GenerationConfig
 from areno.data.loader import BatchLoader
 from areno.engine.spec import DraftCounts, RolloutStats
 from areno.plan.plan import sampling_params
+from areno.plan.schedule import n_updates
+from areno.rewards.pool import no_reward
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agents import sample_with_agents
@@ -28,6 +31,8 @@ from areno.types import (
     ScoredSample,
     TrainSequence,
 )
+
+logger = logging.getLogger("areno")
 
 
 def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
@@ -52,7 +57,8 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     n_tokens = sum(sample.sequence.n_tokens for sample in samples)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
     run.log({**metrics, **group_metrics(samples), **rollout.scalars})
-    run.progress.keep(reward_mean=metrics["rollout/rewards_mean"])
+    if "rollout/rewards_mean" in metrics:
+        run.progress.keep(reward_mean=metrics["rollout/rewards_mean"])
 
 
 def draft_metrics(counts: DraftCounts) -> dict[str, float]:
@@ -95,8 +101,12 @@ def samples_logged(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSeq
         setup: Models, data, settings and outputs of the run.
         rollout: The samples of the step.
         rows: The training rows of `rollout.kept`.
+
+    Raises:
+        ArenoError: Too many consecutive steps had no reward.
     """
     try:
+        setup.run.outputs.watch_rewards([sample.outcome for sample in rollout.samples])
         with setup.run.tracer.training(setup.run.step, rollout.samples, rollout.keep.tolist()):
             yield
     finally:
@@ -153,14 +163,45 @@ class Rollout:
         return [sample.group for sample in self.kept]
 
 
+def rollouts(setup: PolicySetup) -> Iterator[Rollout]:
+    """Yield the rollout of each step of the run, and skip the update of steps without a sample to train on."""
+    for batch in setup.run.steps():
+        rollout = collect(setup, batch)
+        if rollout.kept:
+            yield rollout
+        else:
+            skip_step(setup, rollout)
+
+
+def skip_step(setup: PolicySetup, rollout: Rollout) -> None:
+    """End a step that has no sample to train on."""
+    log_rollout(setup, rollout, [])
+    with samples_logged(setup, rollout, []):
+        stats = skip_updates(setup)
+    setup.run.end_step(stats)
+
+
+def skip_updates(setup: PolicySetup) -> dict[str, float]:
+    """Count the updates of a step that has no rows as skipped, and return their train/* statistics."""
+    run, stats = setup.run, dict[str, float]()
+    before, after = (n_updates(setup.config, n) for n in (run.step - 1, run.step))
+    for role in after:
+        if n := after[role] - before[role]:
+            is_actor = role == "actor"
+            with run.clock.phase("train" if is_actor else f"train_{role}"):
+                found = setup.trainer.engine.skip_updates(role, n)
+            stats |= {name if is_actor else f"{role}_{name}": value for name, value in found.items()}
+    return stats
+
+
 def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     """Sample and score the prompts of a step.
 
     With rollout.dynamic_sampling, groups (the samples of one prompt) whose rewards are all equal are dropped. The
     dropped groups are replaced by sampling further prompts, until enough groups remain or rollout.max_sampling_rounds
-    rounds are done. With dynamic_bs, dropped groups are not replaced. If no group would remain, the first groups of the
-    step are kept in spite of their equal rewards. With rollout.max_head_offpolicyness above 0, other prompts begin as
-    soon as a group is dropped, see `areno.trainers.ahead.sample_replacing`.
+    rounds are done. With dynamic_bs, dropped groups are not replaced. If no group would remain, the first groups with
+    rewards are kept in spite of their equal rewards. With rollout.max_head_offpolicyness above 0, other prompts begin
+    as soon as a group is dropped, see `areno.trainers.ahead.sample_replacing`.
 
     With rollout.prompts_ahead, which rollout.max_head_offpolicyness above 0 implies, the step does not wait for its
     longest samples, see `areno.trainers.ahead`.
@@ -288,7 +329,9 @@ def sample_and_score(
     return samples
 
 
-def evaluate_policy(setup: PolicySetup, name: str, loader: BatchLoader[PromptItem]) -> dict[str, float]:
+def evaluate_policy(
+    setup: PolicySetup, name: str, loader: BatchLoader[PromptItem], may_fail: bool = True
+) -> dict[str, float]:
     """Sample and score a whole validation set, and log its samples.
 
     Args:
@@ -296,9 +339,13 @@ def evaluate_policy(setup: PolicySetup, name: str, loader: BatchLoader[PromptIte
         name: Name of the validation set.
         loader: Loader of the prompts of the set. The setting batch_size is the number of prompts that are sampled at
             the same time; when a prompt is complete, the next prompt starts.
+        may_fail: Whether a set of which no sample has a reward is a warning instead of an error.
 
     Returns:
         The metrics of the set by name, without the prefix eval/.
+
+    Raises:
+        ArenoError: No sample has a reward.
     """
     gconfig = setup.config.eval_gconfig or setup.config.gconfig
     items = [item for batch in loader.batches() for item in batch.items]
@@ -312,4 +359,9 @@ def evaluate_policy(setup: PolicySetup, name: str, loader: BatchLoader[PromptIte
     )
     setup.run.tracer.add_samples(f"eval {name} {setup.run.step}", samples)
     setup.run.outputs.trackers.eval_samples(setup.run.step, samples, name)
+    if all(sample.outcome.value is None for sample in samples):
+        error = no_reward([sample.outcome for sample in samples])
+        if not may_fail:
+            raise error
+        logger.warning("evaluation %s: %s", name or "of the validation set", error)
     return evaluation_metrics(samples, gconfig.n_samples)

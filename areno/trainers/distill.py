@@ -17,7 +17,7 @@ from areno.errors import DataError, Key
 from areno.run.run import fault_tolerant
 from areno.run.setup import RewardFns
 from areno.tracking.tracker import Tracker
-from areno.trainers.collect import collect, log_rollout, samples_logged
+from areno.trainers.collect import collect, log_rollout, samples_logged, skip_step
 from areno.trainers.loop import RewardLoop
 from areno.trainers.update import rows_of, set_teachers, update_policy
 from areno.types import PromptItem, TrainSequence
@@ -76,6 +76,9 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
             rows = self.given_rows(batch.items[n_own:])
             if n_own:
                 rollout = collect(setup, replace(batch, items=batch.items[:n_own]))  # the student answers
+                if not rollout.kept and not rows:
+                    skip_step(setup, rollout)
+                    continue
                 own = rows_of(setup, rollout)  # score the teacher, if the loss is the sampled form
                 for row in own:
                     row.advantages = _advantages(row)

@@ -276,6 +276,10 @@ class PolicyEvaluation(RewardLoop[PolicyExperimentConfig]):
     def __init__(self, config: PolicyExperimentConfig, run_dir: str | Path):
         super().__init__(config, _no_loss, run_dir)
 
+    def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]:
+        """Sample and score a validation set, and raise ArenoError if no sample has a reward."""
+        return evaluate_policy(self.setup, name, loader, may_fail=False)
+
 
 def _no_loss(*_: Any) -> Any:
     """Stand in for the loss function in an evaluation, which never computes a loss."""

@@ -15,7 +15,7 @@ from areno.config.policy_experiments import PairedPolicyExperimentConfig
 from areno.errors import ConfigError
 from areno.loss_fns.advantages import Pair, choose_pairs
 from areno.run.run import fault_tolerant
-from areno.trainers.collect import Rollout, collect, log_rollout, samples_logged
+from areno.trainers.collect import Rollout, log_rollout, rollouts, samples_logged, skip_updates
 from areno.trainers.loop import RewardLoop
 from areno.trainers.policy_only import PolicyOnlyTrainer
 from areno.trainers.rows import rows_per_sample, sample_rewards
@@ -80,8 +80,8 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
             The accuracy of the last evaluation. Without evaluation, the mean reward of the last 5 steps.
         """
         setup, run = self.setup, self.run
-        for batch in run.steps():
-            rollout, pairs = self.pair(collect(setup, batch))  # sample a group for each prompt, score it, and pair it
+        for sampled in rollouts(setup):  # sample a group for each prompt, and score it
+            rollout, pairs = self.pair(sampled)
             rows = rows_of(setup, rollout) if pairs else []  # score the reference
             for row, sign in zip(rows, signs(len(rows), pairs), strict=True):
                 row.advantages = np.where(np.asarray(row.prompt_mask, dtype=bool), 0.0, sign)  # for the log
@@ -139,10 +139,10 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
             rows: The rows to train on, the chosen and the rejected sample of each pair in turn.
 
         Returns:
-            The train/* statistics, by their names without the prefix. Empty without rows.
+            The train/* statistics, by their names without the prefix.
         """
         if not rows:
-            return {}
+            return skip_updates(self.setup)
         config, n_copies = self.setup.config, self.setup.trainer.engine.spec.layout.data_size
         n_pairs = len(rows) // 2
         # Each copy of the model needs a pair in each update. Repeating all pairs does not change their mean.

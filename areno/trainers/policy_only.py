@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.run.run import fault_tolerant
-from areno.trainers.collect import collect, log_rollout, samples_logged
+from areno.trainers.collect import log_rollout, rollouts, samples_logged
 from areno.trainers.loop import RewardLoop
 from areno.trainers.rows import joined, set_advantages
 from areno.trainers.update import correct, rows_of, update_policy
@@ -24,8 +24,7 @@ class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
             The accuracy of the last evaluation. Without evaluation, the mean reward of the last 5 steps.
         """
         setup, run = self.setup, self.run
-        for batch in run.steps():
-            rollout = collect(setup, batch)  # sample a group for each prompt, and score it
+        for rollout in rollouts(setup):  # sample a group for each prompt, and score it
             rows = rows_of(setup, rollout)  # shape the rewards, score the reference
             with run.clock.phase("advantage"):
                 advantages = self.advantages(joined(rows, rollout.sizes), rollout.groups)

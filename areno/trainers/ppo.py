@@ -10,7 +10,7 @@ from areno.config.policy_experiments import CriticExperimentConfig
 from areno.loss_fns.advantages import explained_variance
 from areno.run.run import fault_tolerant
 from areno.tracking.console import log_stage
-from areno.trainers.collect import collect, log_rollout, samples_logged
+from areno.trainers.collect import log_rollout, rollouts, samples_logged
 from areno.trainers.loop import RewardLoop
 from areno.trainers.policy_only import PolicyOnlyTrainer
 from areno.trainers.rows import joined, set_advantages, trained, without_truncated
@@ -40,8 +40,7 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
             text = "critic.warmup_steps=%d takes all %d steps of this run, so its checkpoint is the untrained policy; "
             text += "lower it, or train for more steps (total_train_steps, total_train_epochs, total_train_n_seqs)"
             logger.warning(text, warmup, total)
-        for batch in run.steps():
-            rollout = collect(setup, batch)  # sample completions of each prompt, and score them
+        for rollout in rollouts(setup):  # sample completions of each prompt, and score them
             rows = rows_of(setup, rollout)  # shape the rewards, score the reference
             for row, values in zip(rows, rollout.scores.of("values", rows), strict=True):
                 row.values = values  # estimated before each token

@@ -29,6 +29,8 @@ logger = logging.getLogger("areno")
 def with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray, int]:
     """Choose groups with different rewards. If there are none, choose groups with equal rewards, and warn.
 
+    Groups without any reward are never chosen.
+
     Args:
         samples: All B samples of the step.
         size: Largest number of groups to choose. The first ones are chosen.
@@ -40,8 +42,9 @@ def with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray,
     keep = first_groups(samples, has_signal(samples), size)
     dropped = n_groups(samples) - n_groups(samples, keep)
     if not keep.any():
-        warn_all_equal()
-        keep = first_groups(samples, ~keep, size)
+        keep = first_groups(samples, np.array([sample.outcome.value is not None for sample in samples]), size)
+        if keep.any():
+            warn_all_equal()
     return keep, dropped
 
 

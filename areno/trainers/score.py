@@ -279,7 +279,7 @@ def add_own(
         reward error. An error of the reward function stays an error.
     """
     if outcomes is None:
-        nothing = RewardOutcome(None, "error", _NO_REWARD)
+        nothing = RewardOutcome(None, "error", _NO_REWARD, key="agent.fn")
         out = [nothing if given is None else RewardOutcome(given[0], parts=given[1]) for given in own]
     else:
         out = list(outcomes)
@@ -288,7 +288,7 @@ def add_own(
             if given is not None and function is not None:
                 parts = {**(out[index].parts or {"fn": function}), "agent": given[0], **given[1]}
                 out[index] = RewardOutcome(function + given[0], parts=parts)
-    report_failures(records, out, "agent.fn")
+    report_failures(records, out)
     return out
 
 
@@ -317,8 +317,8 @@ def add_scores(
         parts = {**(out[index].parts or {source: function}), "model": scores[index]}
         value = function + scores[index]
         if problem := reward_problem(value):
-            out[index] = RewardOutcome(None, "not_finite", f"with the reward model: {problem}")
+            out[index] = RewardOutcome(None, "not_finite", f"with the reward model: {problem}", key="reward.path")
         else:
             out[index] = RewardOutcome(value, parts={} if outcomes is None else parts)
-    report_failures([records[index] for index in scored], [out[index] for index in scored], "reward.path")
+    report_failures([records[index] for index in scored], [out[index] for index in scored])
     return out

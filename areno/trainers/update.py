@@ -62,7 +62,8 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
     if actor.prox_logp_method == "metrics":
         # The error of the interpolation that prox_logp_method=loglinear would use in place of `prox`.
         errors = [np.abs(old - new) / (row.staleness + 1) for row, old, new in zip(rows, behave, prox, strict=True)]
-        stats["prox_approx_abs_diff_mean"] = np.concatenate(errors).mean()
+        if (apart := np.concatenate(errors)).size:
+            stats["prox_approx_abs_diff_mean"] = apart.mean()
     # The weight is p_old / p_roll, so that weight times ratio is p / p_roll.
     limits = {} if actor.rejection_sampling is None else asdict(actor.rejection_sampling)
     weights, passed = behave_weights(prox, behave, **limits)

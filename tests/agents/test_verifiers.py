@@ -209,7 +209,7 @@ def test_environments_that_do_not_load(packages: Path, name: str, message: str) 
 @needs_verifiers
 @pytest.mark.slow
 def test_a_rubric_of_groups_is_told(packages: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArenoError, match=r"agent\.fn: none of the 16 .* one that compares samples of a group"):
+    with pytest.raises(ArenoError, match=r"agent\.fn: no reward .* one that compares samples of a group"):
         run(tmp_path, "toy_group")
 
 

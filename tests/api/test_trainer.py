@@ -65,6 +65,12 @@ def test_an_error_in_a_rollout_phase_ends_it(trainer: Trainer) -> None:
     assert sampled(trainer) != expected
 
 
+def test_rows_without_a_trained_token_are_counted_and_said(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    row = TrainSequence(prompt_mask=[True, True], tokens=[2, 3])
+    assert trainer.train([row, row], sft_loss_fn)["skipped_steps"] == 1
+    assert "no row of batch_data has a trained token" in caplog.text
+
+
 def test_a_phase_has_the_cache_it_was_given(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended, engine = [], [], trainer.engine
     begin, end = engine.begin_rollout, engine.end_rollout

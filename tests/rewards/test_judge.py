@@ -11,9 +11,10 @@ import pytest
 
 from areno.config.judge import JudgeConfig
 from areno.engine.decoder.grammar import Vocabulary
-from areno.errors import ArenoError, ConfigError, DataError
+from areno.errors import ConfigError, DataError
 from areno.rewards.judge import add_judged
 from areno.rewards.judge_readers import RoleReader, Verdict, without_thoughts
+from areno.rewards.pool import no_reward
 from areno.types import RewardOutcome, RewardRecord
 from tests.helpers.judged import judging_of, record
 from tests.helpers.tiny_backend import model_config
@@ -256,6 +257,7 @@ def test_the_weighted_score_is_added_and_failures_stay():
     assert add_judged(records, own, scores, weight=2.0, source="model")[0].parts == {"model": 1.0, "judge": 0.25}
 
 
-def test_a_judge_without_any_verdict_ends_the_run():
-    with pytest.raises(ArenoError, match=r"reward.judge: no reward could be computed for any .* no label"):
-        add_judged([record("2")], None, [RewardOutcome(None, "error", "no label")], weight=1.0)
+def test_a_judge_without_a_verdict_is_named():
+    found = add_judged([record("2")], None, [RewardOutcome(None, "error", "no label")], weight=1.0)
+    expected = r"reward.judge: no reward could be computed for any of the 1 samples; the last: error: no label"
+    assert str(no_reward(found)) == expected

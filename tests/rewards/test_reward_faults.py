@@ -17,8 +17,8 @@ import pytest
 
 from areno import trace
 from areno.config.reward import RewardConfig
-from areno.errors import ArenoError, ConfigError, EngineError, printable
-from areno.rewards.pool import RewardPool
+from areno.errors import ConfigError, EngineError, printable
+from areno.rewards.pool import RewardPool, no_reward
 from areno.trainers.score import add_scores
 from areno.types import RewardOutcome, RewardRecord
 from areno.user_processes.worker import Output
@@ -325,8 +325,8 @@ def test_a_sum_with_the_reward_model_that_is_no_reward(caplog):
     assert found[3].message == "with the reward model: nan; a reward is a finite number"
     assert "completion='c'" in caplog.text
     assert "completion='b'" not in caplog.text
-    with pytest.raises(ArenoError, match=r"reward\.path: no reward could be computed for any of the 2 samples; .*nan"):
-        add_scores(records("a", "b"), None, [math.nan, math.nan])
+    error = no_reward(add_scores(records("a", "b"), None, [math.nan, math.nan]))
+    assert str(error).startswith("reward.path: no reward could be computed for any of the 2 samples; the last: not_fi")
     assert add_scores(records("a"), None, [0.5]) == [RewardOutcome(0.5)]
 
 

@@ -28,6 +28,7 @@ from areno.models.weights import checkpoint_table
 
 MAX_SHARD_ELEMENTS = 2**24  # most elements of a shard: what data-parallel ranks share out, and what is read at once
 MASTER, COUNTERS = "master", "counters"
+N_COUNTERS = 3
 TP_SIZE = "tp_size"  # entry of a state: how many ranks share each copy
 
 
@@ -98,11 +99,11 @@ def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> d
         with_moments: Whether to include the moments of the optimizer.
 
     Returns:
-        The master weights, the moments, and the update counters. The counters are a new tensor of two int64 values:
-        the number of applied updates and the number of skipped updates.
+        The master weights, the moments, and the update counters. The counters are a new tensor of N_COUNTERS int64
+        values: the numbers of applied, of skipped and of empty updates.
     """
     flat, optimizer = trained(backend)
-    counters = torch.tensor([optimizer.steps, optimizer.skipped_steps])
+    counters = torch.tensor([optimizer.steps, optimizer.skipped_steps, optimizer.empty_steps])
     moments = optimizer.moments if with_moments else {}
     named: dict[str, Buffer] = {MASTER: flat.masters, **moments, COUNTERS: counters}
     return {f"{role}.{kind}": buffer for kind, buffer in named.items()}
@@ -145,7 +146,10 @@ def shards_of(role: str, backend: TrainBackend, with_moments: bool = True) -> li
                 found += [own for shard in vectors for own in _owned(shard, flat, unit)]
     found.sort(key=lambda shard: (shard.buffer, shard.start))
     repeated = tp_rank(backend) > 0 or flat.dp.rank > 0
-    return [*found, *_boxes(f"{role}.{COUNTERS}", (2,), (0,), (2,), f"{role}.{COUNTERS}", 0, repeated)]
+    return [
+        *found,
+        *_boxes(f"{role}.{COUNTERS}", (N_COUNTERS,), (0,), (N_COUNTERS,), f"{role}.{COUNTERS}", 0, repeated),
+    ]
 
 
 def tp_rank(backend: TrainBackend) -> int:

@@ -249,10 +249,11 @@ def load_role(
     if with_moments and optimizer.in_8_bits and stored_tp != backend.model.tp.size:
         shards = [shard for shard in shards if shard.buffer in (f"{role}.{MASTER}", f"{role}.{COUNTERS}")]
         _requantise(reader, role, backend, stored_tp, lora)
-    _read(reader, shards, buffers)
     counters = buffers[f"{role}.{COUNTERS}"]
     assert isinstance(counters, Tensor)
-    optimizer.steps, optimizer.skipped_steps = counters.tolist()
+    counters.zero_()  # states of older versions lack the last one
+    _read(reader, shards, buffers)
+    optimizer.steps, optimizer.skipped_steps, optimizer.empty_steps = counters.tolist()
     optimizer.moments_from = facts.get("moments_from", 0)
     if not with_moments:
         optimizer.clear_moments()

@@ -215,6 +215,11 @@ class TrainBackend:
                 old.append(old_of_step(of_step) if is_policy and update.old_logprobs == "recompute" else None)
             return TrainResult(over_steps(stats), old, self._n_halvings)
 
+    def skip_updates(self, n: int) -> dict[str, float]:
+        assert self.optimizer is not None
+        rates = [self.optimizer.skip(is_empty=True) for _ in range(n)]
+        return {"lr": rates[-1], "skipped_steps": float(n)}
+
     def scored_logprobs(self, packed: PackedTokens, sampling: SamplingConfig) -> Tensor:
         """Compute log-probabilities without gradient, by the same forward pass that an update uses.
 
@@ -480,7 +485,7 @@ class TrainBackend:
             if applies:
                 self.optimizer.step(gradient.norm)
             else:
-                self.optimizer.skip()
+                self.optimizer.skip(is_empty=not step.step_tokens)
         heartbeat.beat()
         return numbers
 

@@ -70,8 +70,9 @@ class Optimizer:
         tp: Ranks that share this copy of the model.
 
     Attributes:
-        steps: Number of applied updates, which the learning-rate schedule counts.
+        steps: Number of applied updates.
         skipped_steps: Number of updates that were not applied.
+        empty_steps: Number of these that had no trained token. The learning-rate schedule counts them and `steps`.
         moments_from: Value of `steps` when the moments were last zero. Adam's bias correction counts from here.
         exp_avg, exp_avg_sq: float32 moments in the layout of the masters. Empty for SGD. They exist from the start,
             because the KV cache is sized by the free memory before the first update. With `type: adam_8bit` they are
@@ -83,7 +84,7 @@ class Optimizer:
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
         self.flat, self.config, self.tp = flat, config, tp
-        self.steps = self.skipped_steps = self.moments_from = 0
+        self.steps = self.skipped_steps = self.empty_steps = self.moments_from = 0
         self.before_step: list[Callable[[], None]] = []
         self._stream = StateStream(flat.params.device)
         self.in_8_bits = config.type == "adam_8bit"
@@ -114,7 +115,7 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        return learning_rate(self.config, self.steps)
+        return learning_rate(self.config, self.steps + self.empty_steps)
 
     def gradient_stats(self) -> GradientStats:
         """Return the norm of the gradient and its fraction of zeros. Waits for the device.
@@ -139,9 +140,12 @@ class Optimizer:
         squares, nonzeros, entries = flat.dp.all_reduce(self.tp.all_reduce(totals_3)).tolist()
         return GradientStats(math.sqrt(squares), 1.0 - nonzeros / entries)
 
-    def skip(self) -> None:
-        """Count an update that is not applied. Parameters, moments and `steps` do not change."""
+    def skip(self, is_empty: bool = False) -> float:
+        """Count an update that is not applied, and return its learning rate. An empty one advances the schedule."""
+        lr = self.lr
         self.skipped_steps += 1
+        self.empty_steps += is_empty
+        return lr
 
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:

@@ -18,6 +18,7 @@ import torch
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
 from areno.engine.state import checkpointer, storage, tensor_shards
+from areno.engine.train.optimizer import learning_rate
 from areno.errors import CheckpointError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
@@ -70,7 +71,8 @@ def buffers(engine: Engine) -> dict[str, torch.Tensor]:
         optimizer = role.backend.optimizer
         found[f"{name}.params"], found[f"{name}.masters"] = role.backend.flat.params, role.backend.flat.masters
         found |= {f"{name}.{kind}": tensor for kind, tensor in optimizer.moments.items()}
-        found[f"{name}.counters"] = torch.tensor([optimizer.steps, optimizer.skipped_steps])
+        counters = [optimizer.steps, optimizer.skipped_steps, optimizer.empty_steps]
+        found[f"{name}.counters"] = torch.tensor(counters)
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
@@ -100,8 +102,35 @@ def test_training_goes_on_as_if_nothing_had_happened(
         assert other.weights_version == 2
         assert steps(other, 2) == expected
         assert same(buffers(other), after)
-    assert at_save["actor.counters"].tolist() == [2, 1]
+    assert at_save["actor.counters"].tolist() == [2, 1, 1]
     assert not same(at_save, after)
+
+
+def test_updates_without_rows_count_in_the_schedule_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of versions that did not count them are read, too."""
+    optimizer = OptimizerConfig(lr=1e-2, lr_scheduler_type="linear", lr_decay_steps=8)
+    with built(folder, optimizer) as engine:
+        steps(engine, 1)
+        before = buffers(engine)
+        assert engine.skip_updates("actor", 2) == {"lr": learning_rate(optimizer, 2), "skipped_steps": 2}
+        assert engine.weights_version == 1
+        after = buffers(engine)
+        assert after.pop("actor.counters").tolist() == [1, 2, 2]
+        assert same(after, {name: before[name] for name in after})
+        saved(engine, tmp_path / "state")
+        monkeypatch.setattr(tensor_shards, "N_COUNTERS", 2)
+    with built(folder, optimizer) as other:
+        other.load_state(tmp_path / "state")
+        assert buffers(other)["actor.counters"].tolist() == [1, 2, 0]
+        saved(other, tmp_path / "older")
+        monkeypatch.undo()
+        other.load_state(tmp_path / "state")
+        assert buffers(other)["actor.counters"].tolist() == [1, 2, 2]
+        assert other.skip_updates("actor", 1)["lr"] == learning_rate(optimizer, 3)
+        other.load_state(tmp_path / "older")
+        assert buffers(other)["actor.counters"].tolist() == [1, 2, 0]
 
 
 def test_tensors_are_stored_whole_under_their_checkpoint_names(folder: Path, tmp_path: Path) -> None:
