@@ -218,12 +218,12 @@ def _draw_hidden_kernel(
     width = 2 * n_spans - n_full
     n_cells = tl.num_programs(0).to(tl.int64) * width
     cell = row * width + span_S
-    real = span_S < n_spans
-    top, tops, sums = _join(stats_ptr, n_cells, cell, real, rate)
+    is_span = span_S < n_spans
+    top, tops, sums = _join(stats_ptr, n_cells, cell, is_span, rate)
     policy_top, policy_sums = top, sums
     if HAS_TEXTS:
         cell += tl.where(span_S >= n_full, n_spans - n_full, 0)
-        top, tops, sums = _join(stats_ptr, n_cells, cell, real, rate)
+        top, tops, sums = _join(stats_ptr, n_cells, cell, is_span, rate)
     running = tl.cumsum(sums, axis=0)
     span, target = _first_above(running, uniform * tl.max(running, axis=0))
     span = tl.minimum(span, n_spans - 1)
