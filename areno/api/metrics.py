@@ -18,6 +18,7 @@ from areno import heartbeat, trace
 from areno.config.experiments import pass_sizes
 from areno.data.loader import BatchLoader
 from areno.errors import EngineError
+from areno.tracking.right_answers import RIGHT, exceed_one
 from areno.tracking.scalar_files import Jsonl, TensorBoard
 from areno.tracking.tracker import Tracker, Trackers
 from areno.types import PromptBatch, PromptItem, ScoredSample, TrainSequence
@@ -98,7 +99,6 @@ class Stopwatch:
         return sum(self.seconds.values())
 
 
-_RIGHT = 1.0 - 1e-6
 _PARTS = "reward/"
 
 
@@ -155,7 +155,7 @@ def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[
 
     With several samples per prompt, pass@k and avg@n_samples are included, each a mean over the prompts. A sample
     passes if its reward is at least 1.0. Samples without a reward do not count. A prompt with fewer than k counted
-    samples has no pass@k.
+    samples has no pass@k. If a reward is above 1.0, there is no accuracy, pass@k or avg@n_samples.
 
     Args:
         samples: All samples of the set.
@@ -169,9 +169,9 @@ def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[
     found = {name: metrics[f"rollout/{name}"] for name in names if f"rollout/{name}" in metrics}
     parts = {name.removeprefix("rollout/"): value for name, value in metrics.items()}
     found |= {name: value for name, value in parts.items() if name.startswith(_PARTS) and not name.endswith("_std")}
-    if n_samples == 1:
+    if n_samples == 1 or "accuracy" not in found:
         return found
-    counts = [(len(group), sum(value >= _RIGHT for value in group)) for group in rewards_by_group(samples).values()]
+    counts = [(len(group), sum(value >= RIGHT for value in group)) for group in rewards_by_group(samples).values()]
     for k in pass_sizes(n_samples):
         if estimates := [pass_at_k(n, c, k) for n, c in counts if n >= k]:
             found[f"pass@{k}"] = float(np.mean(estimates))
@@ -293,7 +293,9 @@ def _sample_stats(
             values = np.asarray(given, dtype=np.float64)
             stats |= {f"{name}_mean": values.mean(), f"{name}_std": values.std()}
     if len(rewards):
-        stats |= {"rewards_max": np.max(rewards), "rewards_min": np.min(rewards), "accuracy": accuracy(rewards)}
+        stats |= {"rewards_max": np.max(rewards), "rewards_min": np.min(rewards)}
+        if not exceed_one(rewards):
+            stats["accuracy"] = accuracy(rewards)
     if n_tokens := sum(lengths["response_len"]):
         stats["logprobs_mean"] = np.concatenate(logprobs).sum() / n_tokens
     return stats
@@ -301,7 +303,7 @@ def _sample_stats(
 
 def accuracy(rewards: Sequence[float] | np.ndarray) -> float:
     """Return the share of rewards that are at least 1.0 (a right answer), or NaN if there are no rewards."""
-    return float(np.mean(np.asarray(rewards) >= _RIGHT)) if len(rewards) else math.nan
+    return float(np.mean(np.asarray(rewards) >= RIGHT)) if len(rewards) else math.nan
 
 
 def step_times(clock: Stopwatch) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from areno.report.tables import show
+from areno.report.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,10 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: Parser of `areno compare`, to which the arguments are added.
     """
     parser.description = (
-        "Prints the settings and the versions of packages in which runs differ, and the first, the best and the last "
-        "value of each of their results."
+        "Prints the algorithms, settings and versions of packages in which runs differ, and the first, the best and "
+        "the last value of each of their results."
     )
-    help = "folders of runs, or of sweeps, which stand for all of their runs"
+    help = "folders of runs, or folders that stand for all runs below them"
     parser.add_argument("runs", nargs="+", metavar="RUN", help=help)
 
 

@@ -15,7 +15,7 @@ from areno.config.rollout import flags_of_draws
 from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig
 from areno.errors import ArenoError, ConfigError, Problem, keys_renamed
 from areno.files.paths import existing_path
-from areno.report.tables import show
+from areno.report.terminal import show
 
 
 def without_training(config: PolicyExperimentConfig, model: str) -> PolicyExperimentConfig:
@@ -77,6 +77,7 @@ _FLAGS = {
     "cluster.fileroot": "--output",
     **{f"eval_gconfig.{name}": flag for name, flag in _FLAGS_OF_DRAWS.items()},
 }
+_OF_ANY_REWARD = ("fn", "timeout_s", "workers")
 _TASK, _RECIPE = "prompts", "gspo"  # for models of runs without rewards
 
 
@@ -99,7 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--run", metavar="RUN", help="folder of the run whose settings are used (default: the run of the checkpoint)")
     add("--data", metavar="DATA", help="file, folder or hub dataset to evaluate on (default: valid_dataset of the run)")
-    add("--reward", metavar="FN", help="reward: file.py[:function] or a built-in one (default: the reward of the run)")
+    add(
+        "--reward",
+        metavar="FN",
+        help="the whole reward: file.py[:function] or a built-in one (default: that of the run)",
+    )
     add("--max-rows", metavar="N", help="evaluate only the first N rows")
     add(
         "--n-samples",
@@ -257,6 +262,10 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
         if "eval_gconfig" in uses and not given.get("eval_gconfig"):  # the run evaluates with gconfig
             groups.append("eval_gconfig=greedy")
             groups += [f"eval_gconfig.{name}=${{gconfig.{name}}}" for name in given["gconfig"]]
+        if arguments.reward is not None:  # it is the whole reward, without the models and weights of the run
+            named = [line.partition("=")[0].split(".") for line in settings]
+            kept = [*_OF_ANY_REWARD, arguments.reward, *(key[1] for key in named if key[0] == "reward")]
+            groups += [f"~reward.{name}" for name in given.get("reward") or {} if name not in kept]
         with mention_version(of_run):
             config = load(algorithm.config, "config", [*groups, *settings], of_run)
     else:

@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from areno.report.tables import show
+from areno.report.terminal import show
 
 if TYPE_CHECKING:
     from areno.report.replay import Replay, Token
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _summary(found: Replay, step: int, number: int) -> dict[str, str]:
-    from areno.report.tables import cell
+    from areno.report.terminal import cell
 
     sample = found.sample
     prompt, completion = (repr(sample.get(name) or "")[1:-1] for name in ("prompt", "completion"))
@@ -119,7 +119,7 @@ def _table(found: Replay, with_prompt: bool) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    from areno.report.tables import cell, right
+    from areno.report.terminal import cell, right
 
     has_teacher = any(token.teacher is not None for token in found.tokens)
     numbers = ("then", "now", "ratio", "advantage", "loss", "gradient", *(["teacher"] if has_teacher else []))

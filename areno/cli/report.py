@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "settings and versions. Several runs are drawn over each other, with the settings in which they differ. "
         "Needs pip install 'areno[report]'."
     )
-    help = "folders of runs, or of sweeps, which stand for all of their runs"
+    help = "folders of runs, or folders that stand for all runs below them"
     parser.add_argument("runs", nargs="+", metavar="RUN", help=help)
     parser.add_argument(
         "-o", "--output", default="report.html", metavar="FILE", help="file to write (default: %(default)s)"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, keys_renamed
-from areno.report.tables import show
+from areno.report.terminal import show
 
 if TYPE_CHECKING:
     from areno.config.judge import JudgeConfig

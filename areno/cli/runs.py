@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from areno.report.tables import show
+from areno.report.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,8 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: Parser of `areno runs`, to which the arguments are added.
     """
     parser.description = (
-        "Lists the runs below a folder, those of sweeps among them: when they began, whether they are completed, how "
-        "many steps they have, their best number and how long they took."
+        "Lists the runs below a folder, those of sweeps among them: their algorithm, when they began, whether they are "
+        "completed, how many steps they have, their best number and how long they took."
     )
     parser.add_argument(
         "folder", nargs="?", default="outputs", metavar="FOLDER", help="folder that holds runs (default: %(default)s)"
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit code, 0.
     """
-    from areno.report.tables import runs_table
+    from areno.report.runs import runs_table
 
     show(runs_table(arguments.folder))
     return 0

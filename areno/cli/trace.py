@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         ArenoError: The run has no trace that can be read, or `--samples` is negative.
     """
     from areno.errors import ConfigError, Problem
-    from areno.report.tables import show
+    from areno.report.terminal import show
     from areno.report.trace_summary import summarise, tables
 
     if arguments.samples < 0:

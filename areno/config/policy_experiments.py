@@ -69,7 +69,9 @@ class PolicyExperimentConfig(ExperimentConfig):
         """
         n_samples = (self.eval_gconfig or self.gconfig).n_samples
         of_groups = [*(f"pass@{k}" for k in pass_sizes(n_samples)), f"avg@{n_samples}"] if n_samples > 1 else []
-        return ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences", *of_groups)
+        right = [] if self.reward.has_model else ["accuracy"]  # no score of a model is that of a right answer
+        names = ("rewards_mean", *right, "response_len_mean", "truncated", "num_sequences")
+        return (*names, *of_groups) if right else names
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
         """Return the metric by which a sweep compares runs.
@@ -78,7 +80,8 @@ class PolicyExperimentConfig(ExperimentConfig):
             (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
             if larger values are better, otherwise "min".
         """
-        return self._objective("eval/accuracy", "rollout/rewards_mean, mean of the last 5 steps", "max")
+        measured = "eval/rewards_mean" if self.reward.has_model else "eval/accuracy"
+        return self._objective(measured, "rollout/rewards_mean, mean of the last 5 steps", "max")
 
     @check
     def eval_gconfig_of_greedy(self) -> Iterator[Problem]:

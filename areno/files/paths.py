@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from areno.errors import ArenoError, CheckpointError, ConfigError, Problem
 
@@ -117,15 +118,33 @@ def read_start(path: Path, n_bytes: int = 4096) -> bytes:
 
 def _read(path: Path, n_bytes: int) -> bytes | None:
     """Read the first `n_bytes` bytes of a regular file (-1: all). Returns None if the file does not exist."""
-    try:
-        if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
-            raise ArenoError("{} cannot be read: it is not a regular file", path)
-        with path.open("rb") as file:
-            return file.read(n_bytes)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ArenoError("{} cannot be read: {}", path, error.strerror) from error
+    with open_if_exists(path) as file:
+        return None if file is None else file.read(n_bytes)
+
+
+@contextmanager
+def open_if_exists(path: Path) -> Iterator[BinaryIO | None]:
+    """Open a file for reading, for a `with` block. None if the file does not exist.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        ArenoError: The file cannot be read, or is not a regular file.
+    """
+    with ExitStack() as stack:
+        try:
+            if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
+                raise ArenoError("{} cannot be read: it is not a regular file", path)
+            file = stack.enter_context(path.open("rb"))
+        except FileNotFoundError:
+            file = None
+        except OSError as error:
+            raise ArenoError("{} cannot be read: {}", path, error.strerror) from error
+        try:
+            yield file
+        except OSError as error:
+            raise ArenoError("{} cannot be read: {}", path, error.strerror) from error
 
 
 def list_folder(folder: Path) -> list[str]:

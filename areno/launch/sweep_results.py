@@ -8,7 +8,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from areno.files.durable import atomic_write_text
 
 _SEED = "seed"
+_MAX_SETTINGS = 4  # in the title of a setting
 _MAX_NAME_CHARS = 200  # characters of a folder's name
 
 
@@ -53,6 +54,35 @@ class Average:
     mean: float
     std: float | None
     runs: list[int]
+
+
+def titled(overrides: Mapping[str, str]) -> str:
+    """Return overrides as a title, such as `actor.optimizer.lr=0.1 gconfig.n_samples=8`, with at most 4 of them."""
+    given = [f"{key}={value}" for key, value in overrides.items()]
+    more = f" and {len(given) - _MAX_SETTINGS} more" if len(given) > _MAX_SETTINGS else ""
+    return " ".join(given[:_MAX_SETTINGS]) + more
+
+
+Result = tuple[str, float, float | None]
+"""Title of a setting, its result, and the standard deviation over seeds. None for a single run."""
+
+
+def lead_of(first: Result, second: Result) -> tuple[str, bool]:
+    """Compare the best setting with the second best.
+
+    Returns:
+        A sentence about the difference, and whether the difference is inside the standard deviation over seeds. False
+        if no setting has several seeds.
+    """
+    lead = abs(first[1] - second[1])
+    if lead == 0:
+        return f"Equal to {second[0]}.", True
+    better = f"Better than {second[0]} by {lead:.4g}"
+    if not (spreads := [std for _, _, std in (first, second) if std is not None]):
+        return f"{better}. Without several seeds, the spread of a result is not known.", False
+    is_inside = lead <= max(spreads) * (1 + 1e-9)
+    more = "not more" if is_inside else "more"
+    return f"{better}, {more} than the standard deviation over seeds ({max(spreads):.2g}).", is_inside
 
 
 @dataclass
@@ -166,14 +196,17 @@ class Sweep:
         }
 
     def text(self) -> str:
-        """Return the results as tables for a terminal, in which a star marks the best run."""
+        """Return the results as tables for a terminal.
+
+        A star marks the best setting, unless its lead is inside the standard deviation over seeds.
+        """
         from areno.run.resume import shown  # its imports take long, and --help does not need them
 
-        good = "more" if self.mode == "max" else "less"
+        good, averages = "more" if self.mode == "max" else "less", self.averages()
         parts = [f"{len(self.outcomes)} runs in {shown(self.folder)}, by {self.objective} ({good} is better)"]
         rows = [
             [
-                "*" if one is self.best else "",
+                "*" if one is self.best and not averages else "",
                 str(one.number),
                 *(one.overrides.get(key, "") for key in self.keys),
                 "failed" if one.objective is None else f"{one.objective:.6g}",
@@ -181,11 +214,13 @@ class Sweep:
             for one in self.ranked
         ]
         parts.append(_columns([["", "run", *self.keys, "objective"], *rows]))
-        if averages := self.averages():
+        if averages:
             keys = [key for key in self.keys if key != _SEED]
+            results = [(titled(one.overrides), one.mean, one.std) for one in averages]
+            lead, is_inside = lead_of(*results[:2]) if len(results) > 1 else ("", True)
             rows = [
                 [
-                    "*" if place == 0 else "",
+                    "*" if place == 0 and not is_inside else "",
                     *(one.overrides.get(key, "") for key in keys),
                     f"{one.mean:.6g}",
                     "" if one.std is None else f"{one.std:.2g}",
@@ -194,12 +229,14 @@ class Sweep:
                 for place, one in enumerate(averages)
             ]
             parts.append("over seeds\n" + _columns([["", *keys, "mean", "std", "runs"], *rows]))
+            parts += [f"{results[0][0]}: {lead[0].lower()}{lead[1:]}"] if lead else []
         for again, number in self.repeated().items():
             parts.append(f"run {again} has the settings of run {number}, so an average counts the two as one")
         if reasons := [f"  run {one.number}: {one.reason}" for one in self.ranked if one.reason]:
             parts.append("\n".join(["no result", *reasons]))
         if self.best is not None:
-            parts.append(f"best: run {self.best.number}, in {shown(self.best.folder)}")
+            single = "best single run" if averages else "best"
+            parts.append(f"{single}: run {self.best.number}, in {shown(self.best.folder)}")
         return "\n\n".join(parts)
 
     def _rank(self, value: float | None) -> float:

@@ -74,7 +74,7 @@ class DistillConfig(DistillExperimentConfig):
         """
         if self.valid_dataset is None:
             return "train/distill_loss of the last step", "min"
-        return "eval/accuracy of the last evaluation", "max"
+        return super().objective()
 
     @forbid(
         "teacher.loss_type",

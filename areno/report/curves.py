@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -67,9 +67,6 @@ def is_count(unit: str) -> bool:
         unit: A unit from `unit_of`.
     """
     return unit in _COUNTS
-
-
-MAX_POINTS = 4_000  # of one curve; more than a screen can show
 
 
 @dataclass(frozen=True)
@@ -161,29 +158,3 @@ def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
     rest = sorted(there - shown - {_WHOLE_TIME})
     found["More"] = [Chart(name, (name,)) for name in rest]
     return {heading: kept for heading, kept in found.items() if kept}
-
-
-def downsampled(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
-    """Reduce a curve to about `most` points.
-
-    The points are divided into intervals of equally many consecutive points. The minimum and the maximum of each
-    interval are kept, so no peak is lost. A curve that has at most `most` points is returned unchanged.
-
-    Args:
-        steps: Steps of the curve, ascending.
-        values: Value at each step. NaN stands for a value that was not finite. It is kept only if its interval has no
-            finite value.
-        most: Approximate number of points to keep.
-
-    Returns:
-        The steps and the values of the kept points.
-    """
-    if len(steps) <= most:
-        return list(steps), list(values)
-    stretch = -(-2 * len(steps) // most)
-    kept: list[int] = []
-    for start in range(0, len(steps), stretch):
-        places = range(start, min(start + stretch, len(steps)))
-        finite = [place for place in places if values[place] == values[place]] or [start]
-        kept += sorted({min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)})
-    return [steps[place] for place in kept], [values[place] for place in kept]

@@ -17,8 +17,8 @@ from typing import Any
 from areno import __version__
 from areno.errors import ArenoError
 from areno.files.durable import atomic_write_text
-from areno.report.curves import Chart, charts, downsampled, is_count, unit_of
-from areno.report.verdict import differing, run_names, settings_today, verdict
+from areno.report.curves import Chart, charts, is_count, unit_of
+from areno.report.verdict import differences, run_names, settings_today, verdict
 from areno.schema.values import flat
 from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, seconds
 
@@ -45,20 +45,20 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
         for each run a list [first value, best value, last value, step of the best value], or None.
         "charts": heading -> charts, each with "title", "names", "stacked", "unit" and "counts".
         "constant": scalar -> value, for scalars that never change in any run and have no chart.
-        "differences": setting -> its value in each run, for settings that differ.
+        "differences": setting, algorithm or script -> its value in each run, if they differ.
     """
     names = run_names(runs)
-    metrics = [run.metrics() for run in runs]
+    metrics = [run.curves() for run in runs]
     shown, constant = _shown(metrics)
     described = []
     for name, run, of_run in zip(names, runs, metrics, strict=True):
-        series = {key: _pair(*downsampled(found.steps, found.values)) for key, found in of_run.items()}
+        series = {key: _pair(found.steps, found.values) for key, found in of_run.items()}
         described.append(
             {
                 "name": name,
                 "path": str(run.path),
                 "status": run.status(),
-                "steps": last_step(of_run),
+                "steps": last_step(run),
                 "duration": duration(seconds(run)),
                 "versions": run.versions,
                 "settings": flat(settings_today(run)),
@@ -78,7 +78,7 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
             for heading, of in shown.items()
         },
         "constant": constant,
-        "differences": differing([settings_today(run) for run in runs]) if len(runs) > 1 else {},
+        "differences": differences(runs) if len(runs) > 1 else {},
     }
 
 

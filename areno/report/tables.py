@@ -1,4 +1,4 @@
-"""Tables for the terminal: runs (`areno runs`, `areno compare`) and rewards of samples (`areno reward`)."""
+"""Tables for the terminal: differences between runs (`areno compare`), and rewards of samples (`areno reward`)."""
 
 from __future__ import annotations
 
@@ -8,44 +8,12 @@ from typing import Any
 
 import numpy as np
 from rich import box, markup, table
-from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
-from areno.errors import ArenoError
-from areno.report.verdict import best_of, differing, run_names, settings_today
-from areno.tracking.reader import RunReader, began, duration, headlines, last_step, list_runs, seconds
-
-_COLOURS = {"completed": "green", "stopped": "red", "unfinished": "yellow"}
-
-
-def runs_table(root: str | Path) -> Table:
-    """Return a table of the runs in a folder and its subfolders.
-
-    Args:
-        root: The folder.
-
-    Raises:
-        ArenoError: If there is no run in the folder.
-    """
-    runs = list_runs(root)
-    if not runs:
-        raise ArenoError("there is no run below {}; the setting cluster.fileroot says where runs are", root)
-    table = Table("run", "began", "state", right("steps"), "best", right("duration"), title=f"runs in {root}")
-    for run in runs:
-        try:
-            table.add_row(str(run.path.relative_to(Path(root).expanduser())), *_row(run))
-        except ArenoError as error:  # a damaged run must not hide the others
-            table.add_row(str(run.path), "", "[red]damaged[/]", "", escape(str(error)), "")
-    return table
-
-
-def _row(run: RunReader) -> list[str]:
-    metrics, status = run.metrics(), run.status()
-    found = best_of(metrics)
-    best = "" if found is None else f"{found.title} {found.best:.4g} at step {found.step}"
-    state = f"[{_COLOURS[status]}]{status}[/]" if status else "-"
-    return [began(run), state, str(last_step(metrics)), best, duration(seconds(run))]
+from areno.report.terminal import cell, right
+from areno.report.verdict import differences, differing, run_names
+from areno.tracking.reader import RunReader, headlines
 
 
 def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
@@ -66,7 +34,7 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
     if unknown:
         tables.append(Text(f"The settings of {', '.join(unknown)} are not known: there is no config.yaml."))
     known = [(name, run) for name, run in zip(names, runs, strict=True) if run.config]
-    settings = differing([settings_today(run) for _, run in known])
+    settings = differences([run for _, run in known])
     versions = differing([run.versions for _, run in known])
     if not settings and len(known) > 1:
         tables.append(Text("All settings are equal."))
@@ -77,7 +45,7 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
         if of_runs:
             tables.append(table)
     results = Table("result", "", *map(right, names), title="results")
-    found = [headlines(run.metrics()) for run in runs]
+    found = [headlines(run.curves()) for run in runs]
     for name in dict.fromkeys(name for of_run in found for name in of_run):
         lines = [of_run.get(name) for of_run in found]
         title = next(line.title for line in lines if line)
@@ -86,26 +54,6 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
             if any(value is not None for value in values):
                 results.add_row(title if kind == "first" else "", kind, *map(cell, values))
     return [*tables, results]
-
-
-def right(title: str) -> Column:
-    """Return a right-aligned column for a table of rich.
-
-    Args:
-        title: Heading of the column.
-    """
-    return Column(title, justify="right")
-
-
-def cell(value: Any) -> str:
-    """Return the text of a value in a table: floats with four significant digits, `-` for None.
-
-    Args:
-        value: Any value.
-    """
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
 
 
 _SHOWN_CHARS = 48
@@ -177,21 +125,3 @@ def count_lines(rows: Sequence[Any], outcomes: Sequence[Any]) -> Iterator[str]:
     if pairs:
         differ = sum(abs(before - now) > 1e-6 for before, now in pairs)
         yield f"{differ} of {len(pairs)} rewards differ from those that were recorded"
-
-
-_WIDE = 250  # columns without a terminal, such as in a pipe, so that each run has one line
-
-
-def show(*tables: Any) -> None:
-    """Print tables of rich in the width of the terminal, or 250 columns wide if the output is not a terminal.
-
-    Args:
-        *tables: Tables or texts of rich.
-    """
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDE
-    for each in tables:
-        console.print(each)

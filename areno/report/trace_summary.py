@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from areno.errors import ArenoError
-from areno.report.tables import right
+from areno.report.terminal import right
 from areno.tracking.trace_file import FOLDER, read_trace, trace_files
 
 DRIVER, STEP, DEVICE, COMMANDS, SAMPLES, SAMPLE = "driver", "step", "device", "commands", "samples", "sample"

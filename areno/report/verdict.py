@@ -14,11 +14,11 @@ from typing import Any
 
 from areno.api.algorithms import algorithm_names, get_algorithm
 from areno.files.paths import read_if_exists
-from areno.launch.sweep_results import Outcome, Sweep
+from areno.launch.sweep_results import Outcome, Sweep, lead_of, titled
 from areno.schema.build import with_current_names
 from areno.schema.values import flat
-from areno.tracking.reader import NAMES, Headline, RunReader, Series, duration, headlines, last_step, seconds
-from areno.tracking.run_folder import recipe_of
+from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, seconds
+from areno.tracking.run_folder import algorithm_shown, recipe_of, script_of
 
 _LONGEST = 48  # characters of the settings in the name of a run
 RUN_NAMES = ("trial_name", "experiment_name")  # these differ between runs of equal settings
@@ -49,6 +49,16 @@ def settings_today(run: RunReader) -> Mapping[str, Any]:
     """
     recipe = recipe_of(run.path)
     return with_current_names(get_algorithm(recipe).config, run.config) if recipe in algorithm_names() else run.config
+
+
+def differences(runs: Sequence[RunReader]) -> dict[str, list[Any]]:
+    """Return what differs between runs: algorithm and script first, then the settings, see `differing`.
+
+    Args:
+        runs: The runs, whose settings are known.
+    """
+    told = [{"algorithm": algorithm_shown(run.path), "script": script_of(run.path)} for run in runs]
+    return differing([{**first, **settings_today(run)} for first, run in zip(told, runs, strict=True)])
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
@@ -95,9 +105,7 @@ def _in_short(override: str) -> str:
 
 
 _LAST_STEPS = 5  # a scalar of single steps is noisy, so the mean of the last steps counts
-_MAX_SETTINGS = 4  # in the title of a place
 _FALLBACK = ("train/loss", min)  # for runs with neither evaluation nor reward
-_OF_TRAINING = {"train/accuracy": ("accuracy", max), "train/loss": ("loss", min)}  # for runs without evaluation
 
 
 def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[Mapping[str, Series]]) -> dict[str, Any]:
@@ -125,24 +133,13 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
         return _of_one(runs[0], names[0], metrics[0])
     sweep, notes = _of_sweep(runs)
     compared = sweep or _of_runs(runs, metrics)
+    if sweep is None and (without := [names[one.number] for one in compared.outcomes if one.objective is None]):
+        notes.append(f"Without {compared.objective.partition(' ')[0].rstrip(',')}: {', '.join(without)}.")
+    notes += [
+        f"{names[again]} has the settings of {names[first]}, so a mean counts the two as one."
+        for again, first in compared.repeated().items()
+    ]
     return _in_words(compared, names, notes, "a sweep of" if sweep else "comparison of")
-
-
-def best_of(metrics: Mapping[str, Series]) -> Headline | None:
-    """Return the first, best and last value of the scalar that a run is compared by.
-
-    The scalar is the first of these that the run has recorded: accuracy, reward or loss of the evaluation, or the
-    reward of the rollouts. A run that has recorded none of these scalars, such as SFT or DPO without evaluation, is
-    compared by its training accuracy or training loss.
-
-    Args:
-        metrics: The scalars of the run, by name.
-
-    Returns:
-        The values, or None if the run has recorded no such scalar.
-    """
-    found = [line for line in headlines(metrics).values() if line.best is not None]
-    return next(iter(found or headlines(metrics, _OF_TRAINING).values()), None)
 
 
 def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[str, Any]:
@@ -150,7 +147,7 @@ def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[st
 
     The dictionary describes the status of the run, and how its main scalar has changed.
     """
-    steps, taken = last_step(metrics), seconds(run)
+    steps, taken = last_step(run), seconds(run)
     state = f"{steps} step{'' if steps == 1 else 's'}" + (f" in {duration(taken)}" if taken else "")
     state = ", ".join(filter(None, (run.status(), state)))
     found: dict[str, Any] = {"about": state, "title": name, "value": None, "std": None, "spread": "", "scalar": None}
@@ -224,10 +221,10 @@ def _of_runs(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]])
     scalar, choose = max(choices, key=lambda choice: sum(_last(of_run, choice[0]) is not None for of_run in metrics))
     what = " of the last evaluation" if scalar.startswith("eval/") else f", mean of the last {_LAST_STEPS} steps"
     sweep = Sweep(Path(), scalar + what, "min" if choose is min else "max")
-    differences = differing([settings_today(run) for run in runs])
+    found = differences(runs)
     for place, (run, of_run) in enumerate(zip(runs, metrics, strict=True)):
-        overrides = {key: str(values[place]) for key, values in differences.items()}
-        if "seed" not in differences:  # runs of one seed are no sample of its spread
+        overrides = {key: str(values[place]) for key, values in found.items()}
+        if "seed" not in found:  # runs of one seed are no sample of its spread
             overrides["run"] = str(place)
         sweep.outcomes.append(Outcome(place, overrides, _last(of_run, scalar), run.path))
     return sweep
@@ -272,7 +269,7 @@ def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -
         found["spread"] = f"mean ± standard deviation over {len(seeds)} seeds"
     elif len(first["runs"]) == 1:
         found["spread"] = "one run"
-    lead = [] if len(places) == 1 else [_lead(first, places[1])]
+    lead = [] if len(places) == 1 else [lead_of(*((one["title"], one["value"], one["std"]) for one in places[:2]))[0]]
     if len(first["runs"]) > 1 or len(places) == 1:
         lead.append(f"The best single run is {names[sweep.best.number]}, with {_number(sweep.best.objective)}.")
     return found | {"notes": lead + notes}
@@ -290,7 +287,7 @@ def _places(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
         found = [({}, one.objective, None, [one.number]) for one in ended]
     return [
         {
-            "title": _title(overrides)
+            "title": titled(overrides)
             or (names[runs[0]] if len(runs) == 1 else f"{len(runs)} runs of the same settings"),
             "value": value,
             "std": std,
@@ -299,34 +296,6 @@ def _places(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
         }
         for overrides, value, std, runs in found
     ]
-
-
-def _title(overrides: Mapping[str, str]) -> str:
-    """Return overrides as a title, such as `actor.optimizer.lr=0.1 gconfig.n_samples=8`, with at most 4 of them."""
-    given = [f"{key}={value}" for key, value in overrides.items()]
-    more = f" and {len(given) - _MAX_SETTINGS} more" if len(given) > _MAX_SETTINGS else ""
-    return " ".join(given[:_MAX_SETTINGS]) + more
-
-
-def _lead(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Return a sentence that compares the best setting with the second best.
-
-    If a setting has several seeds, the sentence also compares the difference of the two results with the standard
-    deviation over seeds.
-
-    Args:
-        first: The best setting, an entry of "places" in the result of `verdict`.
-        second: The second best setting, likewise.
-    """
-    lead = abs(first["value"] - second["value"])
-    if lead == 0:
-        return f"Equal to {second['title']}."
-    better = f"Better than {second['title']} by {_number(lead)}"
-    if not (spreads := [one["std"] for one in (first, second) if one["std"] is not None]):
-        return f"{better}. Without several seeds, the spread of a result is not known."
-    spread = max(spreads)
-    more = "more" if lead > spread * (1 + 1e-9) else "not more"
-    return f"{better}, {more} than the standard deviation over seeds ({spread:.2g})."
 
 
 def _number(value: float | None) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,15 @@ from areno.config.run import FrequencyConfig
 from areno.data.loader import BatchLoader
 from areno.run.in_flight import InFlight
 from areno.tracking.console import log_epoch
+from areno.tracking.right_answers import exceed_one
 from areno.types import Batch
+
+logger = logging.getLogger("areno")
+
+Name = str | tuple[str, ...]
+"""Name of a main metric in the history, or several, of which the first that has values counts."""
+EVALUATED_REWARDS = ("eval_accuracy", "eval_rewards_mean")
+"""By which runs of rewards are compared."""
 
 
 class Trigger:
@@ -86,6 +95,8 @@ class RunProgress:
         epoch_ended: Whether the current step has taken the last batch of an epoch.
         batches_taken: Number of batches since the start of the run. A step with dynamic sampling may take several.
         in_flight: The prompts that are sampled across steps, with rollout.prompts_ahead.
+        counts_right: Whether a reward of at least 1 is a right answer. Not with a reward model or a judge, and no more
+            after a reward above 1.
         history: Name -> one value per step or per evaluation, oldest first. `keep` appends to it.
     """
 
@@ -95,8 +106,9 @@ class RunProgress:
         self.epoch_ended = False
         self.history: dict[str, list[float]] = {}
         limit, sampled_with, has_agents, self._replaces = 0, None, False, False
+        self.counts_right = True
         if isinstance(config, PolicyExperimentConfig):
-            self._replaces = config.replaces_in_flight
+            self._replaces, self.counts_right = config.replaces_in_flight, not config.reward.has_model
             limit, sampled_with = config.rollout.max_head_offpolicyness, dataclasses.asdict(config.gconfig)
             if has_agents := config.agent.fn is not None:
                 sampled_with["agent.fn"] = config.agent.fn
@@ -233,6 +245,18 @@ class RunProgress:
         if self._epoch is not None:
             log_epoch(self._epoch, "end")
 
+    def note_rewards(self, rewards: Iterable[float]) -> None:
+        """Count right answers no more, and forget the accuracy so far, if a reward is above 1.
+
+        Args:
+            rewards: Rewards of a rollout or an evaluation.
+        """
+        if self.counts_right and exceed_one(rewards := list(rewards)):
+            self.counts_right = False
+            self.history.pop("eval_accuracy", None)
+            text = "a reward is %.4g, so a reward of 1 does not mean a right answer: accuracy, pass@k and avg@n are "
+            logger.warning(text + "measured no more, and the result of the run is its mean reward", max(rewards))
+
     def keep(self, **values: float) -> None:
         """Append values of the current step to `history`.
 
@@ -251,7 +275,7 @@ class RunProgress:
         """
         return float(np.mean(self.history[name][-n:]))
 
-    def result(self, evaluated: str, trained: str, n: int = 1) -> float:
+    def result(self, evaluated: Name, trained: str, n: int = 1) -> float:
         """Return the result of the run: the last evaluation metric or, without evaluation, a mean over training steps.
 
         Args:
@@ -259,9 +283,14 @@ class RunProgress:
             trained: Name of the training metric, used if nothing was evaluated.
             n: Number of last values of `trained` that are averaged.
         """
-        return self.recent(evaluated) if evaluated in self.history else self.recent(trained, n)
+        name = self._name(evaluated)
+        return self.recent(name) if name in self.history else self.recent(trained, n)
 
-    def changes(self, names: Mapping[str, int]) -> list[str]:
+    def _name(self, name: Name) -> str:
+        names = (name,) if isinstance(name, str) else name
+        return next((one for one in names if one in self.history), names[-1])
+
+    def changes(self, names: Mapping[Name, int]) -> list[str]:
         """Return texts that compare the first value of a metric with its last values, such as "loss 2.000 -> 1.000".
 
         Args:
@@ -270,7 +299,7 @@ class RunProgress:
         """
         return [
             f"{name} {values[0]:.3f} -> {self.recent(name, n):.3f}"
-            for name, n in names.items()
+            for name, n in ((self._name(name), n) for name, n in names.items())
             if len(values := self.history.get(name, [])) > name.startswith("eval_")
         ]
 
@@ -284,6 +313,7 @@ class RunProgress:
             "batches_taken": self.batches_taken,
             "in_flight": self.in_flight.state_dict(),
             "history": {name: list(values) for name, values in self.history.items()},
+            "counts_right": self.counts_right,
             "seconds": self.seconds,
         }
 
@@ -301,4 +331,5 @@ class RunProgress:
         self._rows_taken = state["rows_taken"]
         self.batches_taken = state["batches_taken"]
         self.history = {name: list(values) for name, values in state["history"].items()}
+        self.counts_right = self.counts_right and state.get("counts_right", True)
         self._seconds_before, self._started = state["seconds"], time.monotonic()

@@ -38,13 +38,14 @@ from areno.plan.phases import compare, measured_lengths
 from areno.run.checkpoints import Saver
 from areno.run.evaluator import Evaluator
 from areno.run.outputs import RunOutputs, RunTexts
-from areno.run.progress import RunProgress
+from areno.run.progress import Name, RunProgress
 from areno.run.recovery import RecoverableEngine, Recovery
 from areno.run.resume import folder_for
 from areno.run.tracing import RunTracer
 from areno.tracking.console import RESUMED, log_done, log_stopped
 from areno.tracking.display.display import chosen_console
 from areno.tracking.reader import RunReader
+from areno.tracking.right_answers import without_right
 from areno.tracking.run_folder import FORECAST
 from areno.tracking.run_log import IN_FULL, RunLog
 from areno.tracking.tracker import Tracker
@@ -303,12 +304,14 @@ class Run:
         self.begin()
         with heartbeat.working("evaluation"), trace.span(trace.DRIVER, "evaluation"):
             scalars = self.evaluator.evaluate(self.step)
+        if not self.progress.counts_right:
+            scalars = without_right(scalars)
         if scalars:
             self.log(with_prefix("eval", scalars))
             self.progress.keep(**{f"eval_{name}": value for name, value in scalars.items()})
         return scalars
 
-    def finish(self, numbers: Mapping[str, int]) -> None:
+    def finish(self, numbers: Mapping[Name, int]) -> None:
         """End the run, and log how its main metrics changed.
 
         Before that, save a checkpoint if the last step has none, evaluate if there was no evaluation after the last

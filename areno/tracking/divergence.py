@@ -50,17 +50,17 @@ class History:
 def entropy_collapsed(entropy: History, accuracy: History) -> str:
     """Return a warning if the policy has become nearly deterministic although its answers are not all right.
 
-    That is the case if the entropy is below 0.05 nats and below a tenth of its mean over the first steps, while the
-    accuracy is below 0.95.
+    That is the case if the entropy is below 0.05 nats and below a tenth of its mean over the first steps, unless the
+    accuracy is 0.95 or more.
 
     Args:
         entropy: The scalar train/entropy, in nats.
-        accuracy: The scalar rollout/accuracy, from 0 to 1.
+        accuracy: The scalar rollout/accuracy, from 0 to 1. Empty if it is not measured.
 
     Returns:
         The warning, or "" if there is no problem.
     """
-    if not (entropy.is_now < 0.1 * entropy.was and entropy.is_now < 0.05 and accuracy.is_now < 0.95):
+    if accuracy.is_now >= 0.95 or not (entropy.is_now < 0.1 * entropy.was and entropy.is_now < 0.05):
         return ""
     return (
         f"the entropy of the policy has fallen from {entropy.was:.3g} to {entropy.is_now:.3g} (train/entropy): its "

@@ -22,24 +22,14 @@ from typing import Any, Literal, NamedTuple
 
 from areno.errors import ArenoError
 from areno.files.paths import list_folder, read_if_exists
-from areno.schema.values import show, value_at
+from areno.schema.values import value_at
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
+from areno.tracking.metrics_file import MetricsFile, parsed
 from areno.tracking.run_folder import FORECAST, begun_at, is_described, is_sweep, overrides_of, settings_of, versions_of
+from areno.tracking.series import NOTHING, Curves, Series, that_tell
 
 logger = logging.getLogger(__name__)
 Status = Literal["completed", "stopped", "unfinished"]
-
-
-class Series(NamedTuple):
-    """The recorded values of one scalar, in the order of recording.
-
-    Attributes:
-        steps: The step of each value.
-        values: The values. NaN stands for a value that was NaN or infinite.
-    """
-
-    steps: list[int]
-    values: list[float]
 
 
 class RunReader:
@@ -49,6 +39,9 @@ class RunReader:
 
     Args:
         path: The folder of the run.
+
+    Attributes:
+        file: The file with its metrics.
 
     Raises:
         ArenoError: `path` is not the folder of a run. The methods raise ArenoError for a damaged file, with the file
@@ -68,6 +61,7 @@ class RunReader:
             elif is_sweep(self.path):
                 text = f"holds the runs of a sweep; read one of them, such as {self.path / '0'}"
             raise ArenoError("{} {}", self.path, text)
+        self.file = MetricsFile(self.path / "logs" / "metrics.jsonl")
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -99,22 +93,10 @@ class RunReader:
         Raises:
             ArenoError: A line is not valid JSON, has no step or has a value that is not a number.
         """
-        path = self.path / "logs" / "metrics.jsonl"
-        content = read_if_exists(path)
-        if content is None:
-            return []
-        *lines, _ = content.split(b"\n")  # the run is still writing a last line without its end
-        records = list(_parsed(path, lines))
-        for number, record in enumerate(records, 1):
-            if not _is_step(record.get("step")):
-                raise ArenoError("{}, line {}: has no step", path, number)
-            if wrong := [name for name, value in record.items() if value is not None and not _is_number(value)]:
-                text = "{}, line {}: {} is {}; a number is expected"
-                raise ArenoError(text, path, number, wrong[0], show(record[wrong[0]]))
-        return records
+        return list(self.file.records())
 
     def metrics(self) -> dict[str, Series]:
-        """Return the recorded values of every scalar, by the name of the scalar."""
+        """Return all recorded values of every scalar, by the name of the scalar."""
         found: dict[str, Series] = {}
         for step, scalars in self._scalars():
             for name, value in scalars.items():
@@ -122,6 +104,17 @@ class RunReader:
                 series.steps.append(step)
                 series.values.append(value)
         return found
+
+    def curves(self) -> dict[str, Series]:
+        """Return the values of every scalar as people look at them, by the name of the scalar.
+
+        Long curves are thinned, see `areno.tracking.series.Curves`. If a reward was above 1, the metrics that count
+        right answers are left out, because a reward of 1 is not that of a right answer then.
+        """
+        found = Curves()
+        for record in self.file.records():
+            found.add(record)
+        return that_tell(found.by_name())
 
     def series(self, name: str) -> Series:
         """Return the recorded values of one scalar.
@@ -246,7 +239,7 @@ class RunReader:
 
     def _scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield (step, scalars by name) for each record. A value of null becomes NaN."""
-        for record in self.records():
+        for record in self.file.records():
             scalars = ((name, value) for name, value in record.items() if name not in ("step", "time"))
             yield record["step"], {name: math.nan if value is None else value for name, value in scalars}
 
@@ -279,15 +272,14 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
     """Return the folders of the runs that a user has named, without duplicates.
 
     Args:
-        paths: Folders of runs or sweeps. A sweep stands for all of its runs.
+        paths: Folders of runs, or folders that stand for all runs below them, such as that of a sweep.
 
     Returns:
-        The folders of the runs, in the order of `paths`. A path that is not a sweep is returned unchecked, even if it
-        is not the folder of a run.
+        The folders of the runs, in the order of `paths`. A path without any run is returned unchecked.
     """
     found: list[Path] = []
     for path in (Path(path).expanduser() for path in paths):
-        found += [run.path for run in list_runs(path)] if is_sweep(path) and not is_run(path) else [path]
+        found += ([run.path for run in list_runs(path)] if path.is_dir() and not is_run(path) else []) or [path]
     return list(dict.fromkeys(found))
 
 
@@ -295,16 +287,6 @@ def is_run(folder: Path) -> bool:
     """Return whether a folder holds a run that RunReader can read."""
     described = is_described(folder) and os.path.exists(folder / "versions.json")
     return described or os.path.exists(folder / "logs" / "metrics.jsonl")
-
-
-def _is_step(value: Any) -> bool:
-    """Return whether a JSON value can be the number of a step."""
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number that fits a float. Booleans are not numbers here."""
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**300)
 
 
 def _steps_text(steps: Sequence[int]) -> str:
@@ -319,34 +301,13 @@ def _steps_text(steps: Sequence[int]) -> str:
 def _samples(path: Path, content: bytes) -> list[dict[str, Any]]:
     """Return the samples in the content of a file. An incomplete last line is skipped with a warning."""
     *lines, last = content.split(b"\n")
-    samples = list(_parsed(path, lines))
+    samples = list(parsed(path, lines))
     if last:
         try:
-            samples += _parsed(path, [last], len(lines) + 1)
+            samples += parsed(path, [last], len(lines) + 1)
         except ArenoError:
             logger.warning("%s ends in half a line, which is left out", path)
     return samples
-
-
-def _parsed(path: Path, lines: list[bytes], first: int = 1) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object in each line.
-
-    Args:
-        path: The file, for error messages.
-        lines: The lines to parse.
-        first: The number of the first line in the file, for error messages.
-
-    Raises:
-        ArenoError: A line is not a JSON object.
-    """
-    for number, line in enumerate(lines, first):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:  # ValueError also for bytes that are not UTF-8
-            raise ArenoError("{}, line {}: is not JSON: {}", path, number, error) from error
-        if not isinstance(record, dict):
-            raise ArenoError("{}, line {}: is not a JSON object", path, number)
-        yield record
 
 
 Names = Mapping[str, tuple[str, Callable[..., float] | None]]
@@ -362,6 +323,10 @@ NAMES: Names = {
     "train/logp_abs_diff_mean": ("rollout against training", None),
     "time/step": ("seconds of a step", None),
 }
+
+
+NAMES_OF_TRAINING: Names = {"train/accuracy": ("accuracy", max), "train/loss": ("loss", min)}
+"""For runs without rewards and evaluation."""
 
 
 class Headline(NamedTuple):
@@ -393,24 +358,33 @@ def headlines(metrics: Mapping[str, Series], names: Names = NAMES) -> dict[str, 
     Returns:
         Scalar -> summary, in the order of `names`. Scalars without a finite value are left out.
     """
-    found: dict[str, Headline] = {}
-    for name, (title, choose) in names.items():
-        series = metrics.get(name, Series([], []))
-        finite = [(value, step) for step, value in zip(*series, strict=True) if math.isfinite(value)]
-        if finite:
-            best = choose(value for value, _ in finite) if choose else None
-            step = next((step for value, step in finite if value == best), None)
-            found[name] = Headline(title, finite[0][0], best, finite[-1][0], step)
-    return found
+    found = {name: headline(metrics.get(name, NOTHING), *how) for name, how in names.items()}
+    return {name: line for name, line in found.items() if line is not None}
 
 
-def last_step(metrics: Mapping[str, Series]) -> int:
-    """Return the last step that has a recorded scalar, or 0 if there is none.
+def headline(series: Series, title: str, choose: Callable[..., float] | None) -> Headline | None:
+    """Return the first, the best and the last value of a scalar, or None without a finite value.
 
     Args:
-        metrics: The recorded values of each scalar, as returned by `RunReader.metrics`.
+        series: The recorded values.
+        title: The name of the scalar in tables.
+        choose: The function that chooses the best value, see `headlines`.
     """
-    return max((series.steps[-1] for series in metrics.values()), default=0)
+    finite = [(value, step) for step, value in zip(*series, strict=True) if math.isfinite(value)]
+    if not finite:
+        return None
+    best = choose(value for value, _ in finite) if choose else None
+    step = next((step for value, step in finite if value == best), None)
+    return Headline(title, finite[0][0], best, finite[-1][0], step)
+
+
+def last_step(run: RunReader) -> int:
+    """Return the step of the last record of a run, or 0 if there is none.
+
+    Args:
+        run: The reader of the run.
+    """
+    return max((record["step"] for record in run.file.ends()), default=0)
 
 
 def seconds(run: RunReader) -> float | None:
@@ -422,9 +396,11 @@ def seconds(run: RunReader) -> float | None:
     Returns:
         The duration in seconds, or None if the run has fewer than two records.
     """
-    times = [record["time"] for record in run.records() if "time" in record]
-    steps = run.metrics().get("time/step", Series([], []))[1]
-    return times[-1] - times[0] + (steps[0] if steps else 0.0) if len(times) > 1 else None
+    times = [record["time"] for record in run.file.ends() if "time" in record]
+    if len(times) < 2:
+        return None
+    _, first = next(run.file.points("time/step"), (0, 0.0))
+    return times[-1] - times[0] + first
 
 
 def began(run: RunReader) -> str:
@@ -436,7 +412,7 @@ def began(run: RunReader) -> str:
     Returns:
         The date and time, or "-" if they are not recorded.
     """
-    times = [record["time"] for record in run.records() if "time" in record]
+    times = [record["time"] for record in run.file.ends() if "time" in record]
     if not times and not is_described(run.path):
         return "-"
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(times[0] if times else begun_at(run.path)))

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,8 @@ FORECAST = "logs/forecast.json"  # predicted and measured time and memory of eac
 TUNED = "tuned.yaml"  # settings that were chosen before the run, see tune.enabled
 SWEEP = "multirun.yaml"  # written by Hydra
 RECIPE = "# Recipes: "  # the first line of config.yaml begins like the files of conf/
-SCRIPT = "# Script: "  # then the file of the user that defines the algorithm
+SCRIPT = "# Script: "  # then the file of the user that defines the algorithm, or that started the run
+CLASS = "# Settings: "  # of a run that a script started: the class of its settings
 
 
 def settings_of(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
@@ -117,13 +119,23 @@ def recipe_of(folder: Path) -> str:
 
 
 def script_of(folder: Path) -> str:
-    """Return the user's file that defines the algorithm of a run, or "" if the algorithm is an installed one.
+    """Return the user's file that defines the algorithm of a run or started the run, or "" if there is none.
 
     Args:
         folder: The folder of the run. The path is in the first lines of its config.yaml.
     """
     lines = read_start(folder / SETTINGS).decode("utf-8", "surrogateescape").splitlines()[:2]
     return next((line.removeprefix(SCRIPT).strip() for line in lines if line.startswith(SCRIPT)), "")
+
+
+def algorithm_shown(folder: Path) -> str:
+    """Return the name of a run's algorithm for people, or of its settings if a script started the run.
+
+    Args:
+        folder: The folder of the run. The name is in the first lines of its config.yaml.
+    """
+    lines = read_start(folder / SETTINGS).decode("utf-8", "replace").splitlines()[:2]
+    return recipe_of(folder) or next((line.removeprefix(CLASS) for line in lines if line.startswith(CLASS)), "")
 
 
 def _yaml(path: Path) -> Any:
@@ -309,7 +321,8 @@ def for_script(config: ExperimentConfig) -> Path:
     while (folder := make(run_dir, new=config.trial_name is None)) is None:
         count += 1
         run_dir = folder_of(config, f"{name}-{count}")
-    folder.describe(config, [])
+    script = vars(sys.modules["__main__"]).get("__file__")
+    folder.describe(config, [], script=script and os.path.abspath(script))
     return run_dir
 
 
@@ -398,7 +411,8 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 def _description(config: Section, overrides: list[str], recipe: str, script: str | Path | None) -> dict[str, str]:
     """Return the content of config.yaml, overrides.yaml and versions.json, by file name."""
     config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | asdict(config)))
-    header = (f"{RECIPE}{recipe}\n" if recipe else "") + (f"{SCRIPT}{script}\n" if script else "")
+    header = f"{RECIPE}{recipe}\n" if recipe else f"{CLASS}{type(config).__name__}\n"
+    header += f"{SCRIPT}{script}\n" if script else ""
     # Quoted, so that each is read back as text.
     overrides_yaml = "".join(f"- {json.dumps(line, ensure_ascii=False)}\n" for line in overrides) or "[]\n"
     contents = (json.dumps(versions(), indent=2) + "\n", overrides_yaml, header + config_yaml)

@@ -18,6 +18,7 @@ from areno.plan.schedule import n_updates
 from areno.rewards.pool import no_reward
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
+from areno.tracking.right_answers import without_right
 from areno.trainers.agents import sample_with_agents
 from areno.trainers.ahead import sample_ahead, sample_replacing
 from areno.trainers.rounds import can_overlap, has_signal, n_groups, sample_rounds, with_signal
@@ -53,6 +54,9 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     metrics = rollout_metrics(
         samples, advantages_B, skipped_long=rollout.skipped_long, total_skipped_long=rollout.total_skipped_long
     )
+    run.progress.note_rewards(reward for group in rewards_by_group(samples).values() for reward in group)
+    if not run.progress.counts_right:
+        metrics = without_right(metrics)
     metrics |= draft_metrics(setup.trainer.engine.draft_counts())
     n_tokens = sum(sample.sequence.n_tokens for sample in samples)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
@@ -364,4 +368,5 @@ def evaluate_policy(
         if not may_fail:
             raise error
         logger.warning("evaluation %s: %s", name or "of the validation set", error)
+    setup.run.progress.note_rewards(reward for group in rewards_by_group(samples).values() for reward in group)
     return evaluation_metrics(samples, gconfig.n_samples)

@@ -14,6 +14,7 @@ from areno.config.policy_experiments import DistillExperimentConfig
 from areno.data.encode import encode_rows, sft_draft
 from areno.data.row_schema import row_problem
 from areno.errors import DataError, Key
+from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.run.setup import RewardFns
 from areno.tracking.tracker import Tracker
@@ -94,8 +95,8 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
             name = "distill_loss" if "distill_loss" in stats else "loss"  # a user's loss function need not return it
             run.progress.keep(**{name: stats[name]})
             run.end_step(stats)
-        run.finish({"distill_loss": 1, "loss": 1, "eval_accuracy": 1})
-        return run.progress.result("eval_accuracy", "loss" if "loss" in run.progress.history else "distill_loss")
+        run.finish({"distill_loss": 1, "loss": 1, EVALUATED_REWARDS: 1})
+        return run.progress.result(EVALUATED_REWARDS, "loss" if "loss" in run.progress.history else "distill_loss")
 
     def n_answered(self, n_rows: int) -> int:
         """Return how many rows of the current batch the student answers.

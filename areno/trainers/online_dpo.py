@@ -14,6 +14,7 @@ from areno.config.experiments import LossFn
 from areno.config.policy_experiments import PairedPolicyExperimentConfig
 from areno.errors import ConfigError
 from areno.loss_fns.advantages import Pair, choose_pairs
+from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.trainers.collect import Rollout, log_rollout, rollouts, samples_logged, skip_updates
 from areno.trainers.loop import RewardLoop
@@ -77,7 +78,8 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
         """Train for all steps of the run.
 
         Returns:
-            The accuracy of the last evaluation. Without evaluation, the mean reward of the last 5 steps.
+            The accuracy of the last evaluation, or its mean reward if rewards do not tell right answers. Without
+            evaluation, the mean reward of the last 5 steps.
         """
         setup, run = self.setup, self.run
         for sampled in rollouts(setup):  # sample a group for each prompt, and score it
@@ -89,8 +91,8 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
             with samples_logged(setup, rollout, rows):
                 stats = self.train_pairs([rows[index] for pair in pairs for index in pair])
             run.end_step(stats)
-        run.finish({"reward_mean": 5, "eval_accuracy": 1})
-        return run.progress.result("eval_accuracy", "reward_mean", 5)
+        run.finish({"reward_mean": 5, EVALUATED_REWARDS: 1})
+        return run.progress.result(EVALUATED_REWARDS, "reward_mean", 5)
 
     def pair(self, rollout: Rollout) -> tuple[Rollout, list[Pair]]:
         """Choose the pairs of a step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.trainers.collect import log_rollout, rollouts, samples_logged
 from areno.trainers.loop import RewardLoop
@@ -21,7 +22,8 @@ class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
         """Train for all steps of the run.
 
         Returns:
-            The accuracy of the last evaluation. Without evaluation, the mean reward of the last 5 steps.
+            The accuracy of the last evaluation, or its mean reward if rewards do not tell right answers. Without
+            evaluation, the mean reward of the last 5 steps.
         """
         setup, run = self.setup, self.run
         for rollout in rollouts(setup):  # sample a group for each prompt, and score it
@@ -34,5 +36,5 @@ class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
             with samples_logged(setup, rollout, rows):
                 stats |= update_policy(setup, rows)
             run.end_step(stats)
-        run.finish({"reward_mean": 5, "eval_accuracy": 1})
-        return run.progress.result("eval_accuracy", "reward_mean", 5)
+        run.finish({"reward_mean": 5, EVALUATED_REWARDS: 1})
+        return run.progress.result(EVALUATED_REWARDS, "reward_mean", 5)

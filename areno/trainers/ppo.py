@@ -8,6 +8,7 @@ import numpy as np
 
 from areno.config.policy_experiments import CriticExperimentConfig
 from areno.loss_fns.advantages import explained_variance
+from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.tracking.console import log_stage
 from areno.trainers.collect import log_rollout, rollouts, samples_logged
@@ -32,7 +33,8 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
         """Train for all steps of the run.
 
         Returns:
-            The accuracy of the last evaluation. Without evaluation, the mean reward of the last 5 steps.
+            The accuracy of the last evaluation, or its mean reward if rewards do not tell right answers. Without
+            evaluation, the mean reward of the last 5 steps.
         """
         setup, run, config = self.setup, self.run, self.setup.config
         warmup, total = config.critic.warmup_steps, run.progress.total_steps
@@ -56,8 +58,8 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
                     stats |= correct(setup, rollout, rows)  # weights for rows that another policy sampled
                     stats |= update_policy(setup, rows)
             run.end_step(stats)
-        run.finish({"reward_mean": 5, "eval_accuracy": 1})
-        return run.progress.result("eval_accuracy", "reward_mean", 5)
+        run.finish({"reward_mean": 5, EVALUATED_REWARDS: 1})
+        return run.progress.result(EVALUATED_REWARDS, "reward_mean", 5)
 
     def update_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
         """Take the optimizer steps of the critic.

@@ -11,6 +11,7 @@ from areno.api import get_algorithm
 from areno.cli.__main__ import main
 from areno.launch.command import run
 from areno.tracking.reader import RunReader
+from tests.helpers.policy_runs import classifier
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples/quickstart/model")
@@ -90,6 +91,45 @@ def test_a_run_that_evaluates_as_it_samples(folder: Path, capsys: pytest.Capture
     assert (found["num_sequences"], found["response_len_mean"]) == (12, 3)
     sampling = RunReader(Path(found["answers"]).parent).config["eval_gconfig"]
     assert (sampling["greedy"], sampling["stop"]) == (False, ["x"])
+
+
+@pytest.mark.slow
+def test_the_reward_that_is_named_replaces_the_reward_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose scores are no right answers, so that they have no accuracy."""
+    words = ["--config-name=quickstart", *SHORT, "valid_dataset.max_rows=8", f"cluster.fileroot={folder / 'outputs'}"]
+    words += ["experiment_name=scored", f"reward.path={classifier(folder / 'scores')}", "eval_gconfig.greedy=false"]
+    words += ["eval_gconfig.n_samples=2", "reward.fn=[math,exact_match]", "reward.weights=[0.5,0.25]"]
+    assert run(get_algorithm("gspo"), "areno", words) == 0
+    names = {"rewards_mean", "response_len_mean", "truncated", "num_sequences"}
+    parts = {"reward/math", "reward/exact_match", "reward/model"}
+    recorded = RunReader("outputs/scored/t").metrics().keys()
+    assert {name.removeprefix("eval/") for name in recorded if name.startswith("eval/")} == names | parts
+    assert "rollout/accuracy" not in recorded
+    assert evaluated(capsys, "outputs/scored/t").keys() == names | parts | {"model", "answers"}
+    found = evaluated(capsys, "outputs/scored/t", "--reward", "exact_match")
+    answers = RunReader(Path(found["answers"]).parent).eval_samples(1)
+    right = sum(answer["completion"].strip() == answer["solutions"] for answer in answers) / len(answers)
+    assert (found["accuracy"], found["rewards_mean"], found["avg@2"]) == (right, right, right)
+    both = evaluated(capsys, "outputs/scored/t", "--reward", "exact_match", f"reward.path={folder / 'scores'}")
+    assert "accuracy" not in both
+
+
+@pytest.mark.slow
+def test_accuracy_ends_with_the_first_reward_above_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rising.py").write_text("def reward_fn(record):\n    return 1.0 if record.step < 2 else 2.0\n")
+    words = ["--config-name=quickstart", *SHORT, "total_train_steps=3", f"cluster.fileroot={folder / 'outputs'}"]
+    words += ["experiment_name=rising", f"reward.fn={folder / 'rising.py'}", "evaluator.eval_before_train=true"]
+    words += ["valid_dataset.max_rows=8", "recover.mode=auto", "recover.freq_steps=1"]
+    assert run(get_algorithm("gspo"), "areno", words) == 0
+    said, read = capsys.readouterr(), RunReader("outputs/rising/t")
+    assert (said.out + said.err).count("a reward is 2, so a reward of 1 does not mean a right answer") == 1
+    assert read.series("rollout/accuracy").steps == [1]
+    assert read.series("eval/accuracy").steps == [0]
+    assert read.series("eval/rewards_mean").steps == [0, 3]
+    assert "eval_rewards_mean 1.000 -> 2.000" in said.out + said.err
+    assert "rollout/accuracy" not in read.curves()
+    assert run(get_algorithm("gspo"), "areno", ["--resume", "outputs/rising/t", "total_train_steps=4"]) == 0
+    assert read.series("rollout/accuracy").steps == [1], "a resumed run goes on without"
 
 
 @pytest.mark.parametrize(

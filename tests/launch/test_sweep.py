@@ -37,12 +37,12 @@ def test_the_table_is_sorted_and_marks_the_best(tmp_path: Path) -> None:
         == f"""\
 5 runs in {tmp_path}, by eval/accuracy (more is better)
 
-     run  actor.optimizer.lr  seed  objective
-  *  2    2e-4                1     0.9
-     1    1e-4                2     0.7
-     4    3e-4                1     0.65
-     0    1e-4                1     0.5
-     3    2e-4                2     failed
+    run  actor.optimizer.lr  seed  objective
+    2    2e-4                1     0.9
+    1    1e-4                2     0.7
+    4    3e-4                1     0.65
+    0    1e-4                1     0.5
+    3    2e-4                2     failed
 
 over seeds
      actor.optimizer.lr  mean  std   runs
@@ -50,8 +50,23 @@ over seeds
      3e-4                0.65        4
      1e-4                0.6   0.14  0, 1
 
-best: run 2, in {tmp_path / "2"}"""
+actor.optimizer.lr=2e-4: better than actor.optimizer.lr=3e-4 by 0.25. Without several seeds, the spread of a result is not known.
+
+best single run: run 2, in {tmp_path / "2"}"""  # noqa: E501
     )
+
+
+def test_a_lead_inside_the_spread_of_seeds_has_no_star_and_says_so_as_the_report(tmp_path: Path) -> None:
+    for results, star in {(0.5, 0.9, 0.75, 0.85): False, (0.1, 0.2, 0.8, 0.9): True}.items():
+        sweep = Sweep(tmp_path, "eval/accuracy", "max")
+        for number, objective in enumerate(results):
+            sweep.add(number, [f"lr={1 + number // 2}", f"seed={number % 2}"], objective, tmp_path / str(number))
+        text = sweep.text()
+        assert ("*" in text) == star
+        (first, second), spread = sweep.averages(), max(one.std or 0.0 for one in sweep.averages())
+        more = "more" if star else "not more"
+        told = f"better than lr=1 by {first.mean - second.mean:.4g}, {more} than the standard deviation over seeds"
+        assert f"lr=2: {told} ({spread:.2g})." in text
 
 
 def test_runs_may_end_in_any_order(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
-"""The charts of a report: what they show, their units and how long curves are shortened."""
+"""The charts of a report: what they show, and their units."""
 
 from __future__ import annotations
 
-import math
-
-from areno.report.curves import charts, downsampled, is_count, unit_of
+from areno.report.curves import charts, is_count, unit_of
 
 
 def test_a_chart_for_every_scalar():
@@ -41,15 +39,3 @@ def test_units_of_axes():
     }
     assert {name: unit_of(name) for name in units} == units
     assert [unit for unit in dict.fromkeys(units.values()) if is_count(unit)] == ["tokens", "tokens/s", "samples"]
-
-
-def test_a_long_curve_keeps_its_peaks():
-    steps = list(range(100_000))
-    values = [math.sin(step / 500) for step in steps]
-    values[31_415], values[50_000] = 9.0, math.nan
-    kept_steps, kept = downsampled(steps, values)
-    assert len(kept) <= 4_000
-    assert kept_steps == sorted(set(kept_steps))
-    assert (max(kept), kept_steps[kept.index(9.0)]) == (9.0, 31_415)
-    assert not any(map(math.isnan, kept))
-    assert downsampled([1, 2], [0.0, 1.0]) == ([1, 2], [0.0, 1.0])

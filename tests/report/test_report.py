@@ -18,10 +18,11 @@ from rich.console import Console
 
 from areno.errors import ArenoError
 from areno.report.page import contents, pack, packed_samples, write_report
-from areno.report.tables import compare_tables, duration, runs_table
+from areno.report.runs import runs_table
+from areno.report.tables import compare_tables
 from areno.report.verdict import differing, short_names
 from areno.tracking.display.display import end_table
-from areno.tracking.reader import RunReader, Series, headlines
+from areno.tracking.reader import RunReader, Series, duration, headlines, run_folders
 from areno.tracking.run_folder import FORECAST
 from tests.helpers.made_up_runs import make_run, sample
 
@@ -190,6 +191,29 @@ def test_runs_with_equal_settings_are_compared_by_their_versions(tmp_path):
     (other / "config.yaml").unlink()
     unknown, _ = map(told, compare_tables([one, other]))
     assert unknown == "The settings of b are not known: there is no config.yaml.\n"
+
+
+def test_the_algorithm_and_the_script_are_the_first_difference(tmp_path):
+    runs = [make_run(tmp_path, name, 1, 2) for name in "abc"]
+    for run, header in zip(runs, ("# Recipes: grpo\n", "# Recipes: gspo\n# Script: /a/own.py\n", ""), strict=True):
+        (run / "config.yaml").write_text(header + (run / "config.yaml").read_text())
+    settings, _ = map(told, compare_tables(runs))
+    rows = [line.split() for line in settings.splitlines() if line.startswith("│")]
+    assert rows[0] == ["│", "algorithm", "│", "grpo", "│", "gspo", "│", "│"]
+    assert rows[1] == ["│", "script", "│", "│", "/a/own.py", "│", "│"]
+    assert contents([RunReader(run) for run in runs])["differences"].keys() == {"algorithm", "script"}
+    listed = told(runs_table(tmp_path))
+    assert [name in listed for name in ("algorithm", "grpo", "gspo")] == [True] * 3
+
+
+def test_a_folder_stands_for_the_runs_below_it(tmp_path):
+    runs = [make_run(tmp_path / "deep", name, 1, 2) for name in "ab"]
+    other = make_run(tmp_path, "c", 1, 2)
+    assert run_folders([tmp_path / "deep", other, runs[0]]) == [*runs, other]
+    (tmp_path / "empty").mkdir()
+    assert run_folders([tmp_path / "empty", tmp_path / "none"]) == [tmp_path / "empty", tmp_path / "none"]
+    path = write_report(run_folders([tmp_path]), tmp_path / "all.html")
+    assert path.read_text().count("rollout/rewards_mean")
 
 
 def test_a_report_that_cannot_be_made(tmp_path):

@@ -14,10 +14,10 @@ from areno.report.verdict import verdict
 from areno.tracking.reader import RunReader
 
 
-def make_run(folder: Path, *accuracies: float, **settings: object) -> RunReader:
+def make_run(folder: Path, *accuracies: float, header: str = "", **settings: object) -> RunReader:
     """A run that was evaluated with these results."""
     (folder / "logs").mkdir(parents=True)
-    (folder / "config.yaml").write_text(json.dumps(settings))
+    (folder / "config.yaml").write_text(header + json.dumps(settings))
     (folder / "versions.json").write_text("{}")
     lines = [{"step": step, "time": 100.0 + step, "eval/accuracy": one} for step, one in enumerate(accuracies)]
     (folder / "logs/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -120,6 +120,22 @@ def test_runs_of_any_folders_are_compared_by_their_last_values(tmp_path):
     third = make_run(tmp_path / "third", 0.9, lr=1, seed=2)
     found = verdict_of([one, other, third])
     assert (found["title"], found["value"], found["places"][0]["runs"]) == ("lr=1", pytest.approx(0.7), [0, 2])
+
+
+def test_algorithms_are_compared_and_no_run_is_left_out(tmp_path):
+    headers = ["# Recipes: grpo\n", "# Recipes: gspo\n", "# Settings: PPOConfig\n# Script: /a/train.py\n"]
+    runs = [make_run(tmp_path / f"{at}", at / 10, header=header, seed=1) for at, header in enumerate(headers)]
+    found = verdict_of(runs)
+    assert [(place["title"], place["value"]) for place in found["places"]] == [
+        ("run 2", 0.2),
+        ("run 1", 0.1),
+        ("run 0", 0.0),
+    ]
+    again = make_run(tmp_path / "again", 0.7, header=headers[0], seed=1)
+    other = make_run(tmp_path / "other", header=headers[0], seed=2)
+    found = verdict_of([runs[0], again, other])
+    assert "run again has the settings of run 0, so a mean counts the two as one." in found["notes"]
+    assert "Without eval/accuracy: run other." in found["notes"]
 
 
 def test_training_counts_where_nothing_is_evaluated(tmp_path):

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from areno.api.metrics import evaluation_metrics, pass_at_k
-from areno.config.datasets import DatasetConfig
-from areno.config.experiments import PreferenceExperimentConfig
+from areno.config.datasets import DatasetConfig, ValidDatasetConfig
+from areno.config.experiments import PreferenceExperimentConfig, metric_problems
+from areno.config.judge import JudgeConfig
 from areno.config.models import ModelConfig, PolicyConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.config.reward import RewardConfig
 from areno.config.rollout import GenerationConfig
 from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.errors import ConfigError
@@ -70,6 +72,25 @@ def test_metrics_of_several_samples():
             "avg@4": (1 / 4 + 0 + 2 / 3 + 1) / 4,
         }
     )
+
+
+def test_a_reward_above_one_means_that_one_is_no_right_answer():
+    found = evaluation_metrics(grouped([1.0, 1.5], [0.0, 1.0]), 2)
+    assert found.keys() == {"rewards_mean", "response_len_mean", "truncated", "num_sequences"}
+    assert "accuracy" in evaluation_metrics(grouped([1.0, 1.0 + 1e-7]), 1)
+
+
+def test_the_score_of_a_model_is_no_right_answer():
+    parts = {"experiment_name": "e", "actor": PolicyConfig(path="m"), "train_dataset": DatasetConfig(path="rows.jsonl")}
+    several = GenerationConfig(n_samples=4)
+    judge = JudgeConfig(base_url="http://localhost/v1", model="judge")
+    for reward in (RewardConfig(path="folder"), RewardConfig(fn="math", judge=judge)):
+        config = PolicyExperimentConfig(**parts, eval_gconfig=several, reward=reward)
+        assert config.eval_metrics() == ("rewards_mean", "response_len_mean", "truncated", "num_sequences")
+        config.valid_dataset = ValidDatasetConfig(path="rows.jsonl")
+        assert config.objective() == ("eval/rewards_mean of the last evaluation", "max")
+        config.evaluator.metric, config.saver.best_metric = "accuracy", "eval/pass@4"
+        assert [problem.key for problem in metric_problems(config, [""])] == ["evaluator.metric", "saver.best_metric"]
 
 
 @pytest.mark.parametrize(("n_samples", "sizes"), [(1, []), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])

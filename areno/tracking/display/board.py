@@ -189,6 +189,9 @@ class Board(Tracker):
                     self._times[name[5:]] = value
                 else:
                     self._trends.setdefault(name, Trend()).add(value)
+            for space in ("rollout", "eval"):
+                if f"{space}/rewards_mean" in scalars and f"{space}/accuracy" not in scalars:
+                    self._trends.pop(f"{space}/accuracy", None)  # a reward above 1 was seen
             if "time/step" in scalars:
                 self._times = {name[5:]: value for name, value in scalars.items() if name.startswith("time/")}
                 self._step = step

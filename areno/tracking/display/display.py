@@ -113,7 +113,7 @@ class Display(Tracker):
         """
         with self._harmless():
             self.board.forget()
-            for name, (steps, values) in RunReader(self._folder).metrics().items():
+            for name, (steps, values) in RunReader(self._folder).curves().items():
                 for value in values[: bisect_right(steps, step)]:
                     self.board.recall(name, value)
 
@@ -221,7 +221,7 @@ def end_table(run: RunReader, title: str) -> Table:
     table.add_column("")
     for heading in ("first", "best", "last"):
         table.add_column(heading, justify="right")
-    metrics, shown = run.metrics(), set[tuple[float, ...]]()
+    metrics, shown = run.curves(), set[tuple[float, ...]]()
     for name, line in headlines(metrics).items():
         values = tuple(metrics[name].values)
         if line.best is not None and values in shown:

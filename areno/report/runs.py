@@ -1,0 +1,78 @@
+"""The table of runs in a folder (`areno runs`), which reads as little of each run as it can."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from areno.errors import ArenoError
+from areno.report.terminal import right
+from areno.tracking.reader import (
+    NAMES,
+    NAMES_OF_TRAINING,
+    Headline,
+    RunReader,
+    began,
+    duration,
+    headline,
+    last_step,
+    list_runs,
+    seconds,
+)
+from areno.tracking.right_answers import counts_right
+from areno.tracking.run_folder import algorithm_shown
+from areno.tracking.series import tell_right_answers
+
+_COLOURS = {"completed": "green", "stopped": "red", "unfinished": "yellow"}
+
+
+def runs_table(root: str | Path) -> Table:
+    """Return a table of the runs in a folder and its subfolders.
+
+    Args:
+        root: The folder.
+
+    Raises:
+        ArenoError: If there is no run in the folder.
+    """
+    runs = list_runs(root)
+    if not runs:
+        raise ArenoError("there is no run below {}; the setting cluster.fileroot says where runs are", root)
+    columns = ("run", "algorithm", "began", "state", right("steps"), "best", right("duration"))
+    table = Table(*columns, title=f"runs in {root}")
+    for run in runs:
+        try:
+            table.add_row(str(run.path.relative_to(Path(root).expanduser())), *_row(run))
+        except ArenoError as error:  # a damaged run must not hide the others
+            table.add_row(str(run.path), "", "", "[red]damaged[/]", "", escape(str(error)), "")
+    return table
+
+
+def _row(run: RunReader) -> list[str]:
+    status, found = run.status(), best_of(run)
+    best = "" if found is None else f"{found.title} {found.best:.4g} at step {found.step}"
+    state = f"[{_COLOURS[status]}]{status}[/]" if status else "-"
+    algorithm = escape(algorithm_shown(run.path))
+    return [algorithm, began(run), state, str(last_step(run)), best, duration(seconds(run))]
+
+
+def best_of(run: RunReader) -> Headline | None:
+    """Return the first, best and last value of the scalar that a run is compared by.
+
+    The scalar is the first of these that the run has recorded: accuracy, reward or loss of the evaluation, or the
+    reward of the rollouts. A run that has recorded none of these scalars, such as SFT or DPO without evaluation, is
+    compared by its training accuracy or training loss.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The values, or None if the run has recorded no such scalar.
+    """
+    for name, how in [*NAMES.items(), *NAMES_OF_TRAINING.items()]:
+        found = headline(run.file.series(name), *how) if how[1] else None
+        if found is not None and (not counts_right(name) or tell_right_answers(run.file.series)):
+            return found
+    return None

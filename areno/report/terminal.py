@@ -1,0 +1,45 @@
+"""How tables are printed to a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Column
+
+_WIDE = 250  # columns without a terminal, such as in a pipe, so that each run has one line
+
+
+def right(title: str) -> Column:
+    """Return a right-aligned column for a table of rich.
+
+    Args:
+        title: Heading of the column.
+    """
+    return Column(title, justify="right")
+
+
+def show(*tables: Any) -> None:
+    """Print tables of rich in the width of the terminal, or 250 columns wide if the output is not a terminal.
+
+    Args:
+        *tables: Tables or texts of rich.
+    """
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDE
+    for each in tables:
+        console.print(each)
+
+
+def cell(value: Any) -> str:
+    """Return the text of a value in a table: floats with four significant digits, `-` for None.
+
+    Args:
+        value: Any value.
+    """
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
