@@ -247,8 +247,8 @@ class GenerationOutput:
         cached_tokens: Number of prompt tokens found in the prefix cache.
         top_logprobs: For each token, the `request.top_logprobs` most likely tokens. Empty if the request asked for
             none.
-        prompt_logprobs: For each prompt token after the first, (log-probability, most likely tokens). Only a finished
-            output of a request with prompt_logprobs has them.
+        prompt_logprobs: For each prompt token after the first, (log-probability, most likely tokens). Only the first
+            and the finished output of a sample of a request with prompt_logprobs have them.
         raw_logprobs: Log-probability of each token without the temperature. Empty unless requested.
         routes: With actor.routing_replay, the experts chosen for each token but the last, which is never computed:
             (tokens, layers with experts, experts per token), see RouteShape. Only a finished output has them.

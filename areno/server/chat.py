@@ -19,9 +19,9 @@ from pydantic_core import to_json
 
 from areno.errors import ArenoError, DataError
 from areno.server import answers
-from areno.server.conversations import Conversations, Prompt, is_first
+from areno.server.conversations import Conversations, Prompt, is_first, template_names
 from areno.server.detokenize import TextStream, TokenText, TokenTextCache, TokenTextStream, special_ids
-from areno.server.errors import ApiError, PromptTooLong
+from areno.server.errors import ApiError, PromptTooLong, bad_field
 from areno.server.messages import read_messages
 from areno.server.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, message_of
 from areno.server.parsers.message import END_THINK, THINK
@@ -73,9 +73,9 @@ class ChatCompletions:
         try:
             # The server caches checked requests, because the samples of a prompt begin with the same one.
             if (prompt := request.prompt()) is None:
-                definitions = [tool.definition for tool in request.tools]
+                definitions, template = [tool.definition for tool in request.tools], self._template(request)
                 with self.sampler.engine.batcher.expecting():
-                    prompt = await self.conversations.prompt_async(request.messages, definitions, request.template)
+                    prompt = await self.conversations.prompt_async(request.messages, definitions, template)
                 if is_first(request.messages):
                     request.prompt = weakref.ref(prompt)
         except PromptTooLong as error:
@@ -101,6 +101,26 @@ class ChatCompletions:
             raise _about_messages(error, request, prompt.tokens) from error
         hidden = self.sampler.stop_ids | (self._special if request.options.params.skip_special_tokens else frozenset())
         return _Chat(self, request, prompt, sampled, hidden)
+
+    def _template(self, request: ChatRequest) -> Json:
+        """Return the extra variables of the chat template, with those that `reasoning_effort` stands for.
+
+        Raises ApiError with status 400 if the template does not read them, or the request sets them to other values.
+        """
+        effort = request.reasoning_effort
+        if effort is None:
+            return request.template
+        known = template_names(self.conversations.tokenizer.chat_template)
+        if effort == "none" and "enable_thinking" in known:
+            name, value = "enable_thinking", False
+        else:
+            name, value = "reasoning_effort", effort
+        if name not in known:
+            allowed = "; only none is possible" if "enable_thinking" in known else ""
+            raise bad_field("reasoning_effort", f"is {effort}, which this model's chat template does not read{allowed}")
+        if request.template.get(name, value) != value:
+            raise bad_field("reasoning_effort", f"is {effort}, but chat_template_kwargs sets another {name}")
+        return {**request.template, name: value}
 
     def _grammar(self, request: ChatRequest, prompt: Prompt) -> str | None:
         """Return the text of the grammar that enforces the request's `response_format` and `tool_choice`.

@@ -158,11 +158,7 @@ class _Completion:
         the texts of the prompt's tokens. Without the request's option `echo`, the caller passes "" and [].
         """
         request, text = self._request, ""
-        scores: list[answers.ScoredText] = []
-        if prompt:
-            tokens = self._sampled[number].prompt
-            pairs = [(None, []), *output.prompt_logprobs]
-            scores = [((token, *pair), one) for token, pair, one in zip(tokens, pairs, prompt, strict=True)]
+        scores = self._prompt_scores(number, output, prompt)
         if request.wants_new:
             stream, token_texts = self._begin(number)
             text = stream.finish(output.tokens)
@@ -174,6 +170,20 @@ class _Completion:
             logprobs = answers.text_logprobs(self._endpoint._texts, scores, request.options.n_top)
         reason = answers.finish_reason(output) if request.wants_new else "length"
         return {"index": index, "text": echo + text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _prompt_scores(
+        self, number: int, output: GenerationOutput, prompt: list[TokenText]
+    ) -> list[answers.ScoredText]:
+        """Return the log-probability and the text of each token of the prompt with index `number`.
+
+        `prompt` has the texts of the tokens. The result is empty if `prompt` is.
+        """
+        if not prompt:
+            return []
+        pairs = [(None, []), *output.prompt_logprobs]
+        return [
+            ((token, *pair), one) for token, pair, one in zip(self._sampled[number].prompt, pairs, prompt, strict=True)
+        ]
 
     def _usage(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
         """Return the `usage` object for the finished samples of each prompt."""
@@ -195,41 +205,60 @@ class _Completion:
         base = {**self._head, "system_fingerprint": None} | ({"usage": None} if options.include_usage else {})
         found: list[list[GenerationOutput]] = []
         for number, sampled in enumerate(self._sampled):
-            parts = [_Part(*self._begin(number)) for _ in range(options.n)]
             done: list[Any] = [None] * options.n
+            parts = [_Part(self, number) for _ in range(options.n)]
             async with aclosing(self._endpoint._sampler.outputs(sampled)) as stream:  # type: ignore[type-var]
                 async for output in stream:
-                    sample, is_last = output.sample, output.finish_reason is not None
-                    text, scores, offset = parts[sample].take(output, options.n_top is not None)
-                    logprobs = None
-                    if scores:
-                        logprobs = answers.text_logprobs(self._endpoint._texts, scores, options.n_top or 0, offset)
-                    if is_last:
-                        done[sample] = output
-                    if text or logprobs or is_last:
-                        choice = {"index": number * options.n + sample, "text": text, "logprobs": logprobs}
-                        reason = answers.finish_reason(output) if is_last else None
-                        yield {**base, "choices": [{**choice, "finish_reason": reason}]}
+                    for choice in parts[output.sample].take(output):
+                        yield {**base, "choices": [{"index": number * options.n + output.sample, **choice}]}
+                    if output.finish_reason is not None:
+                        done[output.sample] = output
             found.append(done)
         if options.include_usage:
             yield {**base, "choices": [], "usage": self._usage(found)} | self._token_field(found)
 
 
 class _Part:
-    """Incremental decoder of one choice in a streamed answer."""
+    """Incremental decoder of one choice in a streamed answer, which completes the prompt with index `number`."""
 
-    def __init__(self, stream: TextStream, token_texts: TokenTextStream):
-        self._stream, self._token_texts = stream, token_texts
+    def __init__(self, completion: _Completion, number: int):
+        self._completion, self._number = completion, number
+        self._stream, self._token_texts = completion._begin(number)
         self._n_taken = self._n_characters = self._offset = 0
         self._scores: list[answers.TokenScore] = []  # of tokens whose text is not certain yet
+        self._echoes = completion._request.echo
 
-    def take(self, output: GenerationOutput, wants_scores: bool) -> tuple[str, list[answers.ScoredText], int]:
+    def take(self, output: GenerationOutput) -> list[Json]:
+        """Decode the new tokens in an output of the engine, and return the new `choices` entries without their index.
+
+        With `echo`, the first of them is the prompt.
+        """
+        request, is_last = self._completion._request, output.finish_reason is not None
+        choices = []
+        if self._echoes:
+            self._echoes = False
+            text, prompt = self._completion._echo(self._number)
+            choices.append(self._choice(text, self._completion._prompt_scores(self._number, output, prompt), 0))
+            self._offset = len(text)
+        if request.wants_new:
+            choices.append(self._choice(*self._decoded(output)))
+        if is_last:
+            choices = choices or [self._choice("", [], 0)]
+            choices[-1]["finish_reason"] = answers.finish_reason(output) if request.wants_new else "length"
+        return [choice for choice in choices if choice["text"] or choice["logprobs"] or choice["finish_reason"]]
+
+    def _choice(self, text: str, scores: list[answers.ScoredText], offset: int) -> Json:
+        n_top, texts = self._completion._request.options.n_top, self._completion._endpoint._texts
+        logprobs = answers.text_logprobs(texts, scores, n_top or 0, offset) if scores else None
+        return {"text": text, "logprobs": logprobs, "finish_reason": None}
+
+    def _decoded(self, output: GenerationOutput) -> tuple[str, list[answers.ScoredText], int]:
         """Decode the new tokens in an output of the engine.
 
         Returns:
             A tuple (text, scores, offset). `text` is the new text that later tokens cannot change. `scores` has the
-            log-probabilities and the text of each token whose text has become certain. Without `wants_scores`,
-            `scores` is empty. `offset` is the number of characters of the completion before the first token in
+            log-probabilities and the text of each token whose text has become certain. It is empty if the request asks
+            for no log-probabilities. `offset` is the number of characters of the choice before the first token in
             `scores`.
         """
         is_last = output.finish_reason is not None
@@ -238,7 +267,7 @@ class _Part:
         self._n_taken += len(tokens)
         text = self._stream.finish(tokens) if is_last else self._stream.feed(tokens)
         self._n_characters += len(text)
-        if not wants_scores:
+        if self._completion._request.options.n_top is None:
             return text, [], 0
         self._scores += answers.scores_of(output)[start:]
         self._token_texts.feed(tokens)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from areno.data.chat_template import render
@@ -525,6 +525,16 @@ class Conversations:
             places.append((at, at + len(words), int(SOURCE_OF_ROLE[message["role"]])))
             at += len(words) + len(after)
         return places
+
+
+@lru_cache
+def template_names(template: str | None) -> frozenset[str]:
+    """Return the names in the code of a chat template, among them the variables that it reads."""
+    import jinja2
+
+    with suppress(jinja2.TemplateError):  # a request with messages tells of it
+        return frozenset(word for _, kind, word in jinja2.Environment().lex(template or "") if kind == "name")
+    return frozenset()
 
 
 def prompt_threads(tokenizer: Any) -> Threads:

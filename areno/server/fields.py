@@ -52,14 +52,10 @@ class Fields:
     def __contains__(self, field: str) -> bool:
         return field in self._values
 
-    def take(self, field: str) -> Any:
-        """Return the unchecked value of a field, or None if it is absent.
-
-        Args:
-            field: Name of the field.
-        """
+    def take(self, field: str, default: Any = None) -> Any:
+        """Return the unchecked value of a field, or `default` if it is absent."""
         self._taken.add(field)
-        return self._values.get(field)
+        return self._values.get(field, default)
 
     def number(self, field: str, minimum: float, maximum: float) -> float | None:
         """Return a number from `minimum` to `maximum`, or None if the field is absent.

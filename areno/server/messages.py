@@ -223,36 +223,67 @@ def _check_schema(schema: Any, where: str, is_root: bool = False) -> None:
         raise bad_field(f"{where}.required", f"is {show(required)}; a list of names is expected")
 
 
-def read_tool_choice(value: Any, tools: list[Tool]) -> tuple[str, str | None]:
+@dataclass(frozen=True)
+class ToolChoice:
+    """The checked field `tool_choice` of a request.
+
+    Attributes:
+        tools: Tools that the model may call, which are those in the prompt.
+        requires_call: Whether the answer must be a call.
+        named: Name of the function that must be called. None if none is named.
+    """
+
+    tools: list[Tool]
+    requires_call: bool = False
+    named: str | None = None
+
+
+def read_tool_choice(value: Any, tools: list[Tool]) -> ToolChoice:
     """Check `tool_choice`.
 
     Args:
         value: The field of the request, or None if it is absent.
         tools: The tools of the request.
 
-    Returns:
-        (mode, name). The mode is "none", "auto" or "required", and the name is the function that must be called, or
-        None if no function is named. If the request names a function, the mode is "required". If the field is absent,
-        the mode is "auto" with tools and "none" without tools.
-
     Raises:
         ApiError: With status 400 if the value is wrong or names an unknown function.
     """
     if value is None:
-        return "auto" if tools else "none", None
+        return ToolChoice(tools)
     if isinstance(value, str):
         if value not in ("none", "auto", "required"):
             raise bad_field("tool_choice", f"is {show(value)}; none, auto, required or a function is expected")
         if value == "required" and not tools:
             raise bad_field("tool_choice", "is required, but there are no tools")
-        return value, None
+        return ToolChoice([] if value == "none" else tools, value == "required")
     fields = Fields(value, "tool_choice")
-    fields.choice("type", ("function",))
-    name = Fields(fields.take("function"), "tool_choice.function").text("name")
+    kind = fields.choice("type", ("function", "allowed_tools"))
+    if kind != "allowed_tools":
+        name = _named_tool(fields, tools)
+        return ToolChoice([tool for tool in tools if tool.name == name], True, name)
+    allowed = Fields(fields.take("allowed_tools"), "tool_choice.allowed_tools")
     fields.finish()
-    if name not in [tool.name for tool in tools]:
-        raise bad_field("tool_choice.function.name", f"is {show(name)}, which is none of the tools")
-    return "required", name
+    mode, given = allowed.choice("mode", ("auto", "required")), allowed.items("tools", 1024)
+    allowed.finish()
+    if mode is None or not given:
+        missing = "mode" if mode is None else "tools"
+        raise bad_field(f"tool_choice.allowed_tools.{missing}", "is missing or empty")
+    where = "tool_choice.allowed_tools.tools"
+    entries = [Fields(entry, f"{where}[{number}]") for number, entry in enumerate(given)]
+    for entry in entries:
+        entry.choice("type", ("function",))
+    names = {_named_tool(entry, tools) for entry in entries}
+    return ToolChoice([tool for tool in tools if tool.name in names], mode == "required")
+
+
+def _named_tool(fields: Fields, tools: list[Tool]) -> str:
+    """Return the name in an object {"type": "function", "function": {"name": ...}}, which must be one of the tools."""
+    function = Fields(fields.take("function"), fields.name("function"))
+    name = function.text("name")
+    fields.finish()
+    if name is None or name not in [tool.name for tool in tools]:
+        raise bad_field(function.name("name"), f"is {show(name)}, which is none of the tools")
+    return name
 
 
 def conversation_keys(messages: Sequence[Message]) -> list[str]:

@@ -55,13 +55,12 @@ _UNSUPPORTED = (
     "functions",
     "modalities",
     "prediction",
-    "reasoning_effort",
     "verbosity",
     "web_search_options",
-    "best_of",
     "suffix",
     "repetition_penalty",
 )
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 # Arguments of `apply_chat_template` that are no variables of the template, so a request may not set them.
 _RESERVED = {
@@ -121,6 +120,7 @@ class ChatRequest:
         parallel_tool_calls: Whether the answer may have several calls.
         response_format: Required form of the answer, as in OpenAI's API. None for text.
         template: Extra variables of the chat template (`chat_template_kwargs`).
+        reasoning_effort: The field of this name, or None.
         options: Sampling options and extra fields of the answer.
         prompt: Returns the prompt of an earlier request with the same body, while the cache of conversations keeps it,
             and None otherwise. Only for the first turn of a conversation.
@@ -134,6 +134,7 @@ class ChatRequest:
     parallel_tool_calls: bool
     response_format: dict[str, Any] | None
     template: dict[str, Any]
+    reasoning_effort: str | None
     options: SampleOptions
     prompt: Callable[[], Any] = field(default=lambda: None, repr=False, compare=False)
 
@@ -175,8 +176,7 @@ def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MES
     model = _model(fields)
     messages = read_messages(fields.items("messages", max_items=max_messages))
     tools = read_tools(fields.items("tools", max_items=1024))
-    choice, named = read_tool_choice(fields.take("tool_choice"), tools)
-    offered = [] if choice == "none" else [tool for tool in tools if named in (None, tool.name)]
+    choice = read_tool_choice(fields.take("tool_choice"), tools)
     limits = (fields.integer(name, 1, _MAX_TOKENS) for name in ("max_tokens", "max_completion_tokens"))
     given = [limit for limit in limits if limit is not None]
     options = _options(fields, defaults, min(given) if given else None)
@@ -184,7 +184,7 @@ def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MES
         options.n_top = fields.integer("top_logprobs", 0, MAX_TOP) or 0
     elif fields.integer("top_logprobs", 0, MAX_TOP):
         raise bad_field("top_logprobs", "needs logprobs=true")
-    template = fields.take("chat_template_kwargs") or {}
+    template = fields.take("chat_template_kwargs", {})
     if not isinstance(template, Mapping):
         raise bad_field("chat_template_kwargs", f"is {show(template)}; an object is expected")
     if reserved := sorted(_RESERVED & template.keys()):
@@ -193,12 +193,13 @@ def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MES
     request = ChatRequest(
         model=model,
         messages=messages,
-        tools=offered,
-        requires_call=choice == "required",
-        named=named,
+        tools=choice.tools,
+        requires_call=choice.requires_call,
+        named=choice.named,
         parallel_tool_calls=fields.flag("parallel_tool_calls", default=True),
         response_format=_response_format(fields.take("response_format")),
         template=dict(template),
+        reasoning_effort=fields.choice("reasoning_effort", _EFFORTS),
         options=options,
     )
     fields.finish(_IGNORED, _UNSUPPORTED)
@@ -227,8 +228,6 @@ def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
     echo = fields.flag("echo")
     if max_tokens == 0 and not echo:
         raise bad_field("max_tokens", "is 0, which leaves nothing to answer; set echo=true for the prompt alone")
-    if echo and options.stream:
-        raise bad_field("echo", "is not supported with stream=true")
     fields.finish(_IGNORED, _UNSUPPORTED)
     return CompletionRequest(model=model, prompts=prompts, echo=echo, wants_new=max_tokens != 0, options=options)
 
@@ -261,14 +260,17 @@ def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> S
     if params.min_new_tokens > params.max_new_tokens:
         raise bad_field("min_tokens", f"is {params.min_new_tokens}, more than max_tokens={params.max_new_tokens}")
     stream = fields.flag("stream")
-    stream_options = Fields(fields.take("stream_options") or {}, "stream_options")
+    stream_options = Fields(fields.take("stream_options", {}), "stream_options")
     include_usage = stream_options.flag("include_usage")
     stream_options.finish(ignored=("include_obfuscation",))
     if include_usage and not stream:
         raise bad_field("stream_options", "is for stream=true")
+    n, best_of = fields.integer("n", 1, MAX_CHOICES) or 1, fields.integer("best_of", 1, MAX_CHOICES)
+    if best_of not in (None, n):
+        raise bad_field("best_of", f"is {best_of} and n is {n}; all samples are returned, so both must be equal")
     return SampleOptions(
         params=params,
-        n=fields.integer("n", 1, MAX_CHOICES) or 1,
+        n=n,
         seed=fields.integer("seed", -(2**63), 2**63 - 1),
         logit_bias=_logit_bias(fields.take("logit_bias")),
         stream=stream,
@@ -348,7 +350,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    """Check the field `response_format` and return it unchanged.
+    """Check the field `response_format` and return it. A `json_object` with a schema becomes a `json_schema`.
 
     Returns None if the format is text or the field is absent. Raises ApiError if the field is wrong.
     """
@@ -358,20 +360,25 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     kind = fields.choice("type", ("text", "json_object", "json_schema"))
     if kind is None:
         raise bad_field("response_format.type", "is missing; text, json_object or json_schema is expected")
-    if kind != "json_schema":
-        fields.finish()
-        return None if kind == "text" else value
-    inner = Fields(fields.take("json_schema"), "response_format.json_schema")
-    if inner.text("name") is None:
-        raise bad_field("response_format.json_schema.name", "is missing; a string is expected")
-    schema = inner.take("schema")
-    inner.finish(ignored=("description", "strict"))
+    if kind == "json_object" and (schema := fields.take("schema")) is not None:  # the form of llama.cpp and Together
+        _check_schema(schema, "response_format.schema")
+        schema = {"type": "object", **schema} if isinstance(schema, Mapping) else schema
+        value = {"type": "json_schema", "json_schema": {"schema": schema}}
+    elif kind == "json_schema":
+        inner = Fields(fields.take("json_schema"), "response_format.json_schema")
+        if inner.text("name") is None:
+            raise bad_field("response_format.json_schema.name", "is missing; a string is expected")
+        _check_schema(inner.take("schema"), "response_format.json_schema.schema")
+        inner.finish(ignored=("description", "strict"))
     fields.finish()
+    return None if kind == "text" else value
+
+
+def _check_schema(schema: Any, where: str) -> None:
     if is_larger(schema, MAX_SCHEMA):
-        raise bad_field("response_format.json_schema.schema", TOO_LARGE)
+        raise bad_field(where, TOO_LARGE)
     if not isinstance(schema, Mapping | bool):
-        raise bad_field("response_format.json_schema.schema", f"is {show(schema)}; a JSON schema is expected")
-    return value
+        raise bad_field(where, f"is {show(schema)}; a JSON schema is expected")
 
 
 def _prompts(value: Any) -> list[str | list[int]]:

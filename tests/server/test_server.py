@@ -390,7 +390,6 @@ def test_a_wrong_field_is_named(proxy: SessionProxy, fields: Any, param: str | N
         ({"prompt": ["a"] * 1025}, "prompt"),
         ({"n": 10_000}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"echo": True, "stream": True}, "echo"),
         ({"logprobs": 21}, "logprobs"),
         ({"suffix": "a"}, "suffix"),
         ({"messages": HELLO}, "messages"),

@@ -400,7 +400,7 @@ class Sequence:
                 "finish_reason": self.finish_reason,
                 "cached_tokens": self.n_cached,
                 "top_logprobs": self.top_logprobs[start:],
-                "prompt_logprobs": [] if self.finish_reason is None else self.prompt_logprobs,
+                "prompt_logprobs": [] if start else self.prompt_logprobs,
                 "raw_logprobs": self.raw_logprobs[start:],
                 "routes": None,
                 "phases": phases,
