@@ -23,7 +23,16 @@ import numpy as np
 
 from areno.data.chat_template import Prompt, assistant_spans, render, render_generation_prompt
 from areno.data.control_tokens import BREAK, control_tokens
-from areno.data.row_schema import Tie, json_problem, labelled_answer, prompt_and_answers, ranked_answers, with_text
+from areno.data.messages import check_rendered, template_messages
+from areno.data.row_schema import (
+    Tie,
+    is_trained,
+    json_problem,
+    labelled_answer,
+    prompt_and_answers,
+    ranked_answers,
+    with_text,
+)
 from areno.errors import DataError, Key
 from areno.types import AnswersItem, Item, PairItem, PromptItem, TrainSequence
 
@@ -197,16 +206,16 @@ def prompt_draft(
     Raises:
         DataError: The row cannot be rendered with the chat template.
     """
-    prompt = _prompt(row[prompt_key])
-    rendered = render_generation_prompt(tokenizer, prompt, enable_thinking, tools_of(row))
-    text, plain = rendered.replace(BREAK, ""), isinstance(prompt, str)
+    prompt, plain = row[prompt_key], isinstance(row[prompt_key], str)
+    rendered = rendered_prompt(tokenizer, prompt, enable_thinking, tools_of(row))
+    text = rendered.replace(BREAK, "")
 
     def finish(tokens: list[list[int]]) -> PromptItem:
         return PromptItem(
             prompt=prompt if plain else text,
             text=text,
             tokens=tokens[0],
-            messages=None if plain else prompt,
+            messages=None if plain else with_text(prompt, template_messages(tokenizer, prompt)),
             solutions=row.get(solutions_key),
             record=row,
             index=index,
@@ -232,8 +241,8 @@ def sft_draft(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | No
             rendered text.
     """
     if row.get("response") is not None:
-        return _answer(tokenizer, _prompt(row["prompt"]), row["response"], enable_thinking, tools_of(row))
-    return _conversation(tokenizer, with_text(row["messages"]), 0, enable_thinking, tools_of(row))
+        return _answer(tokenizer, row["prompt"], row["response"], enable_thinking, tools_of(row))
+    return _conversation(tokenizer, row["messages"], 0, enable_thinking, tools_of(row))
 
 
 def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[PairItem]:
@@ -257,7 +266,7 @@ def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[Pair
     prompt, *answers = prompt_and_answers(row)
     tools = tools_of(row)
     if isinstance(answers[0], str):
-        pair = [_answer(tokenizer, _prompt(prompt), answer, None, tools) for answer in answers]
+        pair = [_answer(tokenizer, prompt, answer, None, tools) for answer in answers]
     else:
         pair = [_conversation(tokenizer, [*prompt, *answer], len(prompt), None, tools) for answer in answers]
     chosen, rejected = pair
@@ -333,12 +342,11 @@ def _answers_draft(
     tokenizer: Any, prompt: Any, answers: Sequence[Any], tools: Any, ratings: Sequence[float], index: int
 ) -> Draft[AnswersItem]:
     """Render a prompt with several answers, each a text or a list of messages. `ratings` are the rows' rewards."""
-    prompt = _prompt(prompt)
     as_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     drafts = [
         _answer(tokenizer, prompt, answer, None, tools)
         if isinstance(answer, str)
-        else _conversation(tokenizer, [*as_messages, *with_text(answer)], len(as_messages), None, tools)
+        else _conversation(tokenizer, [*as_messages, *answer], len(as_messages), None, tools)
         for answer in answers
     ]
     ends = list(itertools.accumulate(len(draft.texts) for draft in drafts))
@@ -356,14 +364,17 @@ def _answers_draft(
     return Draft([text for draft in drafts for text in draft.texts], finish)
 
 
-def _prompt(prompt: Any) -> Any:
-    """Return a text prompt unchanged, or a list of messages with every content joined to one text."""
-    return prompt if isinstance(prompt, str) else with_text(prompt)
+def rendered_prompt(tokenizer: Any, prompt: Prompt, thinking: bool | None, tools: Any) -> str:
+    """Render a prompt as `render_generation_prompt` does, and check that each of its messages is rendered."""
+    if not isinstance(prompt, str):
+        prompt = template_messages(tokenizer, prompt)
+        check_rendered(tokenizer, prompt, tools, thinking, True)
+    return render_generation_prompt(tokenizer, prompt, thinking, tools)
 
 
 def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, tools: Any) -> Draft[TrainSequence]:
     """Render a prompt and its answer as a training row, in which the answer and its end token are trained."""
-    rendered = render_generation_prompt(tokenizer, prompt, thinking, tools)
+    rendered = rendered_prompt(tokenizer, prompt, thinking, tools)
     end = tokenizer.eos_token_id
     if end is None:
         raise DataError("the tokenizer has no end-of-sequence token; set {} to one that has it", Key("tokenizer_path"))
@@ -416,16 +427,19 @@ def _conversation(
         text = "messages need a tokenizer with a chat template; set {} to one that has it"
         raise DataError(text, Key("tokenizer_path"))
     control, end = control_tokens(tokenizer), tokenizer.eos_token_id or 0
+    turns = [at >= first and is_trained(each) for at, each in enumerate(messages) if each["role"] == "assistant"]
+    messages = template_messages(tokenizer, messages)
+    check_rendered(tokenizer, messages, tools)
     messages, tools = control.escape_messages(messages), control.escape(tools)
     if re.search(r"\{%-?\s*generation\b", tokenizer.chat_template):
-        whole = _sequence(end, _pieces_by_template(tokenizer, messages, first, tools))
+        whole = _sequence(end, _pieces_by_template(tokenizer, messages, turns, tools))
         return Draft([], lambda _: whole)
     text = render(tokenizer, messages, tools)
-    earlier = sum(message["role"] == "assistant" for message in messages[:first])
     pieces, at = [], 0
-    for start, stop in assistant_spans(tokenizer, messages, text, thinking, tools)[earlier:]:
-        pieces += [(text[at:start], False), (text[start:stop], True)]
-        at = stop
+    for (start, stop), trained in zip(assistant_spans(tokenizer, messages, text, thinking, tools), turns, strict=True):
+        if trained:
+            pieces += [(text[at:start], False), (text[start:stop], True)]
+            at = stop
     pieces = [(piece, trained) for piece, trained in [*pieces, (text[at:], False)] if piece]
 
     def finish(tokens: list[list[int]]) -> TrainSequence:
@@ -434,12 +448,12 @@ def _conversation(
     return Draft([(piece, False) for piece, _ in pieces], finish)
 
 
-def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: Any) -> Pieces:
+def _pieces_by_template(tokenizer: Any, messages: list[Any], trained_turns: list[bool], tools: Any) -> Pieces:
     """Encode a conversation whose chat template marks the assistant's text with {% generation %}.
 
     Returns:
         (token ids, whether the tokens are trained) for consecutive pieces of the conversation. Marked text is trained
-        if it belongs to the messages from index `first` on.
+        if its turn is.
     """
 
     def turns(messages: list[Any]) -> Pieces:
@@ -461,10 +475,8 @@ def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: 
         marked = zip(tokens, masks, strict=True)
         return [([t for t, _ in run], bool(on)) for on, run in itertools.groupby(marked, key=lambda pair: pair[1])]
 
-    # Templates may shorten earlier turns if further turns follow, so turns are counted, not their tokens.
-    earlier = sum(trained for _, trained in turns(messages[:first])) if first else 0
-    seen = itertools.count()
-    return [(tokens, trained and next(seen) >= earlier) for tokens, trained in turns(messages)]
+    marked = iter(trained_turns)
+    return [(tokens, is_marked and next(marked, True)) for tokens, is_marked in turns(messages)]
 
 
 def decode(tokenizer: Any, tokens: list[int]) -> str:

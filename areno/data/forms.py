@@ -79,7 +79,8 @@ class Converted:
     """
 
     def __init__(self, rows: Rows, convert: Callable[[Row], Mapping[str, Any]], kind: RowKind | None = None):
-        self.rows, self.convert, self._kind = rows, convert, kind
+        self.rows, self.convert = rows, convert
+        self._kind: RowKind | None = kind
 
     def __len__(self) -> int:
         return len(self.rows)

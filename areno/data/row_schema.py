@@ -148,7 +148,7 @@ def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
         return None
     if row.get("messages") is not None and row.get("response") is None:
         problem = messages_problem(row["messages"])
-        if problem is None and not any(m["role"] == "assistant" for m in row["messages"]):
+        if problem is None and not any(map(is_trained, row["messages"])):
             problem = "has no assistant message to train on"
         return problem and f"field messages {problem}"
     problem = _prompt_problem(row)
@@ -204,29 +204,43 @@ def messages_problem(messages: Any) -> str | None:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return f"[{number}] is {describe_value(message)}, not a message {{role, content}}"
         content = message.get("content")
-        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+        has_call = message.get("tool_calls") or message.get("function_call")
+        if not isinstance(content, str | list) and not (content is None and has_call):
             return f"[{number}].content is {describe_value(content, 'content' in message)}, not text"
         for place, part in enumerate(content if isinstance(content, list) else ()):
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 return f"[{number}].content[{place}] is {describe_value(part)}, not a part {{type: text, text}}"
+        if problem := _weight_problem(message):
+            return f"[{number}].weight {problem}"
     return None
 
 
-def with_text(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Convert the content of every message to text.
+def _weight_problem(message: Row) -> str | None:
+    weight = message.get("weight")
+    if weight is None or (_is_number(weight) and weight == 0):
+        return None
+    if not _is_number(weight) or weight != 1:
+        return f"is {describe_value(weight)}, not 0 (do not train this message) or 1"
+    return None if message["role"] == "assistant" else "is 1, but only messages of the assistant are trained"
 
-    Args:
-        messages: Messages whose contents are text or lists of parts {type: text, text}.
 
-    Returns:
-        Copies of the messages, with the parts of each content joined to one text.
+def is_trained(message: Row) -> bool:
+    """Return whether a message is one of the assistant that its weight does not exclude."""
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def with_text(messages: Sequence[Any], rendered: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """Return copies of messages in which lists of text parts are one text.
+
+    The text is that of the same message in `rendered`, as the chat template joins parts, or else has a line break
+    between two parts.
     """
-    return [
-        {**message, "content": "".join(part["text"] for part in message["content"])}
-        if isinstance(message.get("content"), list)
-        else dict(message)
-        for message in messages
-    ]
+    copies = [dict(message) for message in messages]
+    for at, message in enumerate(copies):
+        if isinstance(message.get("content"), list):
+            parts = (part["text"] for part in message["content"])
+            message["content"] = rendered[at]["content"] if rendered else "\n".join(parts)
+    return copies
 
 
 def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
@@ -259,7 +273,7 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
         raise Tie("fields chosen and rejected are the same, so none is preferred")
     if isinstance(chosen, str):
         return row["prompt"], chosen, rejected
-    prompt, chosen, rejected = _split_conversations(row.get("prompt"), with_text(chosen), with_text(rejected))
+    prompt, chosen, rejected = _split_conversations(row.get("prompt"), list(chosen), list(rejected))
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer:
             raise DataError(f"field {name} has nothing after the {len(prompt)} messages that both begin with")
@@ -426,12 +440,13 @@ def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) ->
         DataError: `prompt` is None, and the answers begin with different messages.
     """
     if prompt is None:
-        if n := shared_length(chosen, rejected):
+        if n := shared_length(with_text(chosen), with_text(rejected)):
             return chosen[:n], chosen[n:], rejected[n:]
         fault = "field prompt is missing, and chosen and rejected begin with different messages"
         raise DataError(f"{fault}; give a prompt, or conversations that share their first messages")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else with_text(prompt)
-    n = len(messages) if chosen[: len(messages)] == rejected[: len(messages)] == messages else 0
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    heads = [with_text(each[: len(messages)]) for each in (messages, chosen, rejected)]
+    n = len(messages) if heads[0] == heads[1] == heads[2] else 0
     return messages, chosen[n:], rejected[n:]
 
 

@@ -17,9 +17,8 @@ from areno.config.experiments import ProcessRewardActorConfig
 from areno.config.models import ModelConfig
 from areno.config.reward import StepScore
 from areno.data.ahead import CHUNK
-from areno.data.chat_template import render_generation_prompt
-from areno.data.encode import Draft, Text, encode_texts, tools_of
-from areno.data.row_schema import Rows, labelled_steps, rows_at, with_text
+from areno.data.encode import Draft, Text, encode_texts, rendered_prompt, tools_of
+from areno.data.row_schema import Rows, labelled_steps, rows_at
 from areno.errors import DataError, Key, Problem
 from areno.models.config import TransformerConfig
 from areno.types import AnswersItem, TrainSequence
@@ -136,9 +135,7 @@ def step_draft(tokenizer: Any, row: Mapping[str, Any], index: int, separator: st
         DataError: The row has another form, or cannot be rendered with the chat template.
     """
     prompt, steps, labels = labelled_steps(row)
-    rendered = render_generation_prompt(
-        tokenizer, prompt if isinstance(prompt, str) else with_text(prompt), None, tools_of(row)
-    )
+    rendered = rendered_prompt(tokenizer, prompt, None, tools_of(row))
     texts: list[Text] = [(rendered, tokenizer.chat_template is None), (separator, False)]
     texts += [(step.removesuffix(separator), False) for step in steps]
 

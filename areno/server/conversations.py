@@ -22,6 +22,7 @@ from typing import Any
 
 from areno.data.chat_template import render
 from areno.data.control_tokens import BREAK, control_tokens
+from areno.data.messages import check_rendered, template_messages
 from areno.data.row_schema import bad_text
 from areno.errors import DataError
 from areno.server.errors import PromptTooLong, check_prompt_length, is_larger
@@ -367,9 +368,10 @@ class Conversations:
         """
         if self.tokenizer.chat_template is None:
             raise DataError("the model's tokenizer has no chat template, so messages cannot be rendered")
-        variables = dict(template or {})
-        thinking = variables.pop("enable_thinking", self._thinking)
-        text = render(self.tokenizer, list(messages), tools or None, thinking, True, **variables)
+        variables = {"enable_thinking": self._thinking, **(template or {})}
+        thinking = variables.pop("enable_thinking")
+        messages = template_messages(self.tokenizer, messages)
+        text = render(self.tokenizer, messages, tools or None, thinking, True, **variables)
         if problem := bad_text(text):
             raise DataError(f"the text that the chat template renders {problem}")
         return text
@@ -380,9 +382,11 @@ class Conversations:
         `form` and `keys` are the hashes described in `_Draft`. Raises PromptTooLong if the prompt would have too
         many tokens.
         """
-        control = control_tokens(self.tokenizer)
-        escaped = control.escape_messages(messages), control.escape(tools), control.escape(template)
+        control, in_form = control_tokens(self.tokenizer), template_messages(self.tokenizer, messages)
+        escaped = control.escape_messages(in_form), control.escape(tools), control.escape(template)
         text = self.text(*escaped)
+        variables = {"enable_thinking": self._thinking, **(template or {})}
+        check_rendered(self.tokenizer, in_form, tools or None, variables.pop("enable_thinking"), True, **variables)
         draft = self._draft_after_turn(text, messages, form, keys) or _Draft(text, form, keys)
         if self._max_prompt_tokens is not None:
             n_before = 0 if draft.turn is None else len(draft.turn.prompt.tokens) + len(draft.turn.tokens)

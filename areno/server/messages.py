@@ -1,8 +1,8 @@
 """Checks of the messages, tools and `tool_choice` in a chat request.
 
-The functions `read_...` return values in the form that chat templates expect: message contents are text, and the
-arguments of tool calls are objects. A wrong value raises an `ApiError` that names the field. `conversation_keys`
-identifies conversations by hashes of their messages.
+The functions `read_...` return checked values. A wrong value raises an `ApiError` that names the field.
+`areno.data.messages.template_messages` writes the messages in the form of the chat template, as in training.
+`conversation_keys` identifies conversations by hashes of their messages.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areno.data.messages import decoded_arguments
 from areno.data.row_schema import bad_text
 from areno.schema.values import show
-from areno.server.errors import bad_field, is_deeper, is_larger
-from areno.server.fields import MAX_DEPTH, Fields
+from areno.server.errors import bad_field, is_larger
+from areno.server.fields import Fields
 from areno.types import Message
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -45,13 +46,13 @@ class Tool:
 
 
 def read_messages(given: list[Any] | None) -> list[Message]:
-    """Check messages and return them in the form that chat templates expect.
+    """Check messages.
 
     Args:
         given: The field `messages` of the request, or None if it is absent.
 
     Returns:
-        Messages whose contents are text and whose tool calls have objects as arguments.
+        Messages whose contents are text or lists of text parts, and whose tool calls have objects as arguments.
 
     Raises:
         ApiError: With status 400 for the first field that is wrong.
@@ -62,14 +63,16 @@ def read_messages(given: list[Any] | None) -> list[Message]:
 
 
 def _message(given: Any, where: str) -> Message:
-    """Check one message and convert it for the chat template. `where` is its path in the request."""
+    """Check one message. `where` is its path in the request."""
     fields = Fields(given, where)
     role = fields.choice("role", _ROLES)
     if role is None:
         raise bad_field(f"{where}.role", "is missing")
-    message: Message = {"role": "system" if role == "developer" else role}
+    message: Message = {"role": role}
     content = _content(fields.take("content"), f"{where}.content")
     calls = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(fields.items("tool_calls", 1024) or [])]
+    if (call := fields.take("function_call")) is not None:  # the earlier form of tool_calls
+        calls = calls or [_call({"function": call}, where)]
     if content is None and not calls and role != "assistant":
         raise bad_field(f"{where}.content", "is missing; text is expected")
     message["content"] = content or ""
@@ -86,17 +89,17 @@ def _message(given: Any, where: str) -> Message:
             message[field] = value
     if role == "tool" and "tool_call_id" not in message:
         raise bad_field(f"{where}.tool_call_id", "is missing; the id of the call that is answered is expected")
-    fields.finish(ignored=("refusal", "annotations", "audio", "function_call"))
+    fields.finish(ignored=("refusal", "annotations", "audio"))
     return message
 
 
-def _content(value: Any, where: str) -> str | None:
-    """Return the content of a message as text, or None if `value` is None. A list of text parts is joined by newlines.
+def _content(value: Any, where: str) -> str | list[Any] | None:
+    """Return the content of a message: a text, a list of text parts, or None.
 
     Raises ApiError, with the path `where` of the content in the request, for any other content.
     """
     if value is None or isinstance(value, str):
-        text = value
+        text: str | list[Any] | None = value
     elif isinstance(value, list):
         parts = []
         for number, part in enumerate(value):
@@ -106,8 +109,8 @@ def _content(value: Any, where: str) -> str | None:
             piece = part.get(part["type"])
             if not isinstance(piece, str):
                 raise bad_field(f"{where}[{number}].{part['type']}", f"is {show(piece)}; a string is expected")
-            parts.append(piece)
-        text = "\n".join(parts)
+            parts.append({"type": "text", "text": piece})
+        text = parts[0]["text"] if len(parts) == 1 else parts
     else:
         raise bad_field(where, f"is {show(value)}; text is expected")
     if text is not None and (problem := bad_text(text)):
@@ -131,29 +134,17 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(value: Any, where: str) -> Any:
-    """Convert the arguments of a tool call from JSON text to an object.
+    """Check the arguments of a tool call and decode them, see `decoded_arguments`.
 
-    Chat templates need an object, because they write the JSON themselves. None becomes {}. A text is returned
-    unchanged if a template could not write its arguments: invalid JSON, JSON other than an object, too deep nesting,
-    or half a surrogate pair. For a value of another type, raises ApiError with the path `where` of the call in the
-    request.
+    For a value of another type, raises ApiError with the path `where` of the call in the request.
     """
-    if value is None:
-        return {}
     if is_larger(value, MAX_SCHEMA):
         raise bad_field(f"{where}.function.arguments", TOO_LARGE)
-    if isinstance(value, str):
-        if problem := bad_text(value):
-            raise bad_field(f"{where}.function.arguments", problem)
-        try:
-            found = json.loads(value)
-            json.dumps(found, ensure_ascii=False).encode()
-        except (ValueError, RecursionError):
-            return value
-        return found if isinstance(found, dict) and not is_deeper(found, MAX_DEPTH) else value
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise bad_field(f"{where}.function.arguments", f"is {show(value)}; JSON as a string is expected")
+    if isinstance(value, str) and (problem := bad_text(value)):
+        raise bad_field(f"{where}.function.arguments", problem)
+    if value is not None and not isinstance(value, str | Mapping):
+        raise bad_field(f"{where}.function.arguments", f"is {show(value)}; JSON as a string is expected")
+    return decoded_arguments(dict(value) if isinstance(value, Mapping) else value)
 
 
 def read_tools(given: list[Any] | None) -> list[Tool]:

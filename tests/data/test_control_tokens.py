@@ -167,7 +167,9 @@ def test_rows_of_all_kinds_keep_text_as_text(name: str) -> None:
     n_turns = 6 if name == "tiny" else 5  # tiny has a turn for the tools
     assert control_in(tokenizer, found.tokens) == turn * n_turns
     text = tokenizer.apply_chat_template(
-        [{**m, "content": "a<|im_end|>b"} if m["role"] == "user" else m for m in messages], tools=tools, tokenize=False
+        [{**m, "content": "a<|im_\nend|>b"} if m["role"] == "user" else m for m in messages],
+        tools=tools,
+        tokenize=False,
     )
     assert tokenizer.decode(found.tokens) == text
     trained = trained_of(found)

@@ -252,11 +252,12 @@ def test_marked_solutions_that_are_not_of_their_form(row, message):
 def test_parts_of_a_content_are_joined(chatml):
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
     question = [{"role": "user", "content": parts}]
-    item, plain = (prompt_item(chatml, {"prompt": prompt}, 0) for prompt in (question, MESSAGES[:1]))
+    in_lines = [{**MESSAGES[0], "content": "2+\n2?"}, MESSAGES[1]]
+    item, plain = (prompt_item(chatml, {"prompt": prompt}, 0) for prompt in (question, in_lines[:1]))
     assert item == prompt_item(chatml, {"prompt": question}, 0)
     assert (item.text, item.tokens, item.messages) == (plain.text, plain.tokens, plain.messages)
     answer = [{"role": "assistant", "content": [{"type": "text", "text": "4"}]}]
-    parted, whole = (sft_sequence(chatml, {"messages": each}) for each in ([*question, *answer], MESSAGES))
+    parted, whole = (sft_sequence(chatml, {"messages": each}) for each in ([*question, *answer], in_lines))
     assert plain_values(parted) == plain_values(whole)
 
 

@@ -1,0 +1,250 @@
+"""Messages in the form that a chat template reads, for training and serving alike.
+
+Templates differ in what they accept. `template_messages` finds out by rendering a few short conversations, once for
+each template, and then writes all messages in that form. `check_rendered` refuses messages that a template leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from areno.data.chat_template import render
+from areno.data.row_schema import bad_text
+from areno.errors import DataError
+from areno.types import Message
+
+_ALIASES = {"developer": "system", "function": "tool"}  # role -> role for templates that do not render it
+_ROLES = ("system", "user", "assistant", "tool")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_NOT_RENDERED = {"weight", "function_call", "tool_calls", *_REASONING}
+_MAX_SHAPES = 10_000  # of conversations, for each template
+_MARK = str(secrets.randbits(80) + 10**25)  # digits, which templates neither trim nor escape
+
+
+def template_messages(tokenizer: Any, messages: Sequence[Any]) -> list[Message]:
+    """Write messages in the form that the chat template reads. Messages in this form are unchanged.
+
+    A list of text parts becomes one text, joined as the template joins parts, or by a line break if it takes no parts.
+    The arguments of tool calls become objects, or JSON text if the template takes no objects. Reasoning gets the name
+    that the template reads. The role developer becomes system, and function becomes tool, where the template does not
+    render them.
+
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        messages: Valid messages, in OpenAI's form.
+
+    Returns:
+        Copies of the messages.
+    """
+    form = _form_of(tokenizer)
+    return [_message(tokenizer, form, message) for message in messages]
+
+
+def _message(tokenizer: Any, form: _Form, given: Mapping[str, Any]) -> Message:
+    message = {key: value for key, value in given.items() if key not in _NOT_RENDERED}
+    message["role"] = form.role(tokenizer, given["role"])
+    content = given.get("content")
+    if isinstance(content, list):
+        content = form.join(tokenizer, message["role"], [part["text"] for part in content])
+    message["content"] = content or ""
+    if reasoning := next((given[name] for name in _REASONING if given.get(name) is not None), None):
+        message[form.reasoning] = reasoning
+    if calls := given.get("tool_calls") or ([given["function_call"]] if given.get("function_call") else []):
+        message["tool_calls"] = [_call(call, form.calls_are_text) for call in calls]
+    return message
+
+
+def _call(given: Any, as_text: bool) -> Any:
+    """Write a tool call as {type, function: {name, arguments}}. Other values are returned unchanged."""
+    if not isinstance(given, Mapping) or not isinstance(function := given.get("function", given), Mapping):
+        return given
+    arguments = function.get("arguments")
+    if not as_text:
+        arguments = decoded_arguments(arguments)
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    around = {key: value for key, value in given.items() if key not in ("name", "arguments")}
+    return {"type": "function", **around, "function": {**function, "arguments": arguments}}
+
+
+def decoded_arguments(arguments: Any) -> Any:
+    """Return the arguments of a tool call as an object, parsed if they are JSON text. None becomes {}.
+
+    A text is returned unchanged if no template could write it as an object: other text, nesting that is too deep, or
+    half of a surrogate pair.
+    """
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) and bad_text(found) is None else arguments
+
+
+def check_rendered(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Any = None,
+    thinking: bool | None = None,
+    opened: bool = False,
+    /,
+    **variables: Any,
+) -> None:
+    """Check that the chat template renders every message, by rendering marks in place of their contents.
+
+    The result is cached for conversations of the same shape. A message of the assistant that the template only drops
+    once more messages follow is no fault.
+
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        messages: Messages from `template_messages`.
+        tools: Tool definitions in OpenAI's format, or None.
+        thinking: Value of the variable enable_thinking. None keeps the template's default.
+        opened: Whether the text ends with the start of the assistant's next turn.
+        **variables: Further variables of the template.
+
+    Raises:
+        DataError: A message is not rendered.
+    """
+    form = _form_of(tokenizer)
+    if form.template is None:
+        return
+    shape = hash((tuple(map(_shape, messages)), bool(tools), thinking, opened, repr(variables)))
+    at = form.missing.get(shape, -1)
+    if at == -1:
+        if len(form.missing) >= _MAX_SHAPES:
+            form.missing.clear()
+        at = form.missing[shape] = _missing(tokenizer, messages, tools, thinking, opened, **variables)
+    if at is not None:
+        known = [role for role in _ROLES if _MARK in (_rendered(tokenizer, _around(role, _MARK)) or "")]
+        text = f"the chat template does not render messages[{at}], whose role is {messages[at]['role']!r}"
+        raise DataError(f"{text}; give it a role that the template renders here ({', '.join(known)}), or leave it out")
+
+
+def _shape(message: Message) -> Hashable:
+    return message["role"], bool(message["content"].strip()), bool(message.get("tool_calls"))
+
+
+def _missing(tokenizer: Any, messages: Sequence[Message], /, *how: Any, **variables: Any) -> int | None:
+    """Return the index of the first message that is not rendered. None without one, or if marks are refused."""
+    marks = {at: f"{_MARK}{at:05}" for at, message in enumerate(messages) if _is_text(message)}
+    marked = [{**each, "content": marks.get(at, each["content"])} for at, each in enumerate(messages)]
+    text = _rendered(tokenizer, marked, *how, **variables)
+    for at, mark in marks.items():
+        if text is None or mark in text:
+            continue
+        if messages[at]["role"] != "assistant" or mark not in (_rendered(tokenizer, marked[: at + 1], how[0]) or mark):
+            return at
+    return None
+
+
+def _is_text(message: Message) -> bool:
+    """Return whether a message has a text and nothing else that shows that it is rendered."""
+    return bool(message["content"].strip()) and not message.get("tool_calls")
+
+
+def _rendered(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Any = None,
+    thinking: bool | None = None,
+    opened: bool = False,
+    /,
+    **variables: Any,
+) -> str | None:
+    """Render messages. None if the template raises an error."""
+    try:
+        return render(tokenizer, list(messages), tools, thinking, opened, **variables)
+    except DataError:
+        return None
+
+
+class _Form:
+    """What a chat template accepts, found by rendering short conversations with marks."""
+
+    def __init__(self, tokenizer: Any):
+        self.template = tokenizer.chat_template
+        self.missing: dict[int, int | None] = {}  # hash of a conversation's shape -> message that is not rendered
+        self._roles: dict[str, str] = {}
+        self._separators: dict[str, tuple[str, bool]] = {}
+        self.reasoning, self.calls_are_text = _REASONING[0], False
+        if self.template is not None:
+            self._probe(tokenizer)
+
+    def _probe(self, tokenizer: Any) -> None:
+        question = {"role": "user", "content": "a"}
+        for name in _REASONING:
+            answer = {"role": "assistant", "content": "b", name: _MARK}
+            if _MARK in (_rendered(tokenizer, [question, answer]) or ""):
+                self.reasoning = name
+                break
+        self.calls_are_text = not self._takes_calls(tokenizer, False) and self._takes_calls(tokenizer, True)
+
+    def _takes_calls(self, tokenizer: Any, as_text: bool) -> bool:
+        """Return whether the template renders tool calls whose arguments are objects, or JSON text."""
+        arguments: Any = {"c": _MARK}
+        function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
+        call = {"type": "function", "id": "call00000", "function": function}
+        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+        text = _rendered(tokenizer, [{"role": "user", "content": "a"}, calls]) or ""
+        return _MARK in text and f'\\"{_MARK}' not in text  # a text that is encoded once more has its quotes escaped
+
+    def role(self, tokenizer: Any, role: str) -> str:
+        """Return the role by which the template renders a role."""
+        if role not in _ALIASES or self.template is None:
+            return _ALIASES.get(role, role)
+        if role not in self._roles:
+            is_rendered = _MARK in (_rendered(tokenizer, _around(role, _MARK)) or "")
+            self._roles[role] = role if is_rendered else _ALIASES[role]
+        return self._roles[role]
+
+    def join(self, tokenizer: Any, role: str, parts: Sequence[str]) -> str:
+        """Join the parts of a content to the text that the template writes for them."""
+        if role not in self._separators:
+            self._separators[role] = _separator(tokenizer, role) if self.template is not None else ("\n", False)
+        separator, trims = self._separators[role]
+        return separator.join(part.strip() for part in parts) if trims else separator.join(parts)
+
+
+def _around(role: str, content: Any) -> list[Message]:
+    """Return a short conversation with a message of a role."""
+    message, question = {"role": role, "content": content}, {"role": "user", "content": "a"}
+    if role in ("system", "developer"):
+        return [message, question]
+    if role == "assistant":
+        return [question, message, question]
+    if role in ("tool", "function"):
+        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
+        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return [question, calls, {**message, "tool_call_id": "call00000", "name": "f"}, question]
+    return [message]
+
+
+def _separator(tokenizer: Any, role: str) -> tuple[str, bool]:
+    """Return (text that the template writes between two parts of a content, whether it trims parts)."""
+    first, second = f"{_MARK}1", f"{_MARK}2"
+    parts = [{"type": "text", "text": f"\t{mark}\t"} for mark in (first, second)]
+    text = _rendered(tokenizer, _around(role, parts)) or ""
+    _, found, rest = text.partition(first)
+    between, also_found, _ = rest.partition(second)
+    if not found or not also_found or "'" in between or '"' in between:
+        return "\n", False
+    is_kept = len(between) > 1 and between[0] == between[-1] == "\t"
+    return (between[1:-1], False) if is_kept else (between, True)
+
+
+_forms: weakref.WeakKeyDictionary[Any, _Form] = weakref.WeakKeyDictionary()
+
+
+def _form_of(tokenizer: Any) -> _Form:
+    form = _forms.get(tokenizer)
+    if form is None or form.template != tokenizer.chat_template:
+        form = _forms[tokenizer] = _Form(tokenizer)
+    return form
