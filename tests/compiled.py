@@ -121,24 +121,39 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     from areno.kernels.matmul import fixed_order_matmul, gluon_few_rows
     from areno.kernels.matmul import triton_few_rows as few_rows
     from areno.kernels.paged import decode_attention
-    from areno.kernels.sampling import CONTEXT, NgramTable, draft_tokens, triton_head
+    from areno.kernels.sampling import (
+        CONTEXT,
+        NgramTable,
+        SamplingFlags,
+        draft_tokens,
+        sample_columns,
+        sample_slots,
+        triton_head,
+    )
     from areno.kernels.symmetric_memory import triton as symmetric_memory
     from areno.types import SamplingParams
     from tests.helpers.paged_rows import SHAPES, make_case
     from tests.helpers.slot_samplers import settings_of
 
-    logits, of_rows = torch.zeros(4, 300), torch.zeros(4)
+    logits, norm = torch.zeros(4, 300), torch.zeros(2, 4)
     for kind in ("forward_kl", "reverse_kl", "jsd"):
-        sums = logprobs.divergence_sums(logits, logits, of_rows, of_rows, 1.0, kind, 0.5)
+        sums = logprobs.divergence_sums(logits, logits, norm, norm, 1.0, kind, 0.5)
         grad = torch.zeros(4, 300, dtype=dtype)
-        logprobs.divergence_gradient(logits, logits, of_rows, of_rows, sums[1], 1.0, kind, 0.5, grad)
+        logprobs.divergence_gradient(logits, logits, norm, norm, sums[1], 1.0, kind, 0.5, grad)
     for heads, kv_heads, dim, block_size in SHAPES:
         *qkv, blocks, batch = make_case(heads, kv_heads, dim, block_size, dtype)
         decode_attention(*qkv, blocks, batch, window=16)
     some = torch.zeros(16, 128, dtype=dtype)
     fixed_order_matmul(some, some, dtype)
-    for n_rows, by_tma in ((32, False), (128, False), (128, capability == 90)):  # small and large tiles
-        sampler, slots = settings_of(n_rows + 1, 300, [SamplingParams()] * n_rows, "cpu")
+    edited = SamplingParams(min_new_tokens=4, frequency_penalty=0.5)
+    sampler, slots = settings_of(5, 300, [edited] * 4, "cpu", ((0, 290),))
+    every = SamplingFlags(filtered=True, n_banned=sampler.tensors.banned.shape[1], penalized=True)
+    for flags in (SamplingFlags(), SamplingFlags(filtered=True), every):
+        sample_slots(logits, slots, slots, sampler.tensors, flags)
+    sample_columns(logits, 300, slots, slots, sampler.tensors, SamplingFlags(), 0, lambda x: torch.stack((x, x)))
+    cases = [((), 32, False), ((), 128, False), ((), 128, capability == 90), (((0, 290),), 32, False)]
+    for texts, n_rows, by_tma in cases:  # small and large tiles
+        sampler, slots = settings_of(n_rows + 1, 300, [SamplingParams()] * n_rows, "cpu", texts)
         with mock.patch.object(triton_head, "_can_use_tma", return_value=by_tma):
             hidden, weight = some.repeat(n_rows // 16, 1), some.repeat(20, 1)[:300]
             triton_head.sample_hidden(hidden, weight, slots, slots, sampler.tensors)

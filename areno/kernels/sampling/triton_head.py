@@ -238,9 +238,9 @@ def _draw_hidden_kernel(
     x = tl.zeros([SPAN], tl.float32)
     for start in range(0, n_inputs, INPUTS):
         at = start + tl.arange(0, INPUTS)
-        real = at < n_inputs
-        hidden = tl.load(hidden_ptr + row * n_inputs + at, mask=real, other=0.0).to(tl.float32)
-        weight = tl.load(place + at[None, :], mask=inside[:, None] & real[None, :], other=0.0).to(tl.float32)
+        is_input = at < n_inputs
+        hidden = tl.load(hidden_ptr + row * n_inputs + at, mask=is_input, other=0.0).to(tl.float32)
+        weight = tl.load(place + at[None, :], mask=inside[:, None] & is_input[None, :], other=0.0).to(tl.float32)
         x += tl.sum(weight * hidden[None, :], axis=1)
     if HAS_TEXTS:
         inside = has_text(texts_ptr, index, inside)
