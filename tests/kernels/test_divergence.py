@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import partial
 
@@ -10,7 +11,7 @@ import torch
 
 from areno.config.teacher import Divergence
 from areno.kernels.logprobs import selected_logprobs
-from areno.kernels.logprobs.divergence import ListedTeacher, WholeTeacher, logprobs_and_divergence
+from areno.kernels.logprobs.divergence import CommonIds, ListedTeacher, WholeTeacher, logprobs_and_divergence
 from areno.kernels.matmul import float32_matmul
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.thread_ranks import ThreadRanks
@@ -51,12 +52,15 @@ def inputs(dtype=torch.float64):
     return made, torch.randint(0, V, (K,), generator=rng), draw(K), draw(K)
 
 
-def expected(made, targets, of_logprob, of_divergence, temperature, divergence, listed=None):
+def expected(made, targets, of_logprob, of_divergence, temperature, divergence, listed=None, ids=None):
     """Log-probabilities, divergences and gradients, by autograd in float64."""
     hidden, weight = (made[name].detach().double().requires_grad_() for name in ("hidden", "weight"))
-    logq = torch.log_softmax(hidden @ weight.t() / temperature, -1)
-    p = torch.softmax(made["their_hidden"].double() @ made["their_weight"].double().t() / temperature, -1)
-    chosen, q = logq[torch.arange(K), targets], logq.exp()
+    logits = hidden @ weight.t() / temperature
+    theirs = made["their_hidden"].double() @ made["their_weight"].double().t() / temperature
+    logq = torch.log_softmax(logits, -1)
+    chosen, q, p = logq[torch.arange(K), targets], logq.exp(), torch.softmax(theirs, -1)
+    if ids is not None:
+        q, p = torch.softmax(logits[:, ids], -1), torch.softmax(theirs[:, ids], -1)
     if listed is not None:
         p, q = bucketed(p, listed), bucketed(q, listed)
     found = formula(p, q, divergence.kind, divergence.beta)
@@ -95,6 +99,87 @@ def compare(dtype, tol, divergence, n_listed=None, keep=10**9, chunk=5, temperat
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 0.3)])
 def test_divergence_and_gradients_are_the_formula(divergence, n_listed, dtype, tol):
     compare(dtype, tol, divergence, n_listed)
+
+
+COMMON = [((0, 30),), ((2, 9), (12, 31)), ((20, 33),)]
+
+
+def compare_common(dtype, tol, divergence, ranges, keep, n_ranks=1):
+    """The student has 37 ids and the teacher 33, of which some are common."""
+    made, targets, *upstream = inputs(dtype)
+    made["their_weight"] = made["their_weight"][:33]
+    ids = [token for first, end in ranges for token in range(first, end)]
+    want = expected(made, targets, *upstream, 0.7, divergence, ids=ids)
+    per_rank, results = -(-V // n_ranks), [None] * n_ranks
+    shared = ([None] * n_ranks, threading.Barrier(n_ranks, timeout=20))
+
+    def work(rank):
+        first = rank * per_rank
+        hidden = made["hidden"].clone().requires_grad_()
+        weight = made["weight"][first : first + per_rank].clone().requires_grad_()
+        theirs = partial(float32_matmul, weight_OI=made["their_weight"][first : first + per_rank])
+        common = CommonIds.of(ranges, first, max(0, min(33 - first, per_rank)), torch.device("cpu"))
+        teacher = WholeTeacher(made["their_hidden"], theirs, divergence, common)
+        how = {"temperature": 0.7, "chunk": 5, "keep_bytes": keep, "first": first, "most_rows": per_rank}
+        if n_ranks > 1:
+            how["all_reduce"] = ThreadRanks(rank, shared).all_reduce
+        logprobs, _, found = logprobs_and_divergence(hidden, weight, targets, teacher, **how)
+        (logprobs * upstream[0].to(logprobs.dtype) + found * upstream[1].to(found.dtype)).sum().backward()
+        results[rank] = (logprobs.detach(), found.detach(), hidden.grad, weight.grad)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(n_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    got = (*results[0][:3], torch.cat([each[3] for each in results]))
+    for one, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(one.double(), wanted, atol=tol, rtol=tol)
+
+
+@pytest.mark.parametrize("ranges", COMMON, ids=str)
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+@pytest.mark.parametrize("keep", [0, 10**9])
+def test_both_models_are_renormalized_over_common_ids(ranges, n_ranks, keep):
+    for divergence in KINDS:
+        compare_common(torch.float64, 1e-9, divergence, ranges, keep, n_ranks)
+
+
+def plainly(x, y, kind, beta):
+    logq, logp = x.log_softmax(-1), y.log_softmax(-1)
+    if kind == "forward_kl":
+        return (logp.exp() * (logp - logq)).sum(-1)
+    if kind == "reverse_kl":
+        return (logq.exp() * (logq - logp)).sum(-1)
+    logm = torch.logaddexp(logp + math.log(beta), logq + math.log(1 - beta))
+    return (beta * logp.exp() * (logp - logm) + (1 - beta) * logq.exp() * (logq - logm)).sum(-1)
+
+
+def compare_accuracy(divergence, n=32, n_ids=600, deviations=(1, 22, 135)):
+    """Root mean square errors of divergence and gradient in fp32, in those of plain torch in fp32."""
+    for deviation in deviations:
+        rng = torch.Generator().manual_seed(1)
+        x = torch.randn(n, n_ids, generator=rng) * deviation
+        y = x + torch.randn(n, n_ids, generator=rng)
+        teacher = WholeTeacher(y, torch.Tensor.clone, divergence)
+        identity, targets = torch.eye(n_ids), torch.zeros(n, dtype=torch.int64)
+
+        def ours(a, b, teacher=teacher, identity=identity, targets=targets):
+            return logprobs_and_divergence(a, identity, targets, teacher, logits=torch.Tensor.clone)[2]
+
+        by_torch, found = partial(plainly, kind=divergence.kind, beta=divergence.beta), []
+        for function, dtype in ((by_torch, torch.float64), (by_torch, torch.float32), (ours, torch.float32)):
+            hidden = x.to(dtype).clone().requires_grad_()
+            values = function(hidden, y.to(dtype))
+            values.sum().backward()
+            found.append((values.detach().double(), hidden.grad.double()))
+        for true, plain, own in zip(*found, strict=True):
+            assert (own - true).square().mean() <= 4 * (plain - true).square().mean(), deviation
+
+
+@pytest.mark.parametrize("divergence", KINDS[:3], ids=lambda d: d.kind)
+def test_large_logits_are_as_accurate_as_in_plain_torch(divergence):
+    compare_accuracy(divergence)
 
 
 @pytest.mark.parametrize("kept_rows", [0, 1, 9, K])
@@ -214,7 +299,12 @@ def compare_interpreted():
     """Run in a process of its own, since Triton decides at its import whether it interprets."""
     from areno.kernels.logprobs import triton
 
+    triton._BLOCK = 128
+    for divergence in KINDS[:3]:
+        compare_accuracy(divergence, 8, 250, deviations=(22,))
     triton._BLOCK = 16
+    for ranges in COMMON[:2]:
+        compare_common(torch.float32, 1e-4, KINDS[2], ranges, 0)
     for divergence in KINDS:
         for keep in (0, 2000, 10**6):
             compare(torch.float32, 1e-4, divergence, keep=keep)

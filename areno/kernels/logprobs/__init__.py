@@ -114,9 +114,11 @@ def log_softmax(
     temperature: float | Tensor,
     all_reduce: Callable[..., Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (log-probability, entropy, log-sum-exp) of logits / temperature at each position, (C,) each.
+    """Return (log-probability (C,), entropy (C,), norm (2, C)) of logits / temperature at each position.
 
-    The log-probability is that of the target token. The softmax is over this rank's columns, or over the columns of all
+    The log-probability is that of the target token. The norm has the maximum, and the log-sum-exp of the differences
+    from it. To subtract first one and then the other from logits is as exact as log_softmax of torch. Their sum would
+    be rounded at the size of the logits. The softmax is over this rank's columns, or over the columns of all
     tensor-parallel ranks if `all_reduce` is not None. `kernels` is the module, Triton or plain torch, that computes the
     softmax statistics.
     """
@@ -136,7 +138,7 @@ def log_softmax(
         all_reduce(sums_3C)
     total_C, weighted_C, target_C = sums_3C
     log_total_C = total_C.log()
-    return target_C - log_total_C, log_total_C - weighted_C / total_C, top_C + log_total_C
+    return target_C - log_total_C, log_total_C - weighted_C / total_C, torch.stack((top_C, log_total_C))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ class Head:
         return float32_matmul(hidden_CD, weight_VD) if self.own_logits is None else self.own_logits(hidden_CD)
 
     def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (log-probability of the target, entropy, log-sum-exp) of logits / temperature, (C,) each.
+        """Return (log-probability of the target, entropy, norm) of logits / temperature, see `log_softmax`.
 
         The temperature is `self.temperature`, and the softmax is over the columns of all tensor-parallel ranks.
         """
@@ -202,7 +204,8 @@ class _SelectedLogprobs(torch.autograd.Function):
         kept_CV = hidden_KD.new_empty((n_kept, len(weight_VD)))
         for part in parts:
             logits_CV = head.logits(hidden_KD[part], weight_VD)
-            logprobs_K[part], entropy_K[part], lse_K[part] = head.softmax(logits_CV, targets_K[part])
+            logprobs_K[part], entropy_K[part], norm_2C = head.softmax(logits_CV, targets_K[part])
+            lse_K[part] = norm_2C[0] + norm_2C[1]
             if part.stop <= n_kept:
                 head.gradient(logits_CV, lse_K[part], targets_K[part], kept_CV[part])
             del logits_CV  # before the next chunk allocates its own

@@ -21,7 +21,7 @@ and teacher, S saved numbers of a position, J tokens that a teacher lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from areno.kernels.matmul import add_matmul
 
 LEAST_TAIL = -30.0
 """Log-probability that the tail of a listed distribution has at least, so that no divergence is infinite."""
+_NOTHING = -1e30  # a logit whose probability is 0; the difference of two such log-probabilities is no NaN
 
 
 class Teacher(Protocol):
@@ -44,14 +45,14 @@ class Teacher(Protocol):
         """S, the number of float values per position that `gradient` needs from `measure`."""
         ...
 
-    def measure(self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Compute the divergence at the positions of a chunk.
 
         Args:
             head: the student's head.
             part: the positions.
             logits_CV: the student's logits, this rank's columns. Not changed.
-            lse_C: log-sum-exp of the student's logits / temperature over all ranks.
+            norm_2C: norm of the student's logits over all ranks, see `log_softmax`.
 
         Returns:
             (divergence (C,), saved values (C, S), an object that `gradient` may reuse).
@@ -59,7 +60,7 @@ class Teacher(Protocol):
         ...
 
     def gradient(
-        self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
+        self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
     ) -> None:
         """Write the gradient of the divergence with respect to logits / temperature to `out_CV`.
 
@@ -67,12 +68,42 @@ class Teacher(Protocol):
             head: the student's head.
             part: the positions.
             logits_CV: the student's logits. Not changed.
-            lse_C: log-sum-exp of the student's logits / temperature.
+            norm_2C: norm of the student's logits over all ranks, see `log_softmax`.
             saved_CS: the saved values.
             out_CV: the result, in its own dtype.
             made: what `measure` returned last. None computes it again.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class CommonIds:
+    """The token ids over which two models with different vocabularies are compared, in this rank's columns.
+
+    Both distributions are renormalized over these ids. The gradient with respect to all other logits is 0.
+
+    Attributes:
+        n_columns: number of columns, from the first on, after which there is no such id.
+        absent_V: bool, the ids among these columns that are left out. None: there are none.
+    """
+
+    n_columns: int
+    absent_V: Tensor | None = None
+
+    @staticmethod
+    def of(ranges: Iterable[tuple[int, int]], first: int, n_valid: int, device: torch.device) -> CommonIds:
+        """Return the ids in some ranges (first, end), of a rank whose columns are `first` to `first + n_valid` - 1."""
+        absent_V = torch.ones(n_valid, dtype=torch.bool)
+        for start, end in ranges:
+            absent_V[max(0, start - first) : max(0, end - first)] = False
+        n_columns = int((~absent_V).nonzero().max()) + 1 if n_valid and not absent_V.all() else 0
+        absent_V = absent_V[:n_columns]
+        return CommonIds(n_columns, absent_V.to(device) if absent_V.any() else None)
+
+    def among(self, logits_CV: Tensor) -> Tensor:
+        """Return the logits of the columns, with a finite number that weighs nothing for ids that are left out."""
+        logits_CV = logits_CV[:, : self.n_columns]
+        return logits_CV if self.absent_V is None else logits_CV.masked_fill(self.absent_V, _NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,37 +115,47 @@ class WholeTeacher:
         logits: function that computes this rank's columns of the teacher's logits, (C, V) in fp32 or float64, from
             hidden states (C, E), outside autograd.
         divergence: the divergence.
+        common: the ids over which teacher and student are compared. None: all ids, which both have.
     """
 
     hidden_KE: Tensor
     logits: Callable[[Tensor], Tensor]
     divergence: Divergence
+    common: CommonIds | None = None
 
     @property
     def n_saved(self) -> int:
-        """2: the teacher's log-sum-exp, and the mean that the gradient subtracts."""
-        return 2
+        """5: the norms of student and teacher, and the mean that the gradient subtracts."""
+        return 5
 
-    def measure(self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Compute the divergence at the positions of a chunk, see `Teacher`."""
         theirs_CV = self.logits(self.hidden_KE[part])
         first_C = torch.zeros(len(logits_CV), dtype=torch.int64, device=logits_CV.device)  # no target is needed
-        their_lse_C = head.softmax(theirs_CV, first_C)[2]
+        if self.common is not None:
+            logits_CV, theirs_CV = self.common.among(logits_CV), self.common.among(theirs_CV)
+            norm_2C = head.softmax(logits_CV, first_C)[2]
+        their_norm_2C = head.softmax(theirs_CV, first_C)[2]
         sums_2C = head.kernels.divergence_sums(
-            logits_CV, theirs_CV, lse_C, their_lse_C, head.temperature, self.divergence.kind, self.divergence.beta
+            logits_CV, theirs_CV, norm_2C, their_norm_2C, head.temperature, self.divergence.kind, self.divergence.beta
         )
         if head.all_reduce is not None:
             head.all_reduce(sums_2C)
-        return sums_2C[0], torch.stack((their_lse_C, sums_2C[1]), 1), theirs_CV
+        return sums_2C[0], torch.cat((norm_2C, their_norm_2C, sums_2C[1:])).t(), theirs_CV
 
     def gradient(
-        self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
+        self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
     ) -> None:
         """Write the gradient of the divergence, see `Teacher`."""
         theirs_CV = self.logits(self.hidden_KE[part]) if made is None else made
-        their_lse_C, mean_C = saved_CS.t().contiguous()  # kernels read them with stride 1
+        if self.common is not None:
+            logits_CV = self.common.among(logits_CV)
+            theirs_CV = theirs_CV if made is not None else self.common.among(theirs_CV)
+            out_CV[:, self.common.n_columns :].zero_()
+            out_CV = out_CV[:, : self.common.n_columns]
+        saved_5C = saved_CS.t().contiguous()  # kernels read rows with stride 1
         kind, beta = self.divergence.kind, self.divergence.beta
-        args = (logits_CV, theirs_CV, lse_C, their_lse_C, mean_C, head.temperature, kind, beta)
+        args = (logits_CV, theirs_CV, saved_5C[:2], saved_5C[2:4], saved_5C[4], head.temperature, kind, beta)
         head.kernels.divergence_gradient(*args, out_CV)
 
 
@@ -140,9 +181,9 @@ class ListedTeacher:
         """J + 1: the gradient of each listed token, and the gradient of the tail divided by the tail's probability."""
         return self.tokens_KJ.shape[1] + 1
 
-    def measure(self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Compute the divergence at the positions of a chunk, see `Teacher`."""
-        ours_CJ = self._ours(head, part, logits_CV, lse_C)
+        ours_CJ = self._ours(head, part, logits_CV, norm_2C)
         theirs_CJ = _with_tail(self.logprobs_KJ[part].to(ours_CJ.dtype))
         kind, beta = self.divergence.kind, self.divergence.beta
         divergence_C = reference.divergence_terms(ours_CJ, theirs_CJ, kind, beta).sum(-1)
@@ -156,23 +197,23 @@ class ListedTeacher:
         return divergence_C, torch.cat((listed_CJ, tail_C.unsqueeze(-1)), 1), None
 
     def gradient(
-        self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
+        self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
     ) -> None:
         """Write the gradient of the divergence, see `Teacher`."""
         if not logits_CV.shape[1]:
             return
         listed_CJ, tail_C1 = saved_CS[:, :-1], saved_CS[:, -1:]
-        grad_CV = reference.log_softmax_of(logits_CV, lse_C, head.temperature).exp_().mul_(tail_C1)
+        grad_CV = reference.log_softmax_of(logits_CV, norm_2C, head.temperature).exp_().mul_(tail_C1)
         local_CJ, here_CJ = reference.local_rows(self.tokens_KJ[part], head.first, logits_CV.shape[1])
         more_CJ = (listed_CJ - grad_CV.gather(1, local_CJ)).where(here_CJ, 0.0)
         out_CV.copy_(grad_CV.scatter_add_(1, local_CJ, more_CJ))
 
-    def _ours(self, head: Head, part: slice, logits_CV: Tensor, lse_C: Tensor) -> Tensor:
+    def _ours(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> Tensor:
         """Return the student's log-probabilities of the listed tokens and of the tail, (C, J + 1)."""
         if not logits_CV.shape[1]:  # a rank whose part of the vocabulary is all padding
-            sums_CJ = lse_C.new_zeros((len(logits_CV), self.tokens_KJ.shape[1] + 1))
+            sums_CJ = norm_2C.new_zeros((len(logits_CV), self.tokens_KJ.shape[1] + 1))
         else:
-            x_CV = reference.log_softmax_of(logits_CV, lse_C, head.temperature)
+            x_CV = reference.log_softmax_of(logits_CV, norm_2C, head.temperature)
             local_CJ, here_CJ = reference.local_rows(self.tokens_KJ[part], head.first, logits_CV.shape[1])
             listed_CJ = x_CV.gather(1, local_CJ).where(here_CJ, 0.0)
             # Listed tokens of other ranks have index 0 here, whose probability must stay in the tail.
@@ -245,7 +286,8 @@ class _LogprobsAndDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         n = hidden_KD.shape[0]
         dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
-        logprobs_K, entropy_K, lse_K, divergence_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(4))
+        logprobs_K, entropy_K, divergence_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(3))
+        norm_2K = hidden_KD.new_empty((2, n), dtype=dtype)
         saved_KS = hidden_KD.new_empty((n, teacher.n_saved), dtype=dtype)
         n_kept = head.n_kept(hidden_KD, weight_VD, n_matrices=2)
         # The same chunks with and without gradients, so that both give exactly the same numbers.
@@ -254,13 +296,14 @@ class _LogprobsAndDivergence(torch.autograd.Function):
         kept_2CV = hidden_KD.new_empty((2, n_kept, len(weight_VD)))
         for part in parts:
             logits_CV = head.logits(hidden_KD[part], weight_VD)
-            logprobs_K[part], entropy_K[part], lse_K[part] = head.softmax(logits_CV, targets_K[part])
-            divergence_K[part], saved_KS[part], made = teacher.measure(head, part, logits_CV, lse_K[part])
+            logprobs_K[part], entropy_K[part], norm_2C = head.softmax(logits_CV, targets_K[part])
+            norm_2K[:, part] = norm_2C
+            divergence_K[part], saved_KS[part], made = teacher.measure(head, part, logits_CV, norm_2C)
             if part.stop <= n_kept:
-                teacher.gradient(head, part, logits_CV, lse_K[part], saved_KS[part], kept_2CV[1, part], made)
-                head.gradient(logits_CV, lse_K[part], targets_K[part], kept_2CV[0, part])  # overwrites the logits
+                teacher.gradient(head, part, logits_CV, norm_2C, saved_KS[part], kept_2CV[1, part], made)
+                head.gradient(logits_CV, norm_2C[0] + norm_2C[1], targets_K[part], kept_2CV[0, part])  # overwrites
             del logits_CV, made  # before the next chunk allocates its own
-        ctx.save_for_backward(hidden_KD, weight_VD, targets_K, lse_K, saved_KS, kept_2CV)
+        ctx.save_for_backward(hidden_KD, weight_VD, targets_K, norm_2K, saved_KS, kept_2CV)
         ctx.head, ctx.teacher = head, teacher
         ctx.mark_non_differentiable(entropy_K)
         ctx.set_materialize_grads(False)
@@ -268,7 +311,7 @@ class _LogprobsAndDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden_KD, weight_VD, _, lse_K, _, kept_2CV = ctx.saved_tensors
+        hidden_KD, weight_VD, _, norm_2K, _, kept_2CV = ctx.saved_tensors
         head: Head = ctx.head
         n, n_kept = len(hidden_KD), kept_2CV.shape[1]
         of_logprobs_K, of_divergence_K = grads[0], grads[2]
@@ -276,7 +319,7 @@ class _LogprobsAndDivergence(torch.autograd.Function):
         grad_hidden_KD = torch.zeros_like(hidden_KD) if want_hidden else None
         grad_weight_VD = head.weight_grad
         if grad_weight_VD is None and want_weight:
-            grad_weight_VD = torch.zeros_like(weight_VD, dtype=lse_K.dtype)
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_2K.dtype)
         for part in chunks(0, n_kept, head.chunk) + chunks(n_kept, n, head.chunk):
             if part.stop <= n_kept:
                 made_2CV: Any = kept_2CV[:, part]
@@ -304,16 +347,17 @@ def _gradients_again(ctx: Any, part: slice, logprobs: bool, divergence: bool) ->
 
     `logprobs` and `divergence` say which of the two are needed. The other one is None.
     """
-    hidden_KD, weight_VD, targets_K, lse_K, saved_KS, _ = ctx.saved_tensors
+    hidden_KD, weight_VD, targets_K, norm_2K, saved_KS, _ = ctx.saved_tensors
     head: Head = ctx.head
+    norm_2C = norm_2K[:, part]
     logits_CV = head.logits(hidden_KD[part], weight_VD)
     made: list[Tensor | None] = [None, None]
     if divergence:
         made[1] = torch.empty_like(logits_CV, dtype=hidden_KD.dtype)
-        ctx.teacher.gradient(head, part, logits_CV, lse_K[part], saved_KS[part], made[1], None)
+        ctx.teacher.gradient(head, part, logits_CV, norm_2C, saved_KS[part], made[1], None)
     if logprobs:
         made[0] = torch.empty_like(logits_CV, dtype=hidden_KD.dtype)
-        head.gradient(logits_CV, lse_K[part], targets_K[part], made[0])
+        head.gradient(logits_CV, norm_2C[0] + norm_2C[1], targets_K[part], made[0])
     return made
 
 

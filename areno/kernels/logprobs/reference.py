@@ -74,15 +74,15 @@ def local_rows(tokens: Tensor, first: int, n_rows: int) -> tuple[Tensor, Tensor]
     return local.where(is_here, 0), is_here
 
 
-def log_softmax_of(logits_CV: Tensor, lse_C: Tensor, temperature: float) -> Tensor:
+def log_softmax_of(logits_CV: Tensor, norm_2C: Tensor, temperature: float) -> Tensor:
     """Return log softmax(logits / temperature) for this rank's columns, in new memory.
 
     Args:
         logits_CV: this rank's columns of the logits. Not changed.
-        lse_C: log-sum-exp of logits / temperature over all ranks.
+        norm_2C: maximum of logits / temperature over all ranks, and log-sum-exp of the differences from it.
         temperature: divisor of the logits.
     """
-    return (logits_CV / temperature).sub_(lse_C.unsqueeze(-1))
+    return (logits_CV / temperature).sub_(norm_2C[0].unsqueeze(-1)).sub_(norm_2C[1].unsqueeze(-1))
 
 
 def divergence_terms(ours: Tensor, theirs: Tensor, kind: str, beta: float) -> Tensor:
@@ -133,8 +133,8 @@ def _mixture_minus_ours(ours: Tensor, theirs: Tensor, beta: float) -> Tensor:
 def divergence_sums(
     logits_CV: Tensor,
     theirs_CV: Tensor,
-    lse_C: Tensor,
-    their_lse_C: Tensor,
+    norm_2C: Tensor,
+    their_norm_2C: Tensor,
     temperature: float,
     kind: str,
     beta: float,
@@ -144,8 +144,8 @@ def divergence_sums(
     Args:
         logits_CV: the student's logits. Not changed.
         theirs_CV: the teacher's logits. Not changed.
-        lse_C: log-sum-exp of the student's logits / temperature over all ranks.
-        their_lse_C: log-sum-exp of the teacher's logits / temperature over all ranks.
+        norm_2C: the student's `log_softmax` norm over all ranks.
+        their_norm_2C: the teacher's.
         temperature: divisor of the logits of both.
         kind: "forward_kl", "reverse_kl" or "jsd".
         beta: weight of the teacher in the mixture of "jsd".
@@ -155,9 +155,9 @@ def divergence_sums(
         `gradient_factors`. The second row is 0 for "forward_kl", which does not need the sum.
     """
     if not logits_CV.shape[1]:
-        return lse_C.new_zeros((2, len(lse_C)))
-    ours = log_softmax_of(logits_CV, lse_C, temperature)
-    theirs = log_softmax_of(theirs_CV, their_lse_C, temperature)
+        return torch.zeros_like(norm_2C)
+    ours = log_softmax_of(logits_CV, norm_2C, temperature)
+    theirs = log_softmax_of(theirs_CV, their_norm_2C, temperature)
     total_C = divergence_terms(ours, theirs, kind, beta).sum(-1)
     if kind == "forward_kl":
         return torch.stack((total_C, torch.zeros_like(total_C)))
@@ -167,8 +167,8 @@ def divergence_sums(
 def divergence_gradient(
     logits_CV: Tensor,
     theirs_CV: Tensor,
-    lse_C: Tensor,
-    their_lse_C: Tensor,
+    norm_2C: Tensor,
+    their_norm_2C: Tensor,
     mean_C: Tensor,
     temperature: float,
     kind: str,
@@ -180,8 +180,8 @@ def divergence_gradient(
     Args:
         logits_CV: the student's logits. Not changed.
         theirs_CV: the teacher's logits. Not changed.
-        lse_C: log-sum-exp of the student's logits / temperature over all ranks.
-        their_lse_C: log-sum-exp of the teacher's logits / temperature over all ranks.
+        norm_2C: the student's `log_softmax` norm over all ranks.
+        their_norm_2C: the teacher's.
         mean_C: the second row of `divergence_sums`, summed over all ranks.
         temperature: divisor of the logits of both.
         kind: "forward_kl", "reverse_kl" or "jsd".
@@ -190,8 +190,8 @@ def divergence_gradient(
     """
     if not logits_CV.shape[1]:
         return
-    ours = log_softmax_of(logits_CV, lse_C, temperature)
-    theirs = log_softmax_of(theirs_CV, their_lse_C, temperature)
+    ours = log_softmax_of(logits_CV, norm_2C, temperature)
+    theirs = log_softmax_of(theirs_CV, their_norm_2C, temperature)
     if kind == "forward_kl":
         out_CV.copy_(ours.exp_().sub_(theirs.exp_()))
         return

@@ -7,6 +7,7 @@ Shape letters: C positions of one chunk, V vocabulary rows of this rank.
 from __future__ import annotations
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -125,8 +126,8 @@ _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
 def divergence_sums(
     logits_CV: Tensor,
     theirs_CV: Tensor,
-    lse_C: Tensor,
-    their_lse_C: Tensor,
+    norm_2C: Tensor,
+    their_norm_2C: Tensor,
     temperature: float,
     kind: str,
     beta: float,
@@ -136,8 +137,8 @@ def divergence_sums(
     Args:
         logits_CV: the student's logits. Not changed.
         theirs_CV: the teacher's logits. Not changed.
-        lse_C: log-sum-exp of the student's logits / temperature over all ranks.
-        their_lse_C: log-sum-exp of the teacher's logits / temperature over all ranks.
+        norm_2C: the student's `log_softmax` norm over all ranks.
+        their_norm_2C: the teacher's.
         temperature: divisor of the logits of both.
         kind: "forward_kl", "reverse_kl" or "jsd".
         beta: weight of the teacher in the mixture of "jsd".
@@ -147,15 +148,16 @@ def divergence_sums(
         is 0 for "forward_kl".
     """
     n_positions, n_rows = logits_CV.shape
-    out_2C = lse_C.new_zeros((2, n_positions))
+    norm_2C, their_norm_2C = norm_2C.contiguous(), their_norm_2C.contiguous()
+    out_2C = torch.zeros_like(norm_2C)
     if not n_positions or not n_rows:
         return out_2C
     block = min(_BLOCK, triton.next_power_of_2(n_rows))
     _divergence_sums_kernel[(n_positions,)](
         logits_CV,
         theirs_CV,
-        lse_C,
-        their_lse_C,
+        norm_2C,
+        their_norm_2C,
         out_2C,
         logits_CV.stride(0),
         theirs_CV.stride(0),
@@ -172,8 +174,8 @@ def divergence_sums(
 def divergence_gradient(
     logits_CV: Tensor,
     theirs_CV: Tensor,
-    lse_C: Tensor,
-    their_lse_C: Tensor,
+    norm_2C: Tensor,
+    their_norm_2C: Tensor,
     mean_C: Tensor,
     temperature: float,
     kind: str,
@@ -185,8 +187,8 @@ def divergence_gradient(
     Args:
         logits_CV: the student's logits. Not changed.
         theirs_CV: the teacher's logits. Not changed.
-        lse_C: log-sum-exp of the student's logits / temperature over all ranks.
-        their_lse_C: log-sum-exp of the teacher's logits / temperature over all ranks.
+        norm_2C: the student's `log_softmax` norm over all ranks.
+        their_norm_2C: the teacher's.
         mean_C: the second row of `divergence_sums`, summed over all ranks.
         temperature: divisor of the logits of both.
         kind: "forward_kl", "reverse_kl" or "jsd".
@@ -196,12 +198,13 @@ def divergence_gradient(
     n_positions, n_rows = logits_CV.shape
     if not n_positions or not n_rows:
         return
+    norm_2C, their_norm_2C = norm_2C.contiguous(), their_norm_2C.contiguous()
     block = min(_BLOCK, triton.next_power_of_2(n_rows))
     _divergence_gradient_kernel[(n_positions, triton.cdiv(n_rows, block))](
         logits_CV,
         theirs_CV,
-        lse_C,
-        their_lse_C,
+        norm_2C,
+        their_norm_2C,
         mean_C,
         out_CV,
         logits_CV.stride(0),
@@ -227,8 +230,8 @@ def _mixture_minus_ours(ours, theirs, beta):
 def _divergence_sums_kernel(
     logits_ptr,
     theirs_ptr,
-    lse_ptr,
-    their_lse_ptr,
+    norm_ptr,
+    their_norm_ptr,
     out_ptr,
     stride,
     their_stride,
@@ -239,7 +242,9 @@ def _divergence_sums_kernel(
     BLOCK: tl.constexpr,
 ):
     position = tl.program_id(0).to(tl.int64)
-    lse, their_lse = tl.load(lse_ptr + position), tl.load(their_lse_ptr + position)
+    n_positions = tl.num_programs(0)
+    top, rest = tl.load(norm_ptr + position), tl.load(norm_ptr + n_positions + position)
+    their_top, their_rest = tl.load(their_norm_ptr + position), tl.load(their_norm_ptr + n_positions + position)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_rows, BLOCK):
@@ -247,7 +252,7 @@ def _divergence_sums_kernel(
         inside = column < n_rows
         x = tl.load(logits_ptr + position * stride + column, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(theirs_ptr + position * their_stride + column, mask=inside, other=0.0).to(tl.float32)
-        ours, theirs = x * scale - lse, y * scale - their_lse
+        ours, theirs = (x * scale - top) - rest, (y * scale - their_top) - their_rest
         if KIND == 0:
             total += tl.where(inside, tl.exp(theirs) * (theirs - ours), 0.0)
         elif KIND == 1:
@@ -271,8 +276,8 @@ def _divergence_sums_kernel(
 def _divergence_gradient_kernel(
     logits_ptr,
     theirs_ptr,
-    lse_ptr,
-    their_lse_ptr,
+    norm_ptr,
+    their_norm_ptr,
     mean_ptr,
     out_ptr,
     stride,
@@ -289,8 +294,9 @@ def _divergence_gradient_kernel(
     inside = column < n_rows
     x = tl.load(logits_ptr + position * stride + column, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(theirs_ptr + position * their_stride + column, mask=inside, other=0.0).to(tl.float32)
-    ours = x * scale - tl.load(lse_ptr + position)
-    theirs = y * scale - tl.load(their_lse_ptr + position)
+    n_positions = tl.num_programs(0)
+    ours = (x * scale - tl.load(norm_ptr + position)) - tl.load(norm_ptr + n_positions + position)
+    theirs = (y * scale - tl.load(their_norm_ptr + position)) - tl.load(their_norm_ptr + n_positions + position)
     q = tl.exp(ours)
     if KIND == 0:
         grad = q - tl.exp(theirs)
