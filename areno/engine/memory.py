@@ -7,6 +7,7 @@ not import torch.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,9 @@ RESERVE = 0.06
 # New objects after which garbage is collected in a rollout. A thousand samples are tens of thousands of objects, and
 # none of them is garbage. With Python's own number, a device would wait for tens of collections.
 _ROLLOUT_THRESHOLD = 50_000
+
+# The collections at exit leave out what is frozen, and Triton's binding would report all of its objects as leaked.
+atexit.register(gc.unfreeze)
 
 # CUDA graphs, cuBLAS and the CPU's allocator fail with other messages than torch's CUDA allocator.
 _WORDS = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")

@@ -13,8 +13,8 @@ import hmac
 import logging
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from areno.server.fields import decompress, read_json, too_large
 from areno.server.parsers import parser_for_template
 from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion
 from areno.server.sampling import Sampler, ServerLimits
-from areno.server.threads import Threads
+from areno.server.threads import END_ANSWERS, Threads
 from areno.types import SamplingParams
 
 logger = logging.getLogger("areno.server")
@@ -71,8 +71,9 @@ class Server:
     threads: Threads
 
     def __post_init__(self) -> None:
-        self._reading: set[asyncio.Task[Any]] = set()  # handlers whose request bodies are still arriving
-        self._is_shutting_down = False  # of the application that was made last
+        self._handling: set[asyncio.Task[Any]] = set()  # handlers of requests in progress
+        self._reading: set[asyncio.Task[Any]] = set()  # those whose request bodies are still arriving
+        self._is_shutting_down = self._is_over = False  # of the application that was made last
 
     def application(self) -> web.Application:
         """Return a new aiohttp application with the routes of the server.
@@ -82,7 +83,8 @@ class Server:
         """
         app = web.Application(client_max_size=self.sampler.limits.max_body, middlewares=[self._answer_errors])
         app.on_shutdown.append(self._end_reading)
-        self._is_shutting_down = False
+        app[END_ANSWERS] = self._end_answers
+        self._is_shutting_down = self._is_over = False
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
@@ -103,10 +105,13 @@ class Server:
         """
         metrics, path = self.sampler.metrics, request.match_info.route.resource
         metrics.in_flight += 1
-        status = _CLIENT_GONE
+        status, task = _CLIENT_GONE, asyncio.current_task()
+        assert task is not None
+        self._handling.add(task)
         try:
             self._check_key(request)
-            response = await handler(request)
+            with self._until_over():
+                response = await handler(request)
             status = response.status
             return response
         except ApiError as error:
@@ -127,6 +132,7 @@ class Server:
             logger.error("a request failed: %s", "".join(traceback.format_exception(error, limit=-_MAX_FRAMES)))
             return _error_response(ApiError(500, "the server failed; its log says why"))
         finally:
+            self._handling.discard(task)
             metrics.in_flight -= 1
             metrics.requests[path.canonical if path is not None else "other", status] += 1
 
@@ -170,6 +176,22 @@ class Server:
         self._is_shutting_down = True
         for task in self._reading:
             task.cancel()
+
+    def _end_answers(self) -> None:
+        """Cancel all requests in progress. Each is answered with an error."""
+        self._is_over = True
+        for task in self._handling:
+            task.cancel()
+
+    @contextmanager
+    def _until_over(self) -> Iterator[None]:
+        """Raise ApiError in place of the CancelledError by which `_end_answers` ends a request."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._is_over:
+                raise
+            raise ApiError(503, "the server shuts down, and this answer did not end in time") from None
 
     async def _read(self, request: web.Request, read: Callable[[bytes], T]) -> T:
         """Receive the body of a request and parse it with the function `read`, whose result is returned.
@@ -258,11 +280,12 @@ class Server:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         async with aclosing(chunks) as stream:  # type: ignore[type-var]
             try:
-                async for chunk in stream:
-                    if not response.prepared:
-                        await response.prepare(request)
-                    await response.write(answers.event(chunk))
-                await response.write(answers.END)
+                with self._until_over():
+                    async for chunk in stream:
+                        if not response.prepared:
+                            await response.prepare(request)
+                        await response.write(answers.event(chunk))
+                    await response.write(answers.END)
             except ApiError as error:
                 if not response.prepared:
                     raise

@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from areno.errors import EngineError
+from areno.server.runner import Runner
 
 T = TypeVar("T")
 _EXIT_S = 2.0  # the most seconds for which a process waits at exit for work in progress
@@ -130,7 +131,10 @@ def _is_not_about_a_client(record: logging.LogRecord) -> bool:
 
 
 _logger.addFilter(_is_not_about_a_client)  # the tracebacks would fill the log
+END_ANSWERS = web.AppKey("end_answers", Callable[[], object])
+"""Function of an application that ends the requests in progress with an error, once the time of a shutdown is over."""
 _MIN_GRACE_S = 0.01  # aiohttp takes 0 for no limit at all
+_ERROR_S = 1.0  # for requests that are ended to send their error
 _SHUTDOWN_S = 5.0  # for the shutdown itself, in addition to the requests in progress
 
 
@@ -212,12 +216,13 @@ class ServerThread:
     async def _serve(self) -> None:
         """Serve the application until `stop`."""
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        grace_s = max(self._grace_s, _MIN_GRACE_S)
-        runner = web.AppRunner(
-            self._make(),
+        app, grace_s = self._make(), max(self._grace_s, _MIN_GRACE_S)
+        end_answers = app.get(END_ANSWERS)
+        runner = Runner(
+            app,
             handler_cancellation=True,
             access_log=None,
-            shutdown_timeout=grace_s,
+            shutdown_timeout=grace_s if end_answers is None else grace_s + _ERROR_S,
             auto_decompress=False,  # the application decompresses bodies itself, in worker threads
             logger=_logger,
         )
@@ -229,4 +234,6 @@ class ServerThread:
             self._ready.set()
             await self._stopping.wait()
         finally:
+            if end_answers is not None:
+                self._loop.call_later(grace_s, end_answers)
             await runner.cleanup()
