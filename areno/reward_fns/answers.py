@@ -12,6 +12,15 @@ _HASHED = re.compile(r"####[ \t]*(\S[^\n]*)")
 _FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.S | re.M)
 
 
+def after_reasoning(text: str) -> str:
+    """Return what follows the last </think>. A text without </think> is returned whole.
+
+    Args:
+        text: A completion or a reference answer.
+    """
+    return text.rpartition("</think>")[2]
+
+
 def boxes(text: str) -> list[str]:
     r"""Return the contents of all \boxed{...} in a text, in order.
 
@@ -73,7 +82,7 @@ def block(text: str, *languages: str) -> str:
         The last block in one of the languages. If there is none, the last block. If there is no block, all text after
         the reasoning.
     """
-    text = text.rpartition("</think>")[2]
+    text = after_reasoning(text)
     blocks = _FENCED.findall(text)
     named = [inside for language, inside in blocks if language.lower() in languages]
     return (named or [inside for _, inside in blocks] or [text])[-1]
@@ -93,4 +102,4 @@ def accepted(record: Any) -> list[Any]:
     if not found or not all(isinstance(solution, str | Number) for solution in found):
         text = f"field solutions is {str(record.solutions)[:200]!r}; text or a number is needed, or a list of them"
         raise ValueError(text)
-    return found
+    return [after_reasoning(solution) if isinstance(solution, str) else solution for solution in found]

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from areno.errors import ConfigError, Problem
-from areno.reward_fns.answers import accepted, block, boxes, last_box, marked_answer
+from areno.reward_fns.answers import accepted, after_reasoning, block, boxes, last_box, marked_answer
 from areno.schema.fields import Section, check, forbid, setting
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class ExactMatchReward(Reward):
                 f"field solutions is {several[0][:200]!r}, which has several boxes; exact_match compares one answer: "
                 "keep one box, give a list if each is right, or use the math reward, for which all of them are needed"
             )
-        return float(_answer(record.completion) in {_answer(text) for text in solutions})
+        return float(_answer(after_reasoning(record.completion)) in {_answer(text) for text in solutions})
 
 
 def _answer(text: str) -> str:
@@ -178,7 +178,7 @@ class ChoiceReward(Reward):
             ValueError: There is no solution, or a solution is neither a letter nor the number of a letter.
         """
         letters = {_letter(solution) for solution in accepted(record)}
-        return float(chosen(record.completion) in letters)
+        return float(chosen(after_reasoning(record.completion)) in letters)
 
 
 def chosen(text: str) -> str | None:

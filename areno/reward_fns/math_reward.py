@@ -1,12 +1,13 @@
 r"""The built-in reward `math`: 1.0 if the completion's final answer equals one of the row's `solutions`, else 0.0.
 
-The answer is the content of the last \boxed{...}. Without a box, it is the text after the last `####`. Without either
-mark, it is what math-verify finds in the text, usually the last number or formula. math-verify decides whether two
-answers are equal. It compares values, not texts: 0.5 equals 1/2. These are the exceptions:
+The answer is in the text after the last </think>. It is the content of the last \boxed{...}. Without a box, it is the
+text after the last `####`. Without either mark, it is what math-verify finds in the text, usually the last number or
+formula. math-verify decides whether two answers are equal. It compares values, not texts: 0.5 equals 1/2. These are
+the exceptions:
 
 - If a completion has several boxes, the last one counts. math-verify would join boxes that are close to each other.
 - If a solution has several different boxes, the completion needs all of these answers, in any order: either in its
-  last boxes, as many as the solution has, or together in its final answer.
+  last boxes, as many as the solution has, or together in its final answer. 1,2 is a number, and (1,2) is a pair.
 - An answer with the same text as the solution is right. So 12:00 equals 12:00, although math-verify reads 12 / 0.
 - A solution in words is compared as text. math-verify takes "forty two" for a product of nine letters.
 - A solution is read as a whole. math-verify reads 2\sqrt{3} without dollar signs as 2.
@@ -35,7 +36,7 @@ from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 from sympy import FiniteSet, nan, zoo
 
-from areno.reward_fns.answers import boxes, last_box
+from areno.reward_fns.answers import after_reasoning, boxes, last_box
 
 # math-verify warns that its own time limit, a signal for each parsing step, is off. `_limited` limits a whole call.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
@@ -71,6 +72,8 @@ _FUNCTION = re.compile(
     r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|lim|max|min|gcd|lcm|det|mod|inf(?:inity)?|and"
 )
 _BETWEEN_ANSWERS = re.compile(r"\s*(?:[,;]\s*)?(?:[,;]|\b(?:and|or)\b|\\text\s*\{\s*(?:and|or)\s*\})\s*")
+# 1,2 is 1.2 in many languages, 12,345 is a number in English, and (1,2) is a point or an interval.
+_ONE_VALUE = re.compile(rf"{_CURRENCY}-?\d+(?:(?:,|\{{,\}})\d+)+\s*{_PERCENT}?|[(\[][^()\[\]]*[)\]]", re.I)
 _FOREIGN = re.compile(r"(?![0-9])\d|\u2212")  # the digits of other scripts, and the minus sign
 
 
@@ -96,7 +99,7 @@ def reward_fn(record: Any) -> float:
             f"field solutions is {str(record.solutions)[:200]!r}; the math reward needs a number or formula, or words, "
             f"of at most {_MAX_ANSWER} characters"
         )
-    return float(_limited(lambda: _first_true(_is_right, solutions, [_ascii(record.completion)])))
+    return float(_limited(lambda: _first_true(_is_right, solutions, [_ascii(after_reasoning(record.completion))])))
 
 
 def warm_up() -> None:
@@ -148,7 +151,7 @@ def _solution_parts(solution: Any) -> tuple[str, ...]:
     """
     if not isinstance(solution, str | Number) or solution != solution:  # NaN is not equal to itself
         return ()
-    text = _ascii(str(solution)).strip()
+    text = _ascii(after_reasoning(str(solution))).strip()
     answers = tuple(dict.fromkeys(boxes(text))) or (final_answer(text) or _last_line(text) or text,)
     is_usable = sum(map(len, answers)) <= _MAX_ANSWER and all(map(_plain, answers))
     return answers if is_usable else ()
@@ -197,13 +200,15 @@ def _is_right(parts: tuple[str, ...], completion: str) -> bool:
     parts = _different(parts)
     if len(parts) == 1:
         return _is_answer(read_solution(parts[0]), completion)
-    together = _BETWEEN_ANSWERS.split(final_answer(completion) or "")
+    answer = final_answer(completion) or ""
+    is_one = _ONE_VALUE.fullmatch(_plain(answer)) is not None
+    together = [] if is_one else _BETWEEN_ANSWERS.split(answer)
     for found in (boxes(completion)[-len(parts) :], together):
         if len(found) == len(parts):
             right = [[_is_box(part, answer) for answer in found] for part in parts]
             if all(map(any, right)) and all(map(any, zip(*right, strict=True))):
                 return True
-    return _is_answer(_read_together(parts), completion)
+    return not is_one and _is_answer(_read_together(parts), completion)
 
 
 def _is_answer(solution: _Solution, completion: str) -> bool:

@@ -263,6 +263,25 @@ def test_code_where_nothing_limits_it(monkeypatch):
         functions.reward_functions(RewardConfig(fn=["code"]))
 
 
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("exact_match", r"\boxed{B}", r"\boxed{A}"),
+        ("exact_match", "<answer>B</answer>", "A"),
+        ("exact_match", "B", "A"),
+        ("choice", "The answer is (B).", "The answer is (A)."),
+        ("choice", r"\boxed{B}", "A"),
+    ],
+)
+def test_reasoning_is_not_read(name, right, wrong):
+    def score(completion, solutions="B"):
+        return BUILT_IN_REWARDS[name]().load()(RewardRecord(completion=completion, solutions=solutions))
+
+    assert score(f"<think>{right}</think>{wrong}") == score(f"{right}\n</think>\n\n{wrong}") == 0.0
+    assert score(f"<think>{wrong}</think>\n{right}") == score(right) == 1.0
+    assert score(right, ["<think>A or B?</think>B"]) == 1.0
+
+
 @pytest.mark.parametrize("unlimited", [[], ["files"], ["signals"], ["files", "signals"]])
 def test_code_warns_of_what_the_machine_does_not_limit(unlimited, monkeypatch, caplog):
     monkeypatch.setattr(box, "trial", lambda: ("", unlimited))
