@@ -98,7 +98,8 @@ class Flag:
     @property
     def about(self) -> str:
         """The description of the flag, without its default."""
-        return _HELP.get(self.name) or self.row.setting.help.replace(" null: ", " Default: ")
+        text = self.row.setting.help
+        return _HELP.get(self.name) or (text.replace(" null: ", " Default: ") if self.default == "null" else text)
 
     @property
     def help(self) -> str:

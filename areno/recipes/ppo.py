@@ -38,8 +38,8 @@ class PPOActorConfig(TokenPolicyConfig):
 
     c_clip: float | None = setting(
         3.0,
-        help="c of the dual clip (arXiv 1912.09729): the loss of a token with a negative advantage A is at most "
-        "-c * A. null: no dual clip",
+        help="Dual clip (arXiv 1912.09729): the loss of a token with a negative advantage A is at most -c_clip * A. "
+        "null: no dual clip",
         gt=1,
         flag="--clip-ratio-c",
     )

@@ -334,7 +334,7 @@ class Setup(Generic[Config]):
         texts = RunTexts(
             headline=self._loop.headline,
             reward=self._reward_name(),
-            unanswered=without_answers(self.loader) if self._loop.kind == "prompt" else "",
+            unanswered="" if self.rewards is None or self.agents is not None else without_answers(self.loader),
             facts=facts(config, plan, self.roles, self.loader) if trains else {},
             token_text=token_text,
         )

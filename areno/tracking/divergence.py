@@ -13,7 +13,7 @@ from typing import Any
 FIRST, LAST = 5, 5
 """The numbers of first and last steps over which a scalar is averaged, to compare the two means."""
 N_FLAT = 10
-"""Warn after this many steps in a row in which all advantages are 0."""
+"""Warn after this many steps in a row in which the rewards prefer no sample."""
 N_TRUNCATED = 5
 """Warn after this many steps in a row in which every completion was truncated."""
 
@@ -70,22 +70,19 @@ def entropy_collapsed(entropy: History, accuracy: History) -> str:
 
 
 def nothing_to_learn(flat: History, reward: float) -> str:
-    """Return a warning if each of the last N_FLAT steps had equal rewards or only advantages of 0.
+    """Return a warning if each of the last N_FLAT steps was flat, or "".
 
     Args:
         flat: For each step, 1.0 if `is_flat` is true for the step, else 0.0.
         reward: The mean reward in the last step, for the message.
-
-    Returns:
-        The warning, or "" if there is no problem.
     """
     if len(flat.last) < N_FLAT or min(flat.last[-N_FLAT:]) < 1:
         return ""
     return (
-        f"for {N_FLAT} steps no sample was better than another (mean reward {reward:.4g}), so nothing can be learned; "
-        "look at the completions (rollouts/ in the run's folder) and at the reward function; use easier or harder "
-        "prompts, more gconfig.n_samples or rollout.dynamic_sampling=true; if rewards were better before, lower "
-        "actor.optimizer.lr"
+        f"for {N_FLAT} steps no sample was better than those that it is compared with (mean reward {reward:.4g}), so "
+        "nothing can be learned from rewards; look at the completions (rollouts/ in the run's folder) and at the "
+        "reward function; use easier or harder prompts, more gconfig.n_samples or rollout.dynamic_sampling=true; if "
+        "rewards were better before, lower actor.optimizer.lr"
     )
 
 
@@ -108,18 +105,15 @@ def all_truncated(truncated: History, length: float) -> str:
     )
 
 
-def answers_missing(is_flat: bool, reward: float, rows: str) -> str:
-    """Return a warning if all rewards of a step are equal and the rows of the dataset have no reference answers.
+def answers_missing(is_equal: bool, reward: float, rows: str) -> str:
+    """Return a warning if all rewards of a step are equal and the rows of the dataset have no reference answers, or "".
 
     Args:
-        is_flat: Whether all rewards of the step are equal, or all advantages are 0.
-        reward: The mean reward in the step, for the message.
+        is_equal: Whether all rewards of the step are equal.
+        reward: The reward in the step, for the message.
         rows: A text such as "no row of data.jsonl" if no row has the field `solutions`. "" if rows have this field.
-
-    Returns:
-        The warning, or "" if there is no problem.
     """
-    if not rows or not is_flat:
+    if not rows or not is_equal:
         return ""
     return (
         f"all rewards of this step are {reward:.4g}, and {rows} has solutions; if the reward compares with them, give "
@@ -198,7 +192,7 @@ class Divergence:
     Args:
         reward: The name of the reward functions or the reward model, for messages.
         unanswered: A text such as "no row of data.jsonl" if no row of the dataset has reference answers. "" if rows
-            have answers.
+            have answers, or if no reward function reads them.
         needs_rewards: Whether the run trains on rewards. If not, equal rewards are no problem.
 
     Attributes:
@@ -228,13 +222,13 @@ class Divergence:
         names = ("train/entropy", "train/logp_abs_diff_mean", "rollout/accuracy", "rollout/truncated")
         for name in (name for name in names if name in scalars):
             self._history(name).add(scalars[name])
-        flat = self._needs_rewards and is_flat(scalars)
-        self._history("flat").add(float(flat))
+        equal = self._needs_rewards and rewards_are_equal(scalars)
+        self._history("flat").add(float(self._needs_rewards and is_flat(scalars)))
         clip, level, remedy = self.ratio
         apart = "logp_row_diff_mean" if level == "sequence" else "logp_abs_diff_mean"
         length, reward = scalars.get("rollout/response_len_mean", math.nan), scalars["rollout/rewards_mean"]
         found = {
-            "answers": answers_missing(flat, reward, self.unanswered),
+            "answers": answers_missing(equal, reward, self.unanswered),
             "truncated": all_truncated(self._history("rollout/truncated"), length),
             "entropy": entropy_collapsed(self._history("train/entropy"), self._history("rollout/accuracy")),
             "flat": nothing_to_learn(self._history("flat"), reward),
@@ -280,13 +274,17 @@ class Divergence:
 
 
 def is_flat(scalars: Mapping[str, float]) -> bool:
-    """Return whether a step gives no learning signal, because all rewards are equal or all advantages are 0.
+    """Return whether the rewards of a step prefer no sample: all are equal, or those of each prompt are.
 
-    Args:
-        scalars: The scalars of the step. rollout/rewards_max and rollout/rewards_min are required.
+    In the second case all advantages are 0.
     """
     advantages = scalars.get("rollout/advantages_mean", math.nan), scalars.get("rollout/advantages_std", math.nan)
-    return scalars["rollout/rewards_max"] == scalars["rollout/rewards_min"] or advantages == (0, 0)
+    return rewards_are_equal(scalars) or advantages == (0, 0)
+
+
+def rewards_are_equal(scalars: Mapping[str, float]) -> bool:
+    """Return whether all rewards of a step are equal. It must have some."""
+    return scalars["rollout/rewards_max"] == scalars["rollout/rewards_min"]
 
 
 def mean(values: Sequence[float]) -> float:

@@ -44,6 +44,15 @@ def test_a_recipe_trains_on_two_turns_with_a_tool_result(tmp_path: Path, caplog:
 
 
 @pytest.mark.slow
+def test_rows_of_agents_need_no_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reward = tmp_path / "equal.py"
+    reward.write_text("def reward_fn(record):\n    return 0.0\n")
+    rows = [{"prompt": f"hello {number}"} for number in range(8)]
+    run(tmp_path, "quick_turns.py", f"reward.fn={reward}", "total_train_steps=1", rows=rows)
+    assert "all rewards of this step are" not in caplog.text
+
+
+@pytest.mark.slow
 def test_the_example_with_a_tool_trains(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples/agentic/tools"
     orders = [{"prompt": f"Go {way}.", "solutions": way} for way in ("up", "down", "left", "right")]

@@ -1,4 +1,4 @@
-"""The built-in rewards but math: exact_match, choice, format, length, json, code."""
+"""The built-in rewards, of math only what all share: exact_match, choice, format, length, json, code."""
 
 from __future__ import annotations
 
@@ -264,22 +264,28 @@ def test_code_where_nothing_limits_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "right", "wrong"),
+    ("name", "solution", "right", "wrong"),
     [
-        ("exact_match", r"\boxed{B}", r"\boxed{A}"),
-        ("exact_match", "<answer>B</answer>", "A"),
-        ("exact_match", "B", "A"),
-        ("choice", "The answer is (B).", "The answer is (A)."),
-        ("choice", r"\boxed{B}", "A"),
+        ("math", "42", r"\boxed{42}", r"\boxed{41}"),
+        ("math", "42", "#### 42", "#### 41"),
+        ("math", "42", "The answer is 42.", "It is 41."),
+        ("math", "8", "the answer is 8", r"so \boxed{7}"),
+        ("exact_match", "B", r"\boxed{B}", r"\boxed{A}"),
+        ("exact_match", "B", "<answer>B</answer>", "A"),
+        ("exact_match", "B", "B", "A"),
+        ("choice", "B", "The answer is (B).", "The answer is (A)."),
+        ("choice", "B", r"\boxed{B}", "A"),
     ],
 )
-def test_reasoning_is_not_read(name, right, wrong):
-    def score(completion, solutions="B"):
-        return BUILT_IN_REWARDS[name]().load()(RewardRecord(completion=completion, solutions=solutions))
+def test_reasoning_is_not_read(name, solution, right, wrong):
+    def score(completion, solution=solution):
+        return BUILT_IN_REWARDS[name]().load()(RewardRecord(completion=completion, solutions=solution))
 
     assert score(f"<think>{right}</think>{wrong}") == score(f"{right}\n</think>\n\n{wrong}") == 0.0
-    assert score(f"<think>{wrong}</think>\n{right}") == score(right) == 1.0
-    assert score(right, ["<think>A or B?</think>B"]) == 1.0
+    assert score(f"{right}</think>") == 0.0
+    assert score(f"<think>{wrong}</think>\n{right}") == score(f"a</think>{wrong}</think>{right}") == 1.0
+    assert score(right) == 1.0
+    assert score(right, f"<think>not {wrong}</think>{solution}") == 1.0
 
 
 @pytest.mark.parametrize("unlimited", [[], ["files"], ["signals"], ["files", "signals"]])

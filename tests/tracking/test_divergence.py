@@ -120,6 +120,12 @@ def test_rows_without_answers_are_told_where_all_rewards_are_equal():
     assert Divergence("reward.py:near").check({**FINE, **FLAT}) == []
 
 
+def test_rewards_that_only_have_no_advantage_are_not_called_equal():
+    """Each prompt has its own reward, so "all rewards are 0.5" would be wrong."""
+    divergence = Divergence("reward.py:near", "no row of data.jsonl")
+    assert divergence.check({**FINE, **NO_ADVANTAGE}) == []
+
+
 def test_equal_rewards_are_no_problem_if_the_run_does_not_train_on_rewards():
     divergence = Divergence("reward.py:near", "no row of data.jsonl", needs_rewards=False)
     assert [divergence.check({**FINE, **FLAT}) for _ in range(30)] == [[]] * 30
