@@ -24,6 +24,7 @@ from areno.data.arrow_rows import without_nulls
 from areno.data.row_schema import (
     EXPECTED,
     FIELDS,
+    VARIABLES,
     Row,
     RowKind,
     Rows,
@@ -520,7 +521,7 @@ def _problems(rows: Rows, kind: RowKind, places: range) -> Iterator[tuple[int, s
     """Yield (index of the row, reason) for each faulty row among those at `places`."""
     convert: Callable[[Row], Any] = rows.converted if isinstance(rows, Converted) else lambda row: row
     plain = rows.rows if isinstance(rows, Converted) else rows
-    fields = None if isinstance(rows, Converted) else FIELDS[kind]
+    fields = None if isinstance(rows, Converted) else (*FIELDS[kind], VARIABLES)
     for number, row in zip(places, _iter_fields(plain, fields, places), strict=False):
         try:
             problem = row_problem(convert(row), kind)

@@ -19,7 +19,8 @@ from areno import heartbeat
 from areno.config.datasets import DatasetConfig
 from areno.data.ahead import CHUNK, EncodedAhead
 from areno.data.encode import Draft, encode_rows, labelled_draft, pair_draft, prompt_draft, ranked_draft, sft_draft
-from areno.data.row_schema import RowKind, Rows, Tie, row_problem, rows_at, rows_problem
+from areno.data.messages import with_variables
+from areno.data.row_schema import RowKind, Rows, Tie, row_problem, rows_at, rows_problem, template_variables
 from areno.data.steps import step_draft
 from areno.errors import DataError, Key, Problem
 from areno.types import Batch, Item, PromptItem
@@ -387,6 +388,7 @@ def _draft(
     kind: RowKind, tokenizer: Any, thinking: bool | None, separator: str, row: Mapping[str, Any], index: int
 ) -> Draft[Any]:
     """Render a row of a training loop. A function of the module, so that it can be pickled."""
+    tokenizer = with_variables(tokenizer, template_variables(row))
     if kind == "prompt":
         return prompt_draft(tokenizer, row, index, thinking)
     if kind == "sft":
@@ -433,7 +435,8 @@ def given_prompt_loader(
     def draft(row: Any, index: int) -> Draft[PromptItem]:
         if problem := row_problem(row, "prompt", prompt_key):
             raise DataError(problem)
-        return prompt_draft(tokenizer, row, index, enable_thinking, prompt_key=prompt_key, solutions_key=solutions_key)
+        how = {"prompt_key": prompt_key, "solutions_key": solutions_key}
+        return prompt_draft(with_variables(tokenizer, template_variables(row)), row, index, enable_thinking, **how)
 
     encode = partial(encode_rows, tokenizer, draft=draft)
     config = DatasetConfig(batch_size=batch_size, shuffle=False, drop_last=False)

@@ -6,6 +6,7 @@ each template, and then writes all messages in that form. `check_rendered` refus
 
 from __future__ import annotations
 
+import copy
 import json
 import secrets
 import weakref
@@ -13,16 +14,45 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from areno.data.chat_template import render
-from areno.data.row_schema import bad_text
-from areno.errors import DataError
+from areno.data.row_schema import VARIABLES, bad_text
+from areno.errors import DataError, Key
 from areno.types import Message
 
 _ALIASES = {"developer": "system", "function": "tool"}  # role -> role for templates that do not render it
 _ROLES = ("system", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _NOT_RENDERED = {"weight", "function_call", "tool_calls", *_REASONING}
+_MAX_VARIANTS = 64  # of a tokenizer, for rows that set variables of the template
 _MAX_SHAPES = 10_000  # of conversations, for each template
 _MARK = str(secrets.randbits(80) + 10**25)  # digits, which templates neither trim nor escape
+
+
+def with_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
+    """Return a tokenizer whose chat template has the values of variables in it. `tokenizer` itself without variables.
+
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        variables: Name of a variable -> JSON value.
+
+    Raises:
+        DataError: The tokenizer has no chat template.
+    """
+    if not variables:
+        return tokenizer
+    if tokenizer.chat_template is None:
+        text = f"field {VARIABLES} needs a tokenizer with a chat template; set {{}} to one that has it"
+        raise DataError(text, Key("tokenizer_path"))
+    settings = "".join(f"{{% set {name} = {value!a} %}}\n" for name, value in variables.items())
+    own = _variants.setdefault(tokenizer, {})
+    if settings not in own:
+        if len(own) >= _MAX_VARIANTS:
+            own.clear()
+        own[settings] = copy.copy(tokenizer)
+    own[settings].chat_template = settings + tokenizer.chat_template
+    return own[settings]
+
+
+_variants: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def template_messages(tokenizer: Any, messages: Sequence[Any]) -> list[Message]:

@@ -74,6 +74,25 @@ FIELDS = {
     "prm": ("prompt", "completions", "labels"),
 }
 SHARED_FIELDS = ("solutions", "tools")  # optional fields of all kinds
+VARIABLES = "chat_template_kwargs"  # optional field of all kinds, with variables for the chat template
+NOT_VARIABLES = {
+    "self",
+    "messages",
+    "conversation",
+    "tools",
+    "tokenize",
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
+"""Arguments of `apply_chat_template` that are no variables of the template, so rows and requests may not set them."""
 MAX_DEPTH = 100  # levels of lists and objects in a field, since copying, pickling and printing a value recurse
 
 
@@ -88,9 +107,39 @@ def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | No
     Returns:
         The reason why the row does not have the form, for an error message. None if the row is valid.
     """
-    problem = _form_problem(row, kind, prompt_key)
-    fields = (prompt_key, *FIELDS[kind], *SHARED_FIELDS) if problem is None else ()
+    problem = _form_problem(row, kind, prompt_key) or _variables_problem(row)
+    fields = (prompt_key, *FIELDS[kind], *SHARED_FIELDS, VARIABLES) if problem is None else ()
     return next((f"field {name} {found}" for name in fields if (found := bad_text(row.get(name)))), problem)
+
+
+def template_variables(row: Row) -> Mapping[str, Any]:
+    """Return the variables that a row sets for the chat template, its field chat_template_kwargs.
+
+    Args:
+        row: The row. The field may be an object or JSON text.
+
+    Raises:
+        DataError: The field is not an object, or holds names that are no variables.
+    """
+    found = row.get(VARIABLES)
+    if isinstance(found, str):
+        try:
+            found = json.loads(found) if found.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"field {VARIABLES} is text, but not JSON: {json_problem(error)}") from error
+    if found is not None and not isinstance(found, Mapping):
+        raise DataError(f"field {VARIABLES} is {describe_value(found)}, not an object")
+    if wrong := [name for name in found or () if name in NOT_VARIABLES or not str(name).isidentifier()]:
+        raise DataError(f"field {VARIABLES} may not set {join_names(wrong)}; it holds variables of the template")
+    return found or {}
+
+
+def _variables_problem(row: Row) -> str | None:
+    try:
+        template_variables(row)
+    except DataError as error:
+        return str(error)
+    return None
 
 
 def name_problem(row: Any, field: str, names: Collection[str]) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areno.config.rollout import SamplingConfig
-from areno.data.row_schema import bad_text
+from areno.data.row_schema import NOT_VARIABLES, bad_text
 from areno.schema.fields import settings
 from areno.schema.values import show
 from areno.server.errors import ApiError, bad_field, is_larger
@@ -61,25 +61,6 @@ _UNSUPPORTED = (
     "repetition_penalty",
 )
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-
-# Arguments of `apply_chat_template` that are no variables of the template, so a request may not set them.
-_RESERVED = {
-    "self",
-    "messages",
-    "conversation",
-    "tools",
-    "tokenize",
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-}
 
 
 @dataclass(kw_only=True)
@@ -187,7 +168,7 @@ def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MES
     template = fields.take("chat_template_kwargs", {})
     if not isinstance(template, Mapping):
         raise bad_field("chat_template_kwargs", f"is {show(template)}; an object is expected")
-    if reserved := sorted(_RESERVED & template.keys()):
+    if reserved := sorted(NOT_VARIABLES & template.keys()):
         purpose = "it holds extra variables of the chat template"
         raise bad_field("chat_template_kwargs", f"may not set {', '.join(reserved)}; {purpose}")
     request = ChatRequest(

@@ -11,6 +11,7 @@ from areno.config.datasets import DatasetConfig
 from areno.data.chat_template import render
 from areno.data.loader import row_loader
 from areno.data.messages import check_rendered, decoded_arguments, template_messages
+from areno.data.row_schema import VARIABLES
 from areno.data.sources import check_dataset
 from areno.errors import DataError
 from areno.server.conversations import Conversations
@@ -43,9 +44,9 @@ def assistant(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
-def served(tokenizer, messages, tools=None):
+def served(tokenizer, messages, tools=None, template=None):
     conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
-    return conversations.prompt(read_messages(messages), tools).text
+    return conversations.prompt(read_messages(messages), tools, template).text
 
 
 def called(arguments, content=""):
@@ -242,3 +243,64 @@ def test_a_turn_of_weight_0_is_not_trained(name):
         trained(0, 0, 0)
     with pytest.raises(DataError, match=r"\[0\].weight is 1, but only messages of the assistant are trained"):
         check_dataset([{"messages": [{**talk[0], "weight": 1}, talk[1]]}], "sft")
+
+
+SHOWN = "{% macro shown(m) %}{{ m.content }}{% if style is defined %}{{ style.tone }}{% endif %}{% endmacro %}"
+VARIED = SHOWN + CHATML.replace("{{ m.content }}", "{{ shown(m) }}")
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        ("qwen3", {"enable_thinking": False}),
+        ("qwen3_5_think", {"enable_thinking": False}),
+        ("gptoss", {"reasoning_effort": "high", "model_identity": 'I\'m "new" %} {{ x }} 😀\n'}),
+        ("varied", {"style": {"tone": " <!>", "n": [1, 2.5, None, True]}}),
+    ],
+)
+def test_variables_of_a_row_are_those_of_a_request(name, variables):
+    tokenizer = tokenizer_with("chatml" if name == "varied" else name)
+    if name == "varied":
+        tokenizer.chat_template = VARIED
+    template = tokenizer.chat_template
+    given = [
+        {"prompt": [user("x")]} | more for more in ({}, {VARIABLES: variables}, {VARIABLES: json.dumps(variables)})
+    ]
+    config = DatasetConfig(path="rows", batch_size=3, shuffle=False)
+    [batch] = row_loader("prompt", check_dataset(given, "prompt"), tokenizer, config, enable_thinking=True).batches()
+    texts = [item.text for item in batch.items]
+    assert texts[1] == texts[2] == served(tokenizer, [user("x")], None, variables)
+    assert texts[0] != texts[1]
+    assert tokenizer.chat_template == template
+    for kind, row in (
+        ("sft", {"messages": [user("x"), assistant("y")]}),
+        ("dpo", {"prompt": "x", "chosen": "y", "rejected": "z"}),
+        ("kto", {"prompt": "x", "response": "y", "label": True}),
+        ("rw", {"prompt": "x", "chosen": "y", "rejected": "z"}),
+        ("prm", {"prompt": "x", "completions": ["y"], "labels": [True]}),
+    ):
+        rows = check_dataset([{**row, VARIABLES: variables}], kind)
+        [item] = row_loader(kind, rows, tokenizer, DatasetConfig(path="rows", batch_size=1)).items()
+        if kind != "sft" or name == "varied":
+            tokens = item.tokens if kind in ("sft", "dpo") else item.rows[0].tokens
+            assert tokenizer.decode(tokens).startswith(texts[1])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, "field chat_template_kwargs is int 3, not an object"),
+        ("{", "field chat_template_kwargs is text, but not JSON"),
+        ({"messages": []}, "field chat_template_kwargs may not set messages; it holds variables"),
+        ({"a b": 1}, "field chat_template_kwargs may not set a b"),
+    ],
+)
+def test_wrong_variables_of_a_row(value, message):
+    with pytest.raises(DataError, match=f"row 1: {message}"):
+        check_dataset([{"prompt": "x"}, {"prompt": "x", VARIABLES: value}], "prompt")
+
+
+def test_variables_need_a_template(plain):
+    rows = check_dataset([{"prompt": "x", VARIABLES: {"a": 1}}], "prompt")
+    with pytest.raises(DataError, match="rows row 0: field chat_template_kwargs needs a tokenizer with a"):
+        row_loader("prompt", rows, plain, DatasetConfig(path="rows", batch_size=1))
