@@ -363,6 +363,7 @@ class PromptItem:
         solutions: Reference answers. None if the row has none.
         record: The whole row, column -> value.
         index: Index of the row in the dataset.
+        teacher_tokens: Token ids of the prompt that a teacher reads (teacher.prompt_key). None: the same prompt.
     """
 
     prompt: str
@@ -372,6 +373,7 @@ class PromptItem:
     solutions: Any = None
     record: Mapping[str, Any] = field(default_factory=dict)
     index: int = 0
+    teacher_tokens: list[int] | None = None
 
 
 @dataclass(slots=True, kw_only=True)

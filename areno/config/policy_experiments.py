@@ -154,6 +154,18 @@ class PolicyExperimentConfig(ExperimentConfig):
         """Return whether the teacher would read a prompt in place of the turns of an agent."""
         return self.teacher is not None and self.teacher.prompt_key is not None and self.agent.fn is not None
 
+    @forbid(
+        "engine.cp_size",
+        "is {self.engine.cp_size}, but a teacher with a prompt of its own (teacher.prompt_key) and a loss over the "
+        "whole vocabulary (teacher.loss_type={self.teacher.loss_type}) does not support context parallelism; set it "
+        "to 1, or teacher.loss_type=sampled_reverse_kl",
+    )
+    def split_teacher_prompts(self) -> bool:
+        """Return whether ranks would share a micro-batch whose rows a teacher reads after other prompts."""
+        teacher = self.teacher
+        prompts = teacher is not None and teacher.prompt_key is not None and teacher.divergence is not None
+        return prompts and self.engine.cp_size > 1
+
     @forbid("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
     def groups_of_one(self) -> bool:
         """Return whether advantages or rewards are normalised over groups that have one sample."""

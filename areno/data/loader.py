@@ -20,8 +20,9 @@ from areno.config.datasets import DatasetConfig
 from areno.data.ahead import CHUNK, EncodedAhead
 from areno.data.encode import Draft, encode_rows, labelled_draft, pair_draft, prompt_draft, ranked_draft, sft_draft
 from areno.data.messages import with_variables
-from areno.data.row_schema import RowKind, Rows, Tie, row_problem, rows_at, rows_problem, template_variables
+from areno.data.row_schema import RowKind, Rows, Tie, TooLong, row_problem, rows_at, rows_problem, template_variables
 from areno.data.steps import step_draft
+from areno.data.teacher_rows import TeacherRows
 from areno.errors import DataError, Key, Problem
 from areno.types import Batch, Item, PromptItem
 
@@ -82,6 +83,7 @@ class BatchLoader(Generic[Item]):
         self._cache: dict[int, Item] = {}
         self._cached_tokens = 0
         self._too_long: dict[int, int] = {}  # index of a row -> number of its tokens
+        self._why_long = ""  # why one of these rows is too long, if not for its own tokens
         self._ties: set[int] = set()
         read = partial(rows_at, self.rows)
         self._ahead = EncodedAhead(read, self.encode, _n_tokens, self.n_processes)
@@ -277,6 +279,12 @@ class BatchLoader(Generic[Item]):
                 logger.warning("%s row %d: %s; such rows are skipped and counted", self.name, index, item)
             self._ties.add(index)
             return None
+        if isinstance(item, TooLong):
+            if not self._too_long:
+                logger.warning("%s row %d: %s; such rows are skipped and counted", self.name, index, item)
+            self._too_long[index] = item.n_tokens
+            self._why_long = str(item)
+            return None
         if isinstance(item, DataError):
             raise self._row_error(index, item) from item
         if isinstance(item, Exception):
@@ -310,6 +318,8 @@ class BatchLoader(Generic[Item]):
             text = "no row of {} can be trained on: in {} no answer is preferred, and {} have more than {} tokens ({})"
             counts = (len(self._ties), len(self._too_long), self.max_tokens, limit)
             return DataError(Problem(self._setting, text, self.name, *counts))
+        if self._why_long:
+            return DataError(Problem(self._setting, "every row of {} is too long: {}", self.name, self._why_long))
         shortest = min(self._too_long.values(), default=0)
         text = "every row of {} has more than {} tokens ({}), the shortest {}; use shorter rows, or raise the limit"
         return DataError(Problem(self._setting, text, self.name, self.max_tokens, limit, shortest))
@@ -341,6 +351,7 @@ def row_loader(
     seed: int = 0,
     key: str = "train_dataset",
     n_processes: int = 0,
+    teacher: TeacherRows | None = None,
 ) -> BatchLoader[Any]:
     """Make the batch loader of a training loop.
 
@@ -360,6 +371,7 @@ def row_loader(
         seed: Seed of the order of rows.
         key: Name of the dataset's configuration section, which messages quote.
         n_processes: Number of processes that may encode rows beside the run. Not for the kind "prompt".
+        teacher: What each row needs for a teacher, for the kind "prompt" only.
 
     Returns:
         The loader, at the start of the first epoch.
@@ -367,7 +379,8 @@ def row_loader(
     Raises:
         DataError: There are too few rows for a batch, or the first row cannot be encoded.
     """
-    encode = partial(encode_rows, tokenizer, draft=partial(_draft, kind, tokenizer, enable_thinking, step_separator))
+    draft = partial(_draft, kind, tokenizer, enable_thinking, step_separator, teacher)
+    encode = partial(encode_rows, tokenizer, draft=draft)
     limit, limit_key = config.max_length, f"{key}.max_length"
     room = kind in ("prompt", "rw", "prm")
     if context_len is not None and context_len - room < limit:
@@ -385,10 +398,18 @@ def row_loader(
 
 
 def _draft(
-    kind: RowKind, tokenizer: Any, thinking: bool | None, separator: str, row: Mapping[str, Any], index: int
+    kind: RowKind,
+    tokenizer: Any,
+    thinking: bool | None,
+    separator: str,
+    teacher: TeacherRows | None,
+    row: Mapping[str, Any],
+    index: int,
 ) -> Draft[Any]:
     """Render a row of a training loop. A function of the module, so that it can be pickled."""
     tokenizer = with_variables(tokenizer, template_variables(row))
+    if teacher is not None:
+        return teacher.draft(tokenizer, row, index, thinking)
     if kind == "prompt":
         return prompt_draft(tokenizer, row, index, thinking)
     if kind == "sft":

@@ -31,6 +31,14 @@ class Tie(DataError):
     """A row in which no answer is preferred to a different answer. Such rows are skipped and counted."""
 
 
+class TooLong(DataError):
+    """A row that is skipped and counted as too long. `n_tokens` is the number of its tokens."""
+
+    def __init__(self, n_tokens: int, what: Any, *args: Any):
+        super().__init__(what, *args)
+        self.n_tokens = n_tokens
+
+
 RowKind = Literal["prompt", "sft", "dpo", "kto", "rw", "prm"]
 
 

@@ -105,11 +105,10 @@ class DistillConfig(DistillExperimentConfig):
         teacher = self.teacher
         if teacher.prompt_key is not None or self.actor.init_lora_from:
             return
-        for role, path in teacher.paths.items():
-            if path in (None, self.actor.path):
-                text = "names no other model than the student, which can learn nothing from itself; set it to a "
-                text += "teacher, or set teacher.prompt_key to a field with another prompt"
-                yield Problem(teacher.key_of(role), text)
+        if teacher.paths and set(teacher.paths.values()) <= {None, self.actor.path}:
+            text = "names no other model than the student, which can learn nothing from itself; set it to a teacher, "
+            text += "or set teacher.prompt_key to a field with another prompt"
+            yield Problem(teacher.key_of(next(iter(teacher.paths))), text)
 
     @forbid(
         "rollout.dynamic_sampling",

@@ -20,13 +20,15 @@ from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.policy_experiments import CriticExperimentConfig, DistillExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.data.loader import BatchLoader, row_loader
-from areno.data.row_schema import RowKind, name_problem
+from areno.data.row_schema import RowKind
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
 from areno.data.steps import StepReader, check_separator, separator_problem
+from areno.data.teacher_rows import teacher_rows
 from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.engine import Engine
 from areno.engine.spec import EngineSpec, RoleSpec
-from areno.errors import ConfigError, DataError, Key, Problem, WorkerLost, all_of, keys_renamed
+from areno.errors import ConfigError, Key, Problem, WorkerLost, all_of, keys_renamed
+from areno.files.paths import model_setting
 from areno.models.registry import load_config
 from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
@@ -299,8 +301,9 @@ class Setup(Generic[Config]):
             section, names = replace(section, loader=config.agent.fn), {f"{key}.loader": "agent.fn"}
         with keys_renamed(names.get):
             rows, section = open_rows(section, given, self._loop.kind, key)
-        if key == "train_dataset":
-            check_teachers(config, rows)
+        teacher = teacher_rows(config, plan.spec.context_len) if key == "train_dataset" else None
+        if teacher is not None:
+            teacher.check_all(rows)
         separator = plan.spec.actor.step_separator or ""
         if separator:
             check_separator(plan.tokenizer, separator, rows, key)
@@ -322,6 +325,7 @@ class Setup(Generic[Config]):
             seed=config.seed,
             key=key,
             n_processes=_n_encoders(plan.spec) if key == "train_dataset" else 0,
+            teacher=teacher,
         )
 
     def _open_run(self, plan: TrainerPlan, run_dir: str | Path | None, models: SavedModels) -> Run:
@@ -421,30 +425,6 @@ def _check_config(config: ExperimentConfig, loop: LoopKind) -> None:
         raise ConfigError(f"{given} is for PPOTrainer, not for {name}: its critic would not be used")
 
 
-def check_teachers(config: ExperimentConfig, rows: Any) -> None:
-    """Check that each row of the training data names one of the teachers (setting teacher.by).
-
-    A run with one teacher has nothing to check.
-
-    Args:
-        config: Settings of the run.
-        rows: The rows: an object with a length and indexing.
-
-    Raises:
-        DataError: A row names no teacher, or an unknown one.
-    """
-    teacher = config.teacher if isinstance(config, PolicyExperimentConfig) else None
-    if teacher is None or teacher.models is None or teacher.by is None:
-        return
-    # A dataset of Hugging Face reads a column faster than its rows. Other rows, and columns of lists, raise an error.
-    with contextlib.suppress(AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
-        if set(rows.unique(teacher.by)) <= set(teacher.models):
-            return
-    for index in range(len(rows)):
-        if problem := name_problem(rows[index], teacher.by, teacher.models):
-            raise DataError("row {}: {} ({})", index, problem, Key("teacher.by"))
-
-
 def with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
     """Return the loss function of a policy algorithm, plus the loss of distillation if the run has a teacher.
 
@@ -500,9 +480,9 @@ def _open_judge(config: ExperimentConfig, stack: ExitStack) -> Reader | None:
     if judge.path is None:
         return None
     path = whole_model(judge.path, "reward.judge.path")
-    with keys_renamed({"tokenizer_path": "reward.judge.path"}.get):
-        tokenizer = load_tokenizer(path)
-    return RoleReader(judge, Vocabulary(path, load_config(path), tokenizer=tokenizer))
+    with model_setting("reward.judge.path"), keys_renamed({"tokenizer_path": "reward.judge.path"}.get):
+        model, tokenizer = load_config(path), load_tokenizer(path)
+    return RoleReader(judge, Vocabulary(path, model, tokenizer=tokenizer))
 
 
 def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> StepReader | None:

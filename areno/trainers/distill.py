@@ -12,8 +12,6 @@ import numpy as np
 from areno.config.experiments import LossFn
 from areno.config.policy_experiments import DistillExperimentConfig
 from areno.data.encode import encode_rows, sft_draft
-from areno.data.row_schema import row_problem
-from areno.errors import DataError, Key
 from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.run.setup import RewardFns
@@ -58,11 +56,6 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
     ):
         rows = {"train_dataset": train_dataset, "valid_dataset": valid_dataset}
         super().__init__(config, loss_fn=loss_fn, run_dir=run_dir, reward_fn=reward_fn, trackers=trackers, **rows)
-        try:
-            self._check_first_row()
-        except Exception:
-            self.close()
-            raise
 
     @fault_tolerant
     def fit(self) -> float:
@@ -119,44 +112,23 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
             items: Rows of the dataset.
 
         Returns:
-            A row for each item, cut off at the context length of the model.
-
-        Raises:
-            DataError: A row has no response.
+            A row for each item, cut off so that it fits the context of the model, also after the teacher's prompt.
         """
         setup, rows = self.setup, []
         thinking = setup.config.rollout.enable_thinking
-
-        def draft(row: Any, index: int) -> Any:
-            self._check_answer(row, index)
-            return sft_draft(setup.tokenizer, row, thinking)
-
-        found = encode_rows(setup.tokenizer, [item.record for item in items], [item.index for item in items], draft)
-        most = setup.trainer.info.context_len
-        for row in found:
+        found = encode_rows(
+            setup.tokenizer,
+            [item.record for item in items],
+            [item.index for item in items],
+            lambda row, index: sft_draft(setup.tokenizer, row, thinking),
+        )
+        for item, row in zip(items, found, strict=True):
             if isinstance(row, Exception):
                 raise row
+            most = setup.trainer.info.context_len - max(0, len(item.teacher_tokens or ()) - len(item.tokens))
             rows.append(replace(row, tokens=row.tokens[:most], prompt_mask=row.prompt_mask[:most]))  # type: ignore[index]
         set_teachers(setup, items, rows)
         return rows
-
-    def _check_first_row(self) -> None:
-        """Raise DataError if the first row of the training data lacks a field that the settings need."""
-        row, key = self.setup.loader.rows[0], self.setup.config.teacher.prompt_key
-        if self.setup.config.on_policy_share < 1:
-            self._check_answer(row, 0)
-        if key is not None and (problem := row_problem(row, "prompt", key)):
-            raise DataError("row 0: {}, which {} asks for", problem, Key("teacher.prompt_key"))
-
-    def _check_answer(self, row: Any, index: int) -> None:
-        """Check that a row of the training data has a response.
-
-        Raises:
-            DataError: The row has no response.
-        """
-        if problem := row_problem(row, "sft"):
-            text = "row {}: {}; the rows that the student does not answer need one, or set {}=1"
-            raise DataError(text, index, problem, Key("on_policy_share"))
 
 
 def _advantages(row: TrainSequence) -> np.ndarray:

@@ -17,13 +17,10 @@ from areno.config.models import MicroBatchSpec
 from areno.config.ratio import RatioConfig
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence, TeacherConfig
-from areno.data.encode import encode_generation_prompt
-from areno.data.row_schema import name_problem, row_problem
 from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.packing import StepBatches
 from areno.engine.train.rows import read_rows
-from areno.errors import DataError, Key
 from areno.loss_fns.correction import behave_weights, m2_keep
 from areno.loss_fns.pack import DataPack
 from areno.run.setup import PolicySetup, Setup
@@ -160,28 +157,14 @@ def set_teachers(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence
         setup: Models, data, settings and outputs of the run.
         items: The dataset row of each training row.
         rows: Training rows, which are changed if one of the two settings is set.
-
-    Raises:
-        DataError: A dataset row lacks a field, names an unknown teacher, or its prompt cannot be encoded.
     """
     teacher = setup.config.teacher
-    if teacher is not None and teacher.models is not None and teacher.by is not None:
-        for item, row in zip(items, rows, strict=True):
-            if problem := name_problem(item.record, teacher.by, teacher.models):
-                raise DataError("row {}: {} ({})", item.index, problem, Key("teacher.by"))
-            row.teacher = teacher.role_of(item.record[teacher.by])
-    key = None if teacher is None else teacher.prompt_key
-    if key is None:
-        return
-    known: dict[int, list[int]] = {}  # index of the dataset row -> tokens
     for item, row in zip(items, rows, strict=True):
-        if item.index not in known:
-            if problem := row_problem(item.record, "prompt", key):
-                raise DataError("row {}: {}, which {} asks for", item.index, problem, Key("teacher.prompt_key"))
-            thinking = setup.config.rollout.enable_thinking
-            known[item.index] = encode_generation_prompt(setup.tokenizer, item.record[key], thinking)
-        row.teacher_prompt = known[item.index]
-        row.response_start = row.for_teacher()[1]  # now: a correction may mask trained tokens later
+        if teacher is not None and teacher.by is not None:
+            row.teacher = teacher.role_of(item.record[teacher.by])
+        if item.teacher_tokens is not None:
+            row.teacher_prompt = item.teacher_tokens
+            row.response_start = row.for_teacher()[1]  # now: a correction may mask trained tokens later
 
 
 def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: TeacherConfig | None) -> None:

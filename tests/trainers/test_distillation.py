@@ -23,13 +23,7 @@ from areno.report.replay import Replay, replay
 from areno.tracking.reader import RunReader
 from areno.trainers.distill import DistillTrainer
 from areno.types import TrainSequence
-
-SHORT = ["total_train_steps=2", "train_dataset.batch_size=8", "gconfig.n_samples=2", "valid_dataset=null"]
-SHORT += ["gconfig.temperature=1.5", "engine.device=cpu", "saver.freq_steps=null"]
-ROWS = [
-    {"prompt": f"{a}+9=", "solutions": str(a + 9), "response": str(a + 9), "solved": f"{a}+9={a + 9} {a}+9="}
-    for a in range(11, 31)
-]
+from tests.helpers.distill_runs import DISTILL, NO_PATH, ROWS, SHORT, run
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +35,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with algorithm.trainer(load(algorithm.config, "quickstart", settings), folder) as trainer:
         trainer.fit()
     return folder / "checkpoints/latest"
-
-
-NO_PATH = "teacher.path=null"
-
-
-def run(recipe: str, folder: Path, *settings: str, task: str | None = None, rows: Any = None) -> RunReader:
-    algorithm = get_algorithm(recipe)
-    config = load(algorithm.config, task or algorithm.default, [*SHORT, *settings])
-    with algorithm.trainer(config, folder, train_dataset=ROWS if rows is None else rows) as trainer:
-        trainer.fit()
-    return RunReader(folder)
-
-
-DISTILL = ["reward.fn=null"]
 
 
 @pytest.mark.slow
@@ -200,6 +180,18 @@ def test_unknown_teachers_are_refused_before_models_load(as_dataset: bool, teach
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_the_policy_before_training_may_be_one_of_several_teachers(teacher: Path, tmp_path: Path) -> None:
+    """Rows of this teacher alone begin without a loss."""
+    rows = [{**row, "skill": "b" if number % 2 else "a"} for number, row in enumerate(ROWS)]
+    settings = [*DISTILL, NO_PATH, f"teacher.models={{a: {teacher}, b: null}}", "teacher.by=skill"]
+    both = run("distill", tmp_path / "both", *settings, "teacher.loss_type=forward_kl", rows=rows)
+    first = [{**row, "skill": "b"} for row in ROWS]
+    alone = run("distill", tmp_path / "alone", *settings, "teacher.loss_type=forward_kl", rows=first)
+    assert both.series("train/distill_loss").values[0] > 1e-3
+    assert alone.series("train/distill_loss").values[0] < 1e-6
+
+
 def test_a_loss_of_the_user(teacher: Path, tmp_path: Path) -> None:
     """Twice the loss of the recipe has twice its gradient."""
     settings = [*SHORT, *DISTILL, f"teacher.path={teacher}", "teacher.loss_type=reverse_kl", "actor.optimizer.lr=0"]
@@ -369,7 +361,11 @@ def test_another_vocabulary_is_refused(teacher: Path, tmp_path: Path) -> None:
         (["teacher.models={a: ''}", "teacher.by=c"], "teacher.models.a: is ''; a model folder or hub id is expected"),
         (["teacher.models={a: [b]}", "teacher.by=c"], r"teacher.models: \[a\] is \['b'\].*, or null$"),
         (["teacher.models={1a: b}", "teacher.by=c"], "teacher.models: has the name '1a'; a letter and then"),
-        (["teacher.models={a: null, b: c}", "teacher.by=d"], "teacher.models.a: names no other model than the student"),
+        (["teacher.models={a: null, b: null}", "teacher.by=d"], "teacher.models.a: names no other model than the stu"),
+        (
+            ["teacher.path=a", "teacher.prompt_key=b", "teacher.loss_type=jsd", "engine.cp_size=2"],
+            "engine.cp_size: is 2, but a teacher with a prompt of its own",
+        ),
         (
             ["teacher.models={a: b}", "teacher.by=c", "teacher.follows_actor=true", "teacher.prompt_key=d"],
             "teacher.models: is set, but follows_actor is true",

@@ -16,7 +16,7 @@ from areno.api import get_algorithm
 from areno.api.trainer import Trainer
 from areno.cli.__main__ import main
 from areno.config.judge import JudgeConfig
-from areno.errors import ArenoError, ConfigError
+from areno.errors import ArenoError, CheckpointError, ConfigError
 from areno.files.interrupts import Stop
 from areno.launch.compose import load
 from areno.plan.forecast import forecast
@@ -38,6 +38,14 @@ STORIES = ROOT.parent / "shared/data/models/stories260K-hf"
 def role(folder: Path, *words: str) -> list[str]:
     """Settings with a judge that is the quickstart's model with other weights."""
     return ["reward.fn=null", f"reward.judge.path={folder}", *words]
+
+
+def test_a_model_that_is_no_judge_is_named_by_its_setting(tmp_path):
+    scores = classifier(tmp_path / "judge")
+    for file in MODEL.glob("tokenizer*"):
+        (scores / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(CheckpointError, match=r"expected a causal language model .* in reward\.judge\.path$"):
+        play("grpo", tmp_path / "run", *role(scores, "reward.judge.rubric=correct"))
 
 
 @pytest.mark.slow
