@@ -192,7 +192,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         text += "" if most is None else f"; {most} such steps in a row end the run (actor.max_skipped_steps)"
         logger.warning(text, self._progress.step)
         if most is not None and n >= most:
-            self._raise_unrewarded(f"{n} steps in a row")
+            self._raise_unrewarded("a step" if n == 1 else f"{n} steps in a row")
 
     def _raise_unrewarded(self, steps: str) -> NoReturn:
         _, key, reason = self._unrewarded

@@ -163,7 +163,7 @@ def test_agents_that_all_fail(ahead: list[str], tmp_path: Path) -> None:
     if not ahead:
         assert skipped == [1, 0, 0]
     assert sum(run.series("rollout/agent_errors")) == 8
-    with pytest.raises(ArenoError, match=r"agent\.fn: no reward .* steps in a row .*: agent_error: .*no luck"):
+    with pytest.raises(ArenoError, match=r"agent\.fn: no reward .* of a step .*: agent_error: .*no luck"):
         agent_runs.run(
             tmp_path / "none", "faulty.py", *settings, "actor.max_skipped_steps=1", recipe="grpo", rows=rows[:4]
         )
