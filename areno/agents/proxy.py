@@ -15,6 +15,7 @@ from typing import Any
 from areno.agents.trajectories import AgentItem
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
+from areno.server.access import PageGuard
 from areno.server.app import build_server
 from areno.server.errors import ApiError
 from areno.server.messages import read_messages
@@ -71,6 +72,7 @@ class SessionProxy:
             limits=ServerLimits(timeout_s=timeout_s, max_samples=_MAX_SAMPLES),
             thinking=thinking,
             session=self.session,
+            guard=PageGuard(),
         )
         self._thread = ServerThread(self.server.application)
         self.base_url = f"{self._thread.start()}/v1"

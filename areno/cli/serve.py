@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from areno.files.interrupts import signal_handlers
 
 if TYPE_CHECKING:
+    from areno.server.access import PageGuard
     from areno.server.sampling import ServerLimits
 
 logger = logging.getLogger("areno")
@@ -64,16 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder of a checkpoint, of a run (its last checkpoint is served) or of any model, or a hub id",
     )
-    add(
-        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 listens on all addresses and needs --api-key"
-    )
-    add("--port", type=_number(int, 0, 65535), default=8000, help="port to listen on; 0 chooses a free port")
-    add(
-        "--api-key",
-        default=os.environ.get("ARENO_API_KEY"),
-        help="API key that requests must send; by default $ARENO_API_KEY. "
-        "Without a key, every program on this machine can use the server",
-    )
+    _add_access_arguments(parser)
     add(
         "--served-model-name",
         nargs="+",
@@ -107,6 +99,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="after SIGTERM, how many seconds the server waits for answers in progress",
     )
     _add_engine_arguments(parser)
+
+
+def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments about who can reach and use the server."""
+    add = parser.add_argument
+    add(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 listens on all addresses and needs --api-key"
+    )
+    add("--port", type=_number(int, 0, 65535), default=8000, help="port to listen on; 0 chooses a free port")
+    add(
+        "--api-key",
+        default=os.environ.get("ARENO_API_KEY"),
+        help="API key that requests must send; by default $ARENO_API_KEY. "
+        "Without a key, every program on this machine can use the server, and web pages cannot",
+    )
+    add(
+        "--allowed-hosts",
+        nargs="+",
+        default=[],
+        type=_host,
+        metavar="HOST",
+        help="without --api-key: values of the header Host that are accepted beside localhost, 127.0.0.1 and [::1]",
+    )
+    add(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        type=_origin,
+        metavar="ORIGIN",
+        help="without --api-key: origins of web pages that may use the server, such as https://example.com",
+    )
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,6 +197,19 @@ def _number(kind: type, least: float, most: float = float("inf")) -> Any:
     return read
 
 
+def _host(text: str) -> str:
+    if not text or "/" in text:
+        raise argparse.ArgumentTypeError(f"is {text}; a name such as example.com is expected")
+    return text.lower()
+
+
+def _origin(text: str) -> str:
+    scheme, _, host = text.partition("://")
+    if text != "null" and (not scheme or not host or "/" in host):
+        raise argparse.ArgumentTypeError(f"is {text}; an origin such as https://example.com is expected")
+    return text
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serve the model until SIGINT or SIGTERM.
 
@@ -184,7 +220,8 @@ def run(arguments: argparse.Namespace) -> int:
         The exit code of the command, 0.
 
     Raises:
-        ConfigError: `--host` is reachable from other machines and there is no API key.
+        ConfigError: `--host` is reachable from other machines and there is no API key, or a flag is for a server
+            without a key and there is one.
         ArenoError: The model cannot be loaded or served.
     """
     from areno.errors import ConfigError, Problem, keys_renamed
@@ -194,6 +231,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.api_key and not local:
         text = f"is missing, but --host {arguments.host} can be reached from other machines; set a key"
         raise ConfigError([Problem("--api-key", f"{text}, such as {secrets.token_urlsafe(24)}")])
+    given = {"--allowed-hosts": arguments.allowed_hosts, "--allowed-origins": arguments.allowed_origins}
+    if arguments.api_key and any(given.values()):
+        text = "is for a server without --api-key; with a key, no page can use the server that does not know it"
+        raise ConfigError([Problem(flag, text) for flag, values in given.items() if values])
     with RunLog(own_process=True), _signals() as shutdown, keys_renamed(_NAMES.get):
         return _serve(arguments, shutdown)
 
@@ -237,6 +278,15 @@ def _limits(arguments: argparse.Namespace) -> ServerLimits:
         max_messages=arguments.max_messages,
         max_remembered=_MAX_REMEMBERED_TOKENS,
     )
+
+
+def _guard(arguments: argparse.Namespace) -> PageGuard | None:
+    """Return the protection from web pages of a server without a key, which is reachable from this machine alone."""
+    from areno.server.access import PageGuard
+
+    if arguments.api_key:
+        return None
+    return PageGuard(frozenset(arguments.allowed_hosts), frozenset(arguments.allowed_origins))
 
 
 def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:

@@ -24,6 +24,7 @@ from aiohttp import web
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
 from areno.server import answers
+from areno.server.access import PageGuard
 from areno.server.chat import ChatCompletions
 from areno.server.completions import Completions
 from areno.server.conversations import Conversations, prompt_threads
@@ -56,6 +57,7 @@ class Server:
         sampler: Sends requests to the engine, and keeps limits and metrics.
         models: Names that requests may give as `model`.
         keys: API keys. A request to /v1 needs any of these keys. An empty list opens /v1 to everyone.
+        guard: Refuses requests of web pages that need no key. None accepts all.
         defaults: Sampling parameters for fields that a request leaves out.
         created: Time at which the server started, in seconds since the epoch.
         threads: Worker threads that read large requests.
@@ -66,6 +68,7 @@ class Server:
     sampler: Sampler
     models: list[str]
     keys: list[str]
+    guard: PageGuard | None
     defaults: SamplingParams
     created: int
     threads: Threads
@@ -83,6 +86,7 @@ class Server:
         """
         app = web.Application(client_max_size=self.sampler.limits.max_body, middlewares=[self._answer_errors])
         app.on_shutdown.append(self._end_reading)
+        app.on_response_prepare.append(self._add_headers)
         app[END_ANSWERS] = self._end_answers
         self._is_shutting_down = self._is_over = False
         app.router.add_get("/health", self._health)
@@ -110,8 +114,9 @@ class Server:
         self._handling.add(task)
         try:
             self._check_key(request)
-            with self._until_over():
-                response = await handler(request)
+            if (response := self._check_page(request)) is None:
+                with self._until_over():
+                    response = await handler(request)
             status = response.status
             return response
         except ApiError as error:
@@ -146,6 +151,20 @@ class Server:
         if kind.lower() != "bearer" or not any(matches):
             missing = "You didn't provide an API key; send it as Authorization: Bearer KEY"
             raise ApiError(401, "Incorrect API key provided" if given else missing, code="invalid_api_key")
+
+    def _check_page(self, request: web.Request) -> web.Response | None:
+        """Raise ApiError 403 for a request without a key that a foreign web page may have sent.
+
+        Returns the answer if a browser asks for a page that is allowed, and else None.
+        """
+        if self.guard is None or (self.keys and request.path.startswith("/v1/")):
+            return None
+        self.guard.check(request)
+        return self.guard.preflight(request)
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self.guard is not None:
+            response.headers.update(self.guard.headers(request))
 
     async def _body(self, request: web.Request) -> bytes:
         """Return the decompressed body of a request.
@@ -317,6 +336,7 @@ def build_server(
     thinking: bool | None = None,
     session: str | None = None,
     raw_logprobs: bool = False,
+    guard: PageGuard | None = None,
 ) -> Server:
     """Build a server over an engine that is in a rollout phase.
 
@@ -335,6 +355,7 @@ def build_server(
             is not sampled by the policy.
         raw_logprobs: Whether the API's log-probabilities are computed without the temperature. The field `areno` has
             those of training, with the temperature.
+        guard: Refuses requests of web pages that need no key. None accepts all.
 
     Returns:
         The server, whose `application` can be run.
@@ -358,6 +379,7 @@ def build_server(
         threads=threads,
         models=models,
         keys=keys,
+        guard=guard,
         defaults=defaults,
         created=int(time.time()),
     )

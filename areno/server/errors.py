@@ -17,6 +17,7 @@ _MAX_MESSAGE, _MAX_PARAM = 2000, 200  # characters
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",

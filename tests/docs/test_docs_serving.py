@@ -73,6 +73,8 @@ def test_the_fields_of_requests_are_those_that_are_read() -> None:
         "tool_choice": "none",
         "parallel_tool_calls": True,
         "response_format": {"type": "text"},
+        "reasoning_effort": "none",
+        "best_of": 1,
         "stream": False,
         "top_k": 1,
         "min_p": 0,
