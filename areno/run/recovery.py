@@ -132,6 +132,7 @@ class StateWriter:
 
     Attributes:
         written_step: Step of the newest complete state that this process wrote or loaded. None before the first.
+        failure: Why the last state that failed could not be written, or "".
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class StateWriter:
         self._engine, self._before = engine, before
         self._write: _Write | None = None
         self.written_step: int | None = None
+        self.failure = ""
 
     def begin(self, step: int, record: Mapping[str, Any]) -> bool:
         """Start to write the training state of a step. Does nothing if the previous state is still being written.
@@ -168,7 +170,7 @@ class StateWriter:
                 self._write = _Write(step, folder, record, self._alarm(step))
                 self._finish(self._write)
                 return True
-            self._check_room()
+            self._make_room()
             folder = self.states.begin(step)
             self._write = _Write(step, folder, record, self._alarm(step))
             self._engine().save_state(folder / ENGINE, not self.config.no_save_optim)
@@ -267,20 +269,26 @@ class StateWriter:
                 write.thread.join()
             remove(write.folder)
 
-    def _check_room(self) -> None:
-        """Raise CheckpointError if the disk has less free space than the newest state takes.
+    def _make_room(self) -> None:
+        """Remove states but the newest, the oldest first, until the disk has room for another one.
 
-        Without this check, a partly written state could fill the disk, and the other files of the run would not fit.
+        Raises CheckpointError if that does not suffice: a partly written state could fill the disk, and the other files
+        of the run would not fit.
         """
-        needed, free = self.states.size(), shutil.disk_usage(self.states.folder).free
-        if free < needed:
-            text = "{} has {:.3g} GiB free, and it needs {:.3g}"
-            raise CheckpointError(text, self.states.folder, free / 2**30, needed / 2**30)
+        needed, place = self.states.size(), self.states.folder
+        for step in reversed(self.states.steps()[1:]):
+            if shutil.disk_usage(place).free >= needed:
+                return
+            logger.warning("%s has little space left: the state of step %d makes room for the next one", place, step)
+            self.states.remove(step)
+        if (free := shutil.disk_usage(place).free) < needed:
+            raise CheckpointError("{} has {:.3g} GiB free, and it needs {:.3g}", place, free / 2**30, needed / 2**30)
 
     def _failed(self, step: int, error: Exception) -> None:
         """Remove an unfinished state and log why it could not be written."""
         with suppress(OSError):
             self.drop()
+        self.failure = str(error)
         last = "there is no other" if self.written_step is None else f"that of step {self.written_step} stays"
         logger.warning("the state of step %d could not be written: %s. The run continues; %s", step, error, last)
 
@@ -540,6 +548,18 @@ class Recovery(AbstractContextManager["Recovery"]):
         if self.is_on and now - self._polled_at > _POLL_EVERY_S:
             self._polled_at = now
             self.writer.poll()
+
+    def check_last(self, step: int) -> None:
+        """Raise CheckpointError if the state of the last step could not be written. The run would begin it again."""
+        if self.is_on and self.writer.written_step != step:
+            again = self.writer.written_step or 0
+            raise CheckpointError(
+                "the run has trained all {} steps and saved its last checkpoint, but its last state could not be "
+                "written: {}. Free some space, and repeat the command: it {}",
+                step,
+                self.writer.failure,
+                f"trains again from step {again + 1} on" if again else "begins again, since there is no state",
+            )
 
     def finished(self, step: int, result: float, ended_by: str) -> None:
         """Record on disk that the run has finished, if the training state of its last step is complete.

@@ -322,6 +322,7 @@ class Run:
 
         Raises:
             EngineError: The updates of all steps were skipped.
+            CheckpointError: The state of the last step could not be written.
         """
         self.during_steps.close()
         self.outputs.check_learned()
@@ -337,6 +338,7 @@ class Run:
         self._compare_with_forecast()
         log_done(self.step, self.progress.seconds, ", ".join(changes), self.folder)
         self._has_ended = True
+        self.recovery.check_last(self.step)
 
     def _compare_with_forecast(self) -> None:
         """Log the predicted and the measured time and memory of each phase, and write them to logs/forecast.json.
@@ -397,7 +399,8 @@ class Run:
             try:
                 yield
             except BaseException:
-                self.recovery.write_at_interrupt(self.step)
+                if not self._has_ended:
+                    self.recovery.write_at_interrupt(self.step)
                 raise
 
     def restart(self, lost: WorkerLost) -> None:

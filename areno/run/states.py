@@ -247,8 +247,16 @@ class States:
         atomic_write_text(self.folder / "latest", f"{final.name}\n")
         remove(replaced)
         for old in self.steps()[self.keep :]:
-            atomic_remove(self._of(old))
+            self.remove(old)
         return final
+
+    def remove(self, step: int) -> None:
+        """Remove the state of a step.
+
+        Args:
+            step: The step.
+        """
+        atomic_remove(self._of(step))
 
     def size(self) -> int:
         """Return the size of the newest state in bytes. 0 without states."""

@@ -7,6 +7,7 @@ import resource
 import shutil
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -238,6 +239,49 @@ def test_a_disk_that_would_be_full_is_not_filled(writer, monkeypatch, caplog):
     assert "GiB free, and it needs" in caplog.text
     assert engine.folder is None
     assert names(folder) == ["latest", "step-000001"]
+
+
+def test_older_states_make_room(writer, monkeypatch, caplog):
+    """There is room for two states. The newest one stays until the next is complete."""
+    states, _, folder = writer
+    assert states.write(1, {})
+    size = states.states.size()
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, (2 - len(states.states.steps())) * size)
+    )
+    for step in (2, 3, 4):
+        assert states.write(step, {})
+        assert names(folder) == ["latest", f"step-00000{step - 1}", f"step-00000{step}"]
+    assert caplog.text.count("makes room for the next one") == 2
+    assert "could not be written" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ["none", "for one"])
+def test_a_run_without_its_last_state_says_so_at_its_end(room, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    kill_runs.write_rows("sft", tmp_path)
+    disk, made = SimpleNamespace(free=1 << 40), States.begin
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+
+    def begin(self, step):
+        disk.free = 0  # from the first state on
+        if room == "none":
+            raise OSError(28, "No space left on device")
+        return made(self, step)
+
+    monkeypatch.setattr(States, "begin", begin)
+    how = [*OFTEN, "recover.keep=1", "saver.freq_steps=null"]
+    assert go("sft", *how) == 1
+    said = capsys.readouterr().err
+    assert "error: the run has trained all 7 steps and saved its last checkpoint, but its last state could not" in said
+    ending = "trains again from step 2 on" if room == "for one" else "begins again, since there is no state"
+    assert said.rstrip().endswith(ending)
+    assert (folder_of("sft") / "checkpoints/step-000007").is_dir()
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert go("sft", *how) == 0
+    assert states() == ["step-000007"]
 
 
 def test_a_disk_that_does_not_answer_is_told(tmp_path, caplog):
