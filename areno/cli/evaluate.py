@@ -267,7 +267,7 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
             kept = [*_OF_ANY_REWARD, arguments.reward, *(key[1] for key in named if key[0] == "reward")]
             groups += [f"~reward.{name}" for name in given.get("reward") or {} if name not in kept]
         with mention_version(of_run):
-            config = load(algorithm.config, "config", [*groups, *settings], of_run)
+            config = load(algorithm.config, "config", [*groups, *settings], of_run, sources=True)
     else:
         if missing := [
             Problem(f"--{name}", "missing; {} is no checkpoint of a run with rewards", model)
@@ -282,7 +282,7 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
         rows = [f"actor.path={_quoted(model)}", f"train_dataset.path={_quoted(arguments.data)}"]
         rows += ["gconfig.max_new_tokens=1", f"eval_gconfig.max_new_tokens={arguments.max_new_tokens or 1024}"]
         groups = ["valid_dataset=default", "eval_gconfig=greedy"]
-        config = load(algorithm.config, _TASK, [*groups, *rows, *settings])
+        config = load(algorithm.config, _TASK, [*groups, *rows, *settings], sources=True)
     if config.valid_dataset is None:
         raise ConfigError(Problem("--data", "missing; the run of {} evaluates nothing itself", model))
     return config, algorithm.name

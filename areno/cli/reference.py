@@ -9,8 +9,9 @@ tables of flags between two comments are generated, and the other text is writte
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from areno.api.algorithms import get_algorithm, own_algorithms
 from areno.cli.train_flags import HEADINGS, Flag, flags
@@ -28,6 +29,7 @@ all problems are reported at once.
 - If only some recipes have a setting, its row ends with their names, as in *Recipes: dpo.* Settings without such an
   ending belong to all recipes.
 - If a default or a meaning differs between recipes, the table gives it for each recipe.
+- The classes named after "In Python" hold the settings of a section [in a script](../recipes.md#from-python).
 - The texts in the column "meaning" refer to other settings. A name with dots, such as `rollout.mem_fraction`, is the
   full name of a setting. A name without a dot, such as `lr`, is a setting of the same section. If the section has no
   setting of this name, it is a setting of the top level, such as `seed`.
@@ -56,6 +58,9 @@ def _section(name: str, merged: dict[str, dict[str, Row]]) -> str:
         where = "" if len(absent) == len(by_recipe) else f" ({', '.join(absent)})"
         optional = f" Optional, default null{where}." if absent else ""
         lines += [f"{_about(by_recipe)}{optional}{_recipes(by_recipe)}", ""]
+    of_section = merged.get(name, {})
+    classes = {recipe: row.setting.section for recipe, row in of_section.items()}
+    lines += [_classes(classes or {recipe: get_algorithm(recipe).config for recipe in own_algorithms()}), ""]
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, by_recipe in merged.items():
         row = next(iter(by_recipe.values()))
@@ -91,6 +96,16 @@ def _about(by_recipe: dict[str, Row]) -> str:
 
 def _recipes(by_recipe: dict[str, Row]) -> str:
     return "" if len(by_recipe) == len(own_algorithms()) else f" *Recipes: {', '.join(by_recipe)}.*"
+
+
+def _classes(of_recipes: Mapping[str, Any]) -> str:
+    """Return a line with the class of a section, by which a script gives its settings."""
+    recipes: dict[str, list[str]] = {}
+    for recipe, cls in of_recipes.items():
+        recipes.setdefault(f"`{cls.__module__}.{cls.__qualname__}`", []).append(recipe)
+    if len(recipes) == 1:
+        return f"In Python: {next(iter(recipes))}."
+    return f"In Python: {', '.join(f'{name} ({listed(names)})' for name, names in recipes.items())}."
 
 
 def _escape(text: str) -> str:

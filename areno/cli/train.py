@@ -174,7 +174,7 @@ def _problems(
     config_dir = absolute(arguments.config_dir)
     try:
         with keys_renamed(names.get), mention_recipes(algorithm.name, arguments.config_name, config_dir):
-            load(algorithm.config, arguments.config_name, settings, config_dir)
+            load(algorithm.config, arguments.config_name, settings, config_dir, sources=True)
     except ConfigError as error:
         return error.problems
     return []

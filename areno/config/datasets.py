@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.errors import Key, Problem
-from areno.schema.fields import Missing, Needs, Section, build_check, check, setting, settings
+from areno.schema.fields import Missing, Needs, Section, check, setting, settings, source_check
 
 
 @dataclass(kw_only=True)
@@ -154,7 +154,7 @@ class ValidSetConfig(DatasetConfig):
         None, help="Use only this many rows, from the start of the data. null: all rows", gt=0
     )
 
-    @build_check
+    @source_check
     def something_to_read(self) -> Iterator[Problem]:
         """Report that the section has neither a path nor a loader, so that there are no rows to read."""
         if not self.is_given:
@@ -188,7 +188,7 @@ class ValidDatasetConfig(ValidSetConfig):
         "described by valid_dataset itself",
     )
 
-    @build_check
+    @source_check
     def something_to_read(self) -> Iterator[Problem]:
         """Report that a single set has neither a path nor a loader. Named sets check their own sources."""
         return super().something_to_read() if self.sets is None else iter(())

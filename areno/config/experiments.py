@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from areno.config import datasets, models, run, tracing
 from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
-from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting
+from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting, source_check
 
 MAX_NAME_BYTES = 255  # bytes in the name of a folder, on every common file system
 EVALUATION = Needs("valid_dataset", so="nothing is evaluated", do="set valid_dataset.path", in_build=True)
@@ -109,7 +109,7 @@ class ExperimentConfig(Section):
         """Return whether the run has training rows even if train_dataset names no source."""
         return False
 
-    @build_check
+    @source_check
     def something_to_read(self) -> Iterator[Problem]:
         """Report a run without a source of training rows."""
         if not self.train_dataset.is_given and not self.brings_rows():

@@ -12,7 +12,7 @@ from areno.config.reward import RewardConfig
 from areno.config.rollout import AgentConfig, GenerationConfig, RolloutConfig, TuneConfig
 from areno.config.teacher import TeacherConfig
 from areno.errors import ConfigError, Problem
-from areno.schema.fields import Needs, build_check, check, forbid, setting
+from areno.schema.fields import Needs, check, forbid, setting, source_check
 
 
 @dataclass(kw_only=True)
@@ -57,7 +57,7 @@ class PolicyExperimentConfig(ExperimentConfig):
     needs_rewards: ClassVar[bool] = True
     """Whether the run trains on rewards. If not, they are optional."""
 
-    @build_check
+    @source_check
     def something_rewards(self) -> Iterator[Problem]:
         """Report a run without reward function, reward model or agent."""
         return self.reward.problems_of_none(self.agent.fn is not None) if self.needs_rewards else iter(())

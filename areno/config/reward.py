@@ -18,7 +18,7 @@ _SECTIONS = {
 }
 
 StepScore = Literal["min", "mean", "last", "prod"]
-_FUNCTION = Needs("fn", so="no function is called", in_build=True)
+_FUNCTION = Needs("fn", so="no function is called", is_source=True)
 _MODEL = Needs("path", so="there is no reward model")
 
 

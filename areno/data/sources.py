@@ -67,7 +67,7 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
         rows = _rows_from_loader(config, config.loader, key)
         return prepare_rows(rows, kind, f"{key}.loader", config.path or config.loader)
     if config.path is None:
-        raise ConfigError(Problem(f"{key}.path", "missing; set it, or pass rows to the trainer"))
+        raise ConfigError(_no_rows(key))
     _check_split(config, config.path, key)
     rows, columns = read_rows(config.path, config.split, key, config.dataset_kwargs), config.columns.given()
     if wrong := sorted(columns.keys() - {*FIELDS[kind], *SHARED_FIELDS}):
@@ -227,7 +227,7 @@ def read_rows(
 
 
 def check_source(config: DatasetConfig | None, key: str) -> None:
-    """Check that the local file or loader of a dataset exists, before anything is read.
+    """Check that a dataset has a local file or loader that exists, or a hub reference, before anything is read.
 
     Hub datasets and environments are checked only when they are read.
 
@@ -236,7 +236,7 @@ def check_source(config: DatasetConfig | None, key: str) -> None:
         key: Name of the configuration section, which errors quote.
 
     Raises:
-        ConfigError: The loader does not exist.
+        ConfigError: The loader does not exist, or there is neither a path nor a loader.
         DataError: The file does not exist.
     """
     if config is not None and (config.loader or "").startswith(VERIFIERS):
@@ -245,6 +245,12 @@ def check_source(config: DatasetConfig | None, key: str) -> None:
         resolve_spec(config.loader, "load_dataset", f"{key}.loader")
     elif config is not None and config.path is not None:
         _find(config.path, key)
+    elif config is not None:
+        raise ConfigError(_no_rows(key))
+
+
+def _no_rows(key: str) -> Problem:
+    return Problem(f"{key}.path", "missing; set it, or pass rows to the trainer")
 
 
 def _find(path: str, key: str) -> Path | None:

@@ -88,11 +88,12 @@ class Composition:
     output_dir: Path | None = None
     given: frozenset[str] = frozenset()
 
-    def build(self, cls: type[T]) -> T:
+    def build(self, cls: type[T], sources: bool = True) -> T:
         """Check all values and construct the configuration.
 
         Args:
             cls: The dataclass of the configuration.
+            sources: Whether the settings must name rows and a reward. False: a script may pass them to a trainer.
 
         Returns:
             An instance of `cls`.
@@ -100,7 +101,7 @@ class Composition:
         Raises:
             ConfigError: There are problems. The error lists all of them.
         """
-        return build(cls, self.data, self.problems, lambda key: hint(key, self.variant))
+        return build(cls, self.data, self.problems, lambda key: hint(key, self.variant), sources)
 
 
 @dataclass
@@ -157,7 +158,13 @@ class _CommandLine:
         self.sample.append(line if sample is None else sample)
 
 
-def load(cls: type[T], config_name: str, overrides: list[str] | None = None, config_dir: Path | None = None) -> T:
+def load(
+    cls: type[T],
+    config_name: str,
+    overrides: list[str] | None = None,
+    config_dir: Path | None = None,
+    sources: bool = False,
+) -> T:
     """Compose and check the configuration of a task.
 
     Args:
@@ -165,6 +172,7 @@ def load(cls: type[T], config_name: str, overrides: list[str] | None = None, con
         config_name: Name of a task or experiment file, as for `--config-name`.
         overrides: Settings in the form `key=value`. None sets nothing.
         config_dir: The user's folder of YAML files, or None.
+        sources: Whether the settings must name rows and a reward. If not, the trainer must get them.
 
     Returns:
         The configuration, an instance of `cls`.
@@ -174,7 +182,7 @@ def load(cls: type[T], config_name: str, overrides: list[str] | None = None, con
     """
     with HydraSession(cls, config_name, overrides or [], config_dir=config_dir) as session:
         composition = session.compose()
-    return composition.build(cls)
+    return composition.build(cls, sources)
 
 
 @contextmanager

@@ -52,6 +52,7 @@ from areno.run.live_agents import LiveAgents
 from areno.run.outputs import RunTexts
 from areno.run.run import Run
 from areno.run.states import folder_fingerprint, rows_fingerprint
+from areno.schema.fields import unused
 from areno.tracking.recorder import check_services
 from areno.tracking.run_log import RunLog
 from areno.tracking.tracker import Tracker
@@ -283,7 +284,12 @@ class Setup(Generic[Config]):
         """
         train_source = partial(check_source, self.config.train_dataset, "train_dataset")
         valid_sources = partial(check_valid_sources, self.config.valid_dataset)
-        checks = [train_source] if train is None and self._loop.trains else []
+        is_read = (
+            train is None
+            and self._loop.trains
+            and (self.config.train_dataset.is_given or not self.config.brings_rows())
+        )
+        checks = [train_source] if is_read else []
         all_of(*checks, *([valid_sources] if valid is None else []))
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
@@ -459,6 +465,8 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
         return None
     given = reward_fn is not None or config.reward.fn is not None
     if not given and (config.reward.has_model or config.agent.fn is not None or not config.needs_rewards):
+        if idle := unused(config.reward, in_build=True):
+            raise ConfigError([problem.under("reward") for problem in idle])
         return None
     return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=_n_devices(config)))
 

@@ -23,7 +23,11 @@ T = TypeVar("T", bound=Section)
 
 
 def build(
-    cls: type[T], data: Mapping[Any, Any], found: Iterable[Problem] = (), hint: Callable[[str], str] = lambda key: ""
+    cls: type[T],
+    data: Mapping[Any, Any],
+    found: Iterable[Problem] = (),
+    hint: Callable[[str], str] = lambda key: "",
+    sources: bool = True,
 ) -> T:
     """Build a configuration from nested mappings, lists and scalars. Absent keys take their defaults.
 
@@ -33,6 +37,7 @@ def build(
         found: Problems that the caller has found before. Their keys are not examined again.
         hint: Function that returns a text to append to the message about an unknown `key`, or about a refused value,
             which it gets as `key=value`. "" appends nothing.
+        sources: Whether the settings must name rows and a reward. False: a script may pass them to a trainer.
 
     Returns:
         The configuration, with all values checked.
@@ -48,7 +53,7 @@ def build(
         known = hint(prefix + key)
         return known if known or "=" in key else _suggest(key, prefix, siblings, [row.key for row in rows(cls)])
 
-    config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, explain)
+    config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, explain, sources)
     if problems:
         keys = {problem.key for problem in problems}
         # If the other setting of an Unused problem is wrong itself, correcting it may give this setting an effect.
@@ -222,7 +227,12 @@ def with_defaults(
 
 
 def _examine(
-    cls: type[T], data: Mapping[Any, Any], prefix: str, problems: list[Problem], explain: Callable[..., str]
+    cls: type[T],
+    data: Mapping[Any, Any],
+    prefix: str,
+    problems: list[Problem],
+    explain: Callable[..., str],
+    sources: bool,
 ) -> T:
     """Construct a section, or a partial section if something is wrong.
 
@@ -233,6 +243,7 @@ def _examine(
         problems: Receives all problems.
         explain: Function of (unknown key or refused `key=value`, prefix, names in the same section) that returns a text
             to append to the message.
+        sources: As for `build`.
 
     Returns:
         The section. A partial section (`partial_section`) has only the valid values.
@@ -251,12 +262,14 @@ def _examine(
         if value is REQUIRED or (value is None and setting.required and setting.optional):
             problems.append(Missing(key, f"missing ({setting.help})"))
         elif setting.section and isinstance(value, Mapping):
-            known[name] = _examine(setting.section, value, f"{key}.", problems, explain)
+            known[name] = _examine(setting.section, value, f"{key}.", problems, explain, sources)
         elif setting.sections and isinstance(value, Mapping):
             known[name] = dict.fromkeys(value)
             for inner, given in value.items():
                 if isinstance(given, Mapping):
-                    known[name][inner] = _examine(setting.sections, given, f"{key}.{inner}.", problems, explain)
+                    known[name][inner] = _examine(
+                        setting.sections, given, f"{key}.{inner}.", problems, explain, sources
+                    )
                 else:
                     problems.append(Problem(f"{key}.{inner}", _expects(given, setting.sections)))
         else:
@@ -266,7 +279,7 @@ def _examine(
                 text = f"{error}{explain(f'{name}={value}', prefix, ())}"
                 problems.append(Problem(key, _expects(value, setting.section) if setting.section else text))
     section = partial_section(cls, known)
-    found = problems_between(section, in_build=True)
+    found = problems_between(section, in_build=True, sources=sources)
     problems += [problem.under(prefix[:-1]) if prefix else problem for problem in found]
     for name in (name for name, setting in fields.items() if setting.sections and isinstance(data[name], Mapping)):
         _drop_repeated(problems, prefix, name, data)

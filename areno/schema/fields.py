@@ -111,10 +111,14 @@ class Needs:
         do: What to do instead of "set <key>", such as "set valid_dataset.path". Empty: derived from `values`.
         in_build: Whether only `build` reports an unused setting, while the dataclass accepts it. Use it for states that
             a script can reach without a configuration file.
+        is_source: Whether a script may pass the other setting to a trainer, as in `source_check`.
     """
 
-    def __init__(self, key: str, *values: Any, so: str = "", do: str = "", in_build: bool = False):
-        self.key, self.values, self.so, self.do, self.in_build = key, values, so, do, in_build
+    def __init__(
+        self, key: str, *values: Any, so: str = "", do: str = "", in_build: bool = False, is_source: bool = False
+    ):
+        self.key, self.values, self.so, self.do = key, values, so, do
+        self.in_build, self.is_source = in_build or is_source, is_source
 
     def met_by(self, value: Any) -> bool:
         """Return whether the setting has an effect with a value of the other setting.
@@ -212,6 +216,10 @@ class check:
 
 class build_check(check):
     """Marks a rule that only `build` applies. A section that a script constructs need not satisfy it."""
+
+
+class source_check(build_check):
+    """Marks a rule about rows or rewards, which a script may pass to a trainer in place of naming them."""
 
 
 def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
@@ -496,28 +504,29 @@ def partial_section(cls: type[T], known: dict[str, Any]) -> T:
     return section
 
 
-def problems_between(section: Section, in_build: bool = False) -> list[Problem]:
+def problems_between(section: Section, in_build: bool = False, sources: bool = True) -> list[Problem]:
     """Run the checks of a section, but not those of nested sections.
 
     Args:
         section: The section, which may be partial (`partial_section`).
         in_build: Whether to run also the rules that apply only in `build`.
+        sources: Whether to run also the rules about rows and rewards that a script may pass (`source_check`).
 
     Returns:
         The problems, with keys relative to the section.
     """
-    found, attributes = [], {}
+    found, attributes, skipped = [], {}, build_check if not in_build else () if sources else source_check
     # Checks of base classes come first. An overridden check keeps the place of the original.
     for base in reversed(type(section).__mro__):
         attributes.update(vars(base))
     for attribute in attributes.values():
-        if isinstance(attribute, check) and (in_build or not isinstance(attribute, build_check)):
+        if isinstance(attribute, check) and not isinstance(attribute, skipped):
             with suppress(_UnknownValue):
                 found += list(attribute.rule(section))
-    return found + unused(section, in_build)
+    return found + unused(section, in_build, sources)
 
 
-def unused(section: Section, in_build: bool = False) -> list[Problem]:
+def unused(section: Section, in_build: bool = False, sources: bool = True) -> list[Problem]:
     """Report the settings that are set but have no effect because of another setting (`only_with`).
 
     A setting with its default value is never reported.
@@ -525,6 +534,7 @@ def unused(section: Section, in_build: bool = False) -> list[Problem]:
     Args:
         section: The section, which may be partial (`partial_section`).
         in_build: Whether to report also the needs that apply only in `build` (`Needs.in_build`).
+        sources: Whether to report also the needs for what a script may pass (`Needs.is_source`).
 
     Returns:
         A problem for each setting in `section` or its nested sections that lacks an effect because of a setting in
@@ -532,7 +542,7 @@ def unused(section: Section, in_build: bool = False) -> list[Problem]:
     """
     found = []
     for key, field, need in _needs_of(type(section)):
-        if need.in_build and not in_build:
+        if (need.in_build and not in_build) or (need.is_source and not sources):
             continue
         with suppress(_UnknownValue):
             if not need.met_by(other := _value_at(section, need.key)):

@@ -15,10 +15,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from areno.api.algorithms import own_algorithms
+from areno.api.algorithms import get_algorithm, own_algorithms
+from areno.launch.compose import load
 from tests.helpers import warm_python
 from tests.helpers.agent_model import made
 from tests.helpers.pages import (
@@ -139,3 +141,26 @@ def test_our_half_of_the_example_runs(page: Path, tmp_path: Path, model: str) ->
     done = warm_python.commands().run([*shlex.split(command)[1:], *SMALL], tmp_path, environment, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert list(tmp_path.glob("outputs/*/*/checkpoints/latest/model.safetensors"))
+
+
+@pytest.mark.slow
+def test_our_script_in_place_of_that_of_trl_runs_as_its_yaml_file(tmp_path: Path, model: str) -> None:
+    [page] = [page for page in PAGES if page.stem == "trl"]
+    found = {info: text for info, text in blocks(page) if info.startswith(("python", "yaml", "json"))}
+    (tmp_path / "questions.jsonl").write_text(found["json prompt file=questions.jsonl"])
+    (tmp_path / "questions.yaml").write_text(found["yaml file=questions.yaml"].replace(NAMED, model))
+    script = found["python script"].replace(NAMED, model)
+    by_yaml = load(get_algorithm("grpo").config, "questions", config_dir=tmp_path)
+    defined: dict[str, Any] = {}
+    exec(script.partition("rows = ")[0], defined)
+    by_script = defined["config"]
+    by_yaml.train_dataset.path = by_yaml.reward.fn = None
+    assert by_script == by_yaml
+    short = 'config.total_train_steps, config.engine.device, config.gconfig.max_new_tokens = 1, "cpu", 8\nrows ='
+    (tmp_path / "train.py").write_text(script.replace("rows =", short))
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [run] = tmp_path.glob("outputs/questions/*")
+    assert (run / "config.yaml").read_text().startswith(f"# Settings: GRPOConfig\n# Script: {tmp_path / 'train.py'}\n")
+    exec(found["python"], defined)
+    assert (defined["config"].actor.reduction, defined["config"].reward.fn) == ("token_mean", None)

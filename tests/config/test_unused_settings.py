@@ -19,7 +19,7 @@ from areno.schema.fields import Needs, Section, rows, setting
 
 def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load(get_algorithm(recipe).config, name, list(overrides))
+        load(get_algorithm(recipe).config, name, list(overrides), sources=True)
     return [str(problem) for problem in caught.value.problems]
 
 
@@ -335,3 +335,19 @@ def test_every_setting_that_is_needed_exists(recipe):
         section = row.key.rpartition(".")[0]
         for need in row.setting.only_with:
             assert need.key in keys or f"{section}.{need.key}" in keys, (row.key, need.key)
+
+
+def test_what_a_script_passes_to_a_trainer_need_not_be_named(tmp_path):
+    """Rows and the reward. Everything else is checked as for a command."""
+    given = ["actor.path=model", "reward.weights=[1.0,0.5]", "valid_dataset=default", "evaluator.freq_steps=2"]
+    for recipe in ("grpo", "ppo", "sft"):
+        words = given if recipe != "sft" else ["actor.path=model", "valid_dataset=default"]
+        task = "prompts" if recipe != "sft" else "chat"
+        config = load(get_algorithm(recipe).config, task, words)
+        assert (config.train_dataset.path, config.valid_dataset.path) == (None, None)
+        with pytest.raises(ConfigError) as caught:
+            load(get_algorithm(recipe).config, task, words, sources=True)
+        keys = {problem.key for problem in caught.value.problems}
+        assert keys == {"train_dataset.path", "valid_dataset.path"} | ({"reward.fn"} if recipe != "sft" else set())
+    with pytest.raises(ConfigError, match=r"recover.keep: is 5, but recover.mode is off"):
+        load(get_algorithm("grpo").config, "prompts", [*given, "recover.mode=off", "recover.keep=5"])

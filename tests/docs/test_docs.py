@@ -105,6 +105,19 @@ for line in sys.argv[1:]:
 """
 
 
+def test_the_readme_links_each_page() -> None:
+    pages = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [page for page in pages if f"(docs/{page})" not in text] == ["index.md", "reference/sdk.md"]
+
+
+def test_asynchronous_rollout_is_found_by_the_words_of_other_tools() -> None:
+    page = (ROOT / "docs/rollout_ahead.md").read_text(encoding="utf-8").lower()
+    assert all(word in page for word in ("asynchronous", "off-policy", "partial rollout", "staleness"))
+    for name in ("README.md", "docs/index.md", *(f"docs/coming_from/{tool}.md" for tool in ("trl", "verl", "areal"))):
+        assert "rollout_ahead.md" in (ROOT / name).read_text(encoding="utf-8"), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("guide", GUIDES)
 def test_the_guide_runs(guide: str, tmp_path: Path) -> None:
