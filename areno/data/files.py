@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from gzip import GzipFile
@@ -272,7 +273,8 @@ def read_table(file: Path, form: str, shown: str) -> Rows:
                 reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
                 table = reader.read_all()
         _check_columns(table.column_names, shown)
-        return without_nulls(Dataset(table))
+        # Without a fingerprint, the library would copy the whole table to compute one.
+        return without_nulls(Dataset(table, fingerprint=uuid.uuid4().hex[:16]))
     except (pa.ArrowException, ValueError, TypeError, NotImplementedError) as error:
         if isinstance(error, DataError):
             raise
@@ -287,7 +289,7 @@ def _read_parquet(file: Path, shown: str) -> Any:
         if source.metadata.num_rows <= _MANY_ROWS and sum(group.total_byte_size for group in groups) <= LARGE_BYTES:
             return parquet.read_table(file)
         _check_columns(source.schema_arrow.names, shown)
-        return mapped_table(source.schema_arrow, source.iter_batches(10_000))
+        return mapped_table(source.schema_arrow, source.iter_batches(10_000, use_threads=False))
 
 
 def _check_columns(names: list[str], shown: str) -> None:
