@@ -558,11 +558,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         Raises:
             EngineError: A role is loaded with other settings (release it first), or a session is open.
         """
-        from areno.plan.plan import script_roles
+        from areno.plan.plan import script_roles, with_common_ids
 
         engine = self._outside_rollout("ensure_roles")
         with self._named(), log_memory_after(engine):
-            engine.ensure_roles(script_roles(roles, engine.spec.actor))
+            engine.ensure_roles(with_common_ids(script_roles(roles, engine.spec.actor), self._plan))
 
     def release_role(self, role: str) -> None:
         """Unload the model of a role and free its memory.

@@ -58,8 +58,8 @@ class TeacherConfig(Section):
 
     path: str | None = setting(
         None,
-        help="Model folder or hub id of the teacher, which needs the vocabulary of the actor. null: the initial "
-        "weights of the actor. Without actor.use_lora, a second copy of them stays in memory",
+        help="Model folder or hub id of the teacher, whose tokens need the ids of the actor's tokens. null: the "
+        "initial weights of the actor. Without actor.use_lora, a second copy of them stays in memory",
     )
     models: dict[str, str | None] | None = setting(
         None,

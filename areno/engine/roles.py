@@ -45,6 +45,7 @@ from areno.models.adapters import (
     stack_adapters,
     without_adapters,
 )
+from areno.models.config import TransformerConfig
 from areno.models.registry import build_model, layout_problems, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
@@ -173,7 +174,7 @@ class Role:
         switch = partial(without_adapters, self.backend.model) if self.is_base else nullcontext
         with self.offload.on_device():
             self._set_adapters()
-            yield self.backend.as_teacher(divergence, switch)
+            yield self.backend.as_teacher(divergence, switch, self.spec.common_ids)
 
     def _set_adapters(self) -> None:
         """Copy this role's adapters into the model, if other roles use the model with other adapters."""
@@ -354,13 +355,8 @@ class Roles:
         with model_setting(spec.key), out_of_memory_hint("loading the model of {}", lambda: options, key):
             config = load_config(spec.path, spec.head, needs_head=spec.needs_head)
             config = replace(config, hf=spec.with_own_fields(config.hf))
-            if not (is_actor or spec.own_tokenizer) and config.vocab_size != self.actor.config.vocab_size:
-                raise EngineError(
-                    "{} has a vocabulary of {} tokens, the actor one of {}; both must use the same tokenizer",
-                    key,
-                    config.vocab_size,
-                    self.actor.config.vocab_size,
-                )
+            if not is_actor:
+                config = self._sized_like_actor(config, spec, key)
             if not is_actor and (problems := layout_problems(config, self.spec.layout, f"the model of {key}")):
                 raise ConfigError(problems)
             stays = (
@@ -394,6 +390,19 @@ class Roles:
                 beside=self._beside,
             )
             return Role(spec, backend, _offload(backend, keeps_weights=is_actor) if leaves else Offload())
+
+    def _sized_like_actor(self, config: TransformerConfig, spec: RoleSpec, key: Key) -> TransformerConfig:
+        """Return the shape of a role. A teacher with common ids gets the actor's number of rows in the vocabulary.
+
+        Ranks then have the same token ids of both. Raises EngineError if the sizes of other roles differ.
+        """
+        theirs, ours = config.vocab_size, self.actor.config.vocab_size
+        if theirs == ours or spec.own_tokenizer:
+            return config
+        if spec.common_ids:
+            return replace(config, vocab_size=ours, stored_vocab_size=theirs)
+        text = "{} has a vocabulary of {} tokens, the actor one of {}; both must use the same tokenizer"
+        raise EngineError(text, key, theirs, ours)
 
     def _complete(self, model: Transformer, spec: RoleSpec) -> None:
         """Set the weights of a model and, if `engine.exact` is true, choose the kernels of its matrix products.

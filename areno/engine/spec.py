@@ -167,6 +167,8 @@ class RoleSpec:
         in_training: Whether training passes of the actor use the model, as those with a divergence from a teacher do.
         own_tokenizer: Whether rows for the model are encoded by its own tokenizer, as those of a judge. Its vocabulary
             and context length may then differ from the actor's.
+        common_ids: For a teacher whose vocabulary differs from the actor's: ranges (first, end) of the token ids that
+            have the same text in both. The divergence compares both models over these ids. Empty: over all ids.
     """
 
     path: str
@@ -183,6 +185,7 @@ class RoleSpec:
     step_separator: str | None = None
     in_training: bool = False
     own_tokenizer: bool = False
+    common_ids: tuple[tuple[int, int], ...] = ()
 
     def with_own_fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of config.json with the fields that the role adds to it.

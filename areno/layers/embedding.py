@@ -22,6 +22,7 @@ class VocabParallelEmbedding(nn.Module):
         vocab_size: V, the number of token ids.
         hidden_size: D, the hidden size of the model.
         spec: dtype, device and ranks of the weights.
+        stored: number of rows in the checkpoint, see `TransformerConfig.stored_vocab_size`. None: `vocab_size`.
 
     Attributes:
         first: the first token id of this rank.
@@ -30,15 +31,17 @@ class VocabParallelEmbedding(nn.Module):
             means that torch's own product is used.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, spec: WeightSpec):
+    def __init__(self, vocab_size: int, hidden_size: int, spec: WeightSpec, stored: int | None = None):
         super().__init__()
         self.tp = tp = spec.tp
         self.vocab_size = vocab_size
         rows = -(-vocab_size // tp.size)
+        stored = vocab_size if stored is None else stored
+        n_used = min(vocab_size, stored)
         self.first = min(tp.rank * rows, vocab_size)
-        self.n_valid = min(rows, vocab_size - self.first)
+        self.n_valid = max(0, min(rows, n_used - self.first))
         self.weight = spec.empty(rows, hidden_size)
-        part = Part((vocab_size, hidden_size), dim=0, start=self.first, size=self.n_valid)
+        part = Part((stored, hidden_size), dim=0, start=self.first, size=self.n_valid)
         self.layout: Layout = {"weight": (part,)}
         self.fixed_order: FixedOrderMatmul | None = None
 

@@ -77,6 +77,8 @@ class TransformerConfig:
         within: The image-text architecture that transformers builds from this folder, and whose tensor names peft uses.
             Empty for a folder with a text model only.
         head: Kind of the head.
+        stored_vocab_size: Number of token ids in the checkpoint, if the model is divided over ranks like one of
+            `vocab_size` ids. Further rows are left out, and missing ones have no logits.
         has_head: Whether the checkpoint has the weights of the head. False for a critic or a reward model made from a
             causal language model, whose head starts at 0.
     """
@@ -112,6 +114,7 @@ class TransformerConfig:
     within: str = ""
     head: HeadName = "lm"
     has_head: bool = True
+    stored_vocab_size: int | None = None
 
     @property
     def shares_prefixes(self) -> bool:

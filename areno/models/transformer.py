@@ -56,8 +56,8 @@ class Transformer(nn.Module):
         self.tp = spec.tp
         self.row_multiple = 1
         self.on_stage_backward: Callable[[int], None] | None = None
-        vocab, size = config.vocab_size, config.hidden_size
-        self.embed = VocabParallelEmbedding(vocab, size, spec)
+        vocab, size, stored = config.vocab_size, config.hidden_size, config.stored_vocab_size
+        self.embed = VocabParallelEmbedding(vocab, size, spec, stored)
         ropes = list(dict.fromkeys(config.kind(index).rope for index in range(config.num_layers)))
         self.rotaries = nn.ModuleList(Rotary(rope, config.head_dim, device=spec.device) for rope in ropes)
         self.rotary_of = [ropes.index(config.kind(index).rope) for index in range(config.num_layers)]
@@ -69,7 +69,7 @@ class Transformer(nn.Module):
         if config.head != "lm":
             self.score = ValueHead(size, spec, config.n_labels)
         elif not config.tie_word_embeddings:
-            self.head = VocabParallelEmbedding(vocab, size, spec)
+            self.head = VocabParallelEmbedding(vocab, size, spec, stored)
 
     def forward(
         self,

@@ -22,7 +22,7 @@ from areno.config.run import EngineConfig
 from areno.config.teacher import ROLE, is_teacher
 from areno.data.control_tokens import allow_control_tokens
 from areno.data.steps import separator_of
-from areno.engine.decoder.grammar import text_ranges
+from areno.engine.decoder.grammar import ranges_of, text_ranges
 from areno.engine.spec import EngineSpec, RoleSpec, SharedDecoder
 from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
 from areno.files.paths import existing_path, model_setting
@@ -486,7 +486,7 @@ def _teacher_role(config: PolicyExperimentConfig, name: str, folder_of: Callable
     )
 
 
-def check_plan(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> None:
+def check_plan(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> dict[str, RoleSpec]:
     """Check a plan together with the models beside the actor.
 
     Args:
@@ -494,39 +494,49 @@ def check_plan(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, 
         plan: The plan of the actor.
         roles: Role -> specification of each model beside the actor.
 
+    Returns:
+        The roles. Those of teachers with another vocabulary than the actor's have `common_ids`.
+
     Raises:
-        ConfigError: An optimizer step has too few rows, or the teacher has another vocabulary than the actor.
+        ConfigError: An optimizer step has too few rows, or the tokenizer of a teacher is of another kind.
     """
     check_copies(config, plan.spec)
-    all_of(*(partial(_check_teacher, role, plan) for name, role in roles.items() if is_teacher(name)))
+    return with_common_ids(roles, plan)
 
 
-_OF_FAMILY = (
-    "token by token, only models with the same vocabulary can be compared, so choose a teacher of the actor's family"
-)
+def with_common_ids(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> dict[str, RoleSpec]:
+    """Return the roles, with `common_ids` for teachers whose vocabulary differs from the actor's.
+
+    Raises ConfigError if the tokenizer of a teacher is of another kind.
+    """
+    teachers = {name: partial(_with_common_ids, role, plan) for name, role in roles.items() if is_teacher(name)}
+    return {**roles, **dict(zip(teachers, all_of(*teachers.values()), strict=True))}
 
 
-def _check_teacher(role: RoleSpec, plan: TrainerPlan) -> None:
-    """Raise ConfigError if a teacher has another vocabulary than the actor."""
+def _with_common_ids(role: RoleSpec, plan: TrainerPlan) -> RoleSpec:
+    """Return the role of a teacher, with `common_ids` if its vocabulary differs from the actor's.
+
+    Raises ConfigError if a token has different ids in the two tokenizers, or the teacher lacks ids of the actor.
+    """
     if not role.path or plan.spec.has_folder_of_actor(role):
-        return
+        return role
     with model_setting(role.key):
         theirs, ours = (load_config(path).vocab_size for path in (role.path, plan.spec.actor.path))
-    problem = None
-    if theirs != ours:
-        found = (
-            "has a vocabulary of {} tokens in config.json (vocab_size), the actor one of {}. Sizes must be equal, also "
-        )
-        found += "where they differ by unused tokens only; "
-        problem = Problem(role.key, found + _OF_FAMILY, theirs, ours)
-    elif any((Path(role.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        own, other = (tokenizer.get_vocab() for tokenizer in (plan.tokenizer, load_tokenizer(role.path)))
-        if apart := [token for token in own if own[token] != other.get(token)]:
-            found = "has another tokenizer than the actor: {!r} is token {} of the actor and {} of the teacher; "
-            id_of_teacher = other.get(apart[0], "none")
-            problem = Problem(role.key, found + _OF_FAMILY, apart[0], own[apart[0]], id_of_teacher)
-    if problem is not None:
-        raise ConfigError(problem)
+    own = other = plan.tokenizer.get_vocab()
+    if any((Path(role.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        other = load_tokenizer(role.path).get_vocab()
+    if theirs == ours and own == other:
+        return role
+    names = {number: token for token, number in other.items()}
+    hint = "; token by token, only models with the same tokens can be compared, so choose a teacher of the same family"
+    for token, number in own.items():
+        if other.get(token, number) != number or names.get(number, token) != token:
+            text = "has another tokenizer than the actor: {!r} is token {} of the actor and {} of the teacher" + hint
+            raise ConfigError(Problem(role.key, text, token, number, other.get(token, "none")))
+    if (most := max(own.values())) >= theirs:
+        text = "has {} rows in its vocabulary (vocab_size), and the tokenizer of the actor has the token id {}" + hint
+        raise ConfigError(Problem(role.key, text, theirs, most))
+    return replace(role, common_ids=ranges_of([number for token, number in own.items() if token in other]))
 
 
 def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:

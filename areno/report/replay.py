@@ -18,7 +18,7 @@ from areno.config.ratio import RatioConfig
 from areno.engine.spec import RoleSpec
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.plan.lora import with_model
-from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment, whole_model
+from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment, whole_model, with_common_ids
 from areno.report.recorded import RecordedRow, check_sample, recorded_row
 from areno.run.setup import with_teacher
 from areno.schema.values import value_at
@@ -287,7 +287,8 @@ def _logprobs(
     with Engine(plan.spec.frozen(), plan.workers) as engine:
         found: dict[str, np.ndarray] = {}
         for name in (name for name in ("ref", "teacher") if name in roles):
-            engine.ensure_roles({name: replace(roles[name], path=roles[name].path or plan.spec.actor.path)})
+            role = replace(roles[name], path=roles[name].path or plan.spec.actor.path)
+            engine.ensure_roles(with_common_ids({name: role}, plan))
             found[name] = engine.logprobs(name, [tokens], config.gconfig)[0]
         return engine.logprobs("actor", [tokens], config.gconfig)[0], found.get("ref"), found.get("teacher")
 

@@ -217,7 +217,7 @@ class Setup(Generic[Config]):
                 partial(check_services, config.stats_logger),
             )
             if loop.trains:
-                check_plan(config, plan, roles)
+                roles = check_plan(config, plan, roles)
             else:
                 plan = replace(plan, spec=plan.spec.frozen())
                 roles = {name: role for name, role in roles.items() if name in ("reward", "judge")}

@@ -33,7 +33,7 @@ from areno.loss_fns import gspo_loss_fn, value_loss_fn
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import Hardware, devices_here, this_cpu
 from areno.plan.phases import Phase
-from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment, sampling_params
+from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment, sampling_params, with_common_ids
 from areno.plan.schedule import with_schedules
 from areno.plan.tune import (
     AT_ONCE,
@@ -320,7 +320,7 @@ class Trials(AbstractContextManager["Trials"]):
             return self._engine
         self._close()
         began = time.monotonic()
-        plan, roles = with_schedules(config, self._plan, experiment_roles(config), 1000)
+        plan, roles = with_schedules(config, self._plan, with_common_ids(experiment_roles(config), self._plan), 1000)
         spec = plan.spec
         actor = replace(spec.actor, gradient_checkpointing=recomputes)
         if actor.lora is not None:

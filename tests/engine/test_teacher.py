@@ -84,6 +84,61 @@ def test_one_update_is_that_of_transformers(divergence: Divergence, form: str, t
         torch.testing.assert_close(moved, parameter.grad, atol=2e-3 * largest + 1e-6, rtol=0)
 
 
+def saved_teacher(path: Path, vocab_size: int) -> Path:
+    """A teacher of another vocabulary, with random weights in its folder."""
+    folder = folder_with(path, vocab_size=vocab_size, hidden_size=48, num_hidden_layers=3, **HEADS)
+    with Engine(spec(folder, seed=7), "inline") as engine:
+        engine.save(str(path / "saved"))
+    return path / "saved"
+
+
+COMMON = [(70, ((0, 61),)), (62, ((0, 61),)), (70, ((0, 20), (23, 65)))]
+
+
+@pytest.mark.parametrize(("size", "common"), COMMON, ids=str)
+def test_teacher_of_another_vocabulary_is_compared_over_common_tokens(
+    size: int, common: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    folder, theirs = folder_with(tmp_path / "student"), saved_teacher(tmp_path / "teacher", size)
+    rows, divergence = rows_of_groups(2), KINDS[2]
+    for row in rows:
+        row.tokens = [int(token) % 60 for token in row.tokens]
+    with Engine(spec(folder, optimizer=SGD), "inline") as engine:
+        with pytest.raises(EngineError, match=rf"teacher\.path has a vocabulary of {size} tokens, the actor one of 65"):
+            engine.ensure_roles({"teacher": teacher_role(theirs)})
+        engine.ensure_roles({"teacher": teacher_role(theirs, common_ids=common)})
+        engine.save(str(tmp_path / "before"))
+        tokens = [np.asarray(row.tokens) for row in rows]
+        scores = engine.logprobs("teacher", tokens, SAMPLING)
+        stats = engine.train(rows, distillation_loss_fn, update(divergence, tokens=120))
+        engine.save(str(tmp_path / "after"))
+    student, teacher = of_transformers(tmp_path / "before"), of_transformers(theirs)
+    ids = [token for first, end in common for token in range(first, end)]
+    loss = by_transformers(student, teacher, rows, divergence, SAMPLING, ids)
+    assert stats["distill_loss"] == pytest.approx(loss.item(), abs=1e-5)
+    loss.backward()
+    after = saved_tensors(tmp_path / "after")
+    moved = student.model.embed_tokens.weight.detach() - after["model.embed_tokens.weight"].double()
+    gradient = student.model.embed_tokens.weight.grad
+    torch.testing.assert_close(moved, gradient, atol=2e-3 * gradient.abs().max().item() + 1e-6, rtol=0)
+    with torch.no_grad():  # scores are over the rows of the teacher, up to those of the student
+        logits = teacher(torch.tensor(tokens[0])[None]).logits[0, :-1, :VOCAB] / SAMPLING.temperature
+    expected = torch.log_softmax(logits, -1)[torch.arange(len(tokens[0]) - 1), torch.tensor(tokens[0][1:])]
+    np.testing.assert_allclose(scores[0][1:], expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [62, 70])
+def test_ranks_with_another_vocabulary_do_not_matter(size: int, tmp_path: Path) -> None:
+    folder, theirs = folder_with(tmp_path / "student", **HEADS), saved_teacher(tmp_path / "teacher", size)
+    rows, teacher = rows_of_groups(), teacher_role(theirs, common_ids=((0, 20), (23, 61)))
+    one = updates(folder, teacher, rows, 3000, share_prefixes="off")
+    several = updates(folder, teacher, rows, 120, share_prefixes="on", devices=2, tp_size=2)
+    for found, expected in zip(several, one, strict=True):
+        for name in ("loss", "distill_loss", "grad_norm"):
+            assert found[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5), name
+
+
 @pytest.mark.parametrize("divergence", KINDS, ids=lambda each: each.kind)
 def test_teacher_equal_to_the_student_moves_nothing(divergence: Divergence, tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "student")

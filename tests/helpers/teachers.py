@@ -30,9 +30,14 @@ def of_transformers(folder: Path) -> Any:
 
 
 def by_transformers(
-    student: Any, teacher: Any, rows: list[TrainSequence], divergence: Divergence, sampling: SamplingConfig
+    student: Any,
+    teacher: Any,
+    rows: list[TrainSequence],
+    divergence: Divergence,
+    sampling: SamplingConfig,
+    ids: list[int] | None = None,
 ) -> torch.Tensor:
-    """The mean of the divergence over trained tokens, in the words of the formula."""
+    """The mean of the divergence over trained tokens, in the words of the formula. With `ids`, over these tokens."""
     total, n_tokens = torch.zeros((), dtype=torch.float64), 0
     for row in rows:
         tokens, trained = torch.tensor(np.asarray(row.tokens)), ~np.asarray(row.prompt_mask)
@@ -46,6 +51,8 @@ def by_transformers(
             p = torch.log_softmax(teacher(theirs[None]).logits[0] / sampling.temperature, -1)
         for t in np.flatnonzero(trained):
             ours, their = q[t - 1], p[t - 1 + shift]
+            if ids is not None:
+                ours, their = ours[ids].log_softmax(-1), their[ids].log_softmax(-1)
             if divergence.kind == "forward_kl":
                 found = (their.exp() * (their - ours)).sum()
             elif divergence.kind == "reverse_kl":

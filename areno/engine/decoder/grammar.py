@@ -189,9 +189,14 @@ def text_ranges(tokenizer: Any, eos_token_ids: Iterable[int]) -> TextRanges:
 
     The embedding of a model may have more rows than its tokenizer has texts. Such ids are not sampled.
     """
-    ids = np.unique(np.array([*tokenizer.get_vocab().values(), *eos_token_ids], dtype=np.int64))
-    parts = np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1)
-    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts)
+    return ranges_of([*tokenizer.get_vocab().values(), *eos_token_ids])
+
+
+def ranges_of(ids: Sequence[int]) -> TextRanges:
+    """Return token ids as ranges (first, end)."""
+    found = np.unique(np.array(ids, dtype=np.int64))
+    parts = np.split(found, np.flatnonzero(np.diff(found) > 1) + 1)
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts if len(part))
 
 
 class Vocabulary:

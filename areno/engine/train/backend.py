@@ -43,7 +43,7 @@ from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
 from areno.kernels.backend import to_device
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
-from areno.kernels.logprobs.divergence import Teacher, logprobs_and_divergence
+from areno.kernels.logprobs.divergence import CommonIds, Teacher, logprobs_and_divergence
 from areno.layers.attention import PrefixKeys
 from areno.layers.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
@@ -162,15 +162,21 @@ class TrainBackend:
             self.optimizer = Optimizer(self.flat, optimizer, model.tp)
 
     def as_teacher(
-        self, divergence: Divergence, switch: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        divergence: Divergence,
+        switch: Callable[[], AbstractContextManager[None]] = nullcontext,
+        common_ids: Sequence[tuple[int, int]] = (),
     ) -> TeacherPasses:
         """Return the passes of this model as the teacher of another one.
 
         Args:
             divergence: The divergence that the other model's passes compute.
             switch: See `TeacherPasses`.
+            common_ids: See `RoleSpec`.
         """
-        return TeacherPasses(self._run_layers, self.model.local_logits, divergence, switch)
+        head = self.model.output
+        common = CommonIds.of(common_ids, head.first, head.n_valid, self.device) if common_ids else None
+        return TeacherPasses(self._run_layers, self.model.local_logits, divergence, switch, common)
 
     def train(
         self,

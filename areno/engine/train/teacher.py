@@ -12,7 +12,7 @@ from torch import Tensor
 from areno.config.teacher import Divergence
 from areno.engine.profiling import phase
 from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass
-from areno.kernels.logprobs.divergence import ListedTeacher, Teacher, WholeTeacher
+from areno.kernels.logprobs.divergence import CommonIds, ListedTeacher, Teacher, WholeTeacher
 from areno.layers.attention import PrefixKeys
 from areno.loss_fns.pack import DataPack
 
@@ -32,6 +32,7 @@ class TeacherPasses:
         divergence: The divergence.
         switch: Returns a context in which the model of `run` is the teacher. It switches adapters off if the teacher is
             the student without its adapters.
+        common: The ids over which both models are compared. None: all ids.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class TeacherPasses:
         logits: Callable[[Tensor], Tensor],
         divergence: Divergence,
         switch: Callable[[], AbstractContextManager[None]] = nullcontext,
+        common: CommonIds | None = None,
     ):
         self._run, self._logits, self._divergence, self._switch = run, logits, divergence, switch
+        self._common = common
         self._prefix_of_student: PrefixPass | None = None
         self._prefix: PrefixPass | None = None  # of the teacher, over the tokens of `_prefix_of_student`
 
@@ -61,7 +64,7 @@ class TeacherPasses:
                 theirs = replace(packed, routes_NLk=None, prefix=self._begun(packed.prefix))
             hidden_nE, share = self._run(theirs, None)
             hidden_TE = share.before(hidden_nE, theirs.places_to_predict())[1]
-        return WholeTeacher(hidden_TE, self._logits, self._divergence)
+        return WholeTeacher(hidden_TE, self._logits, self._divergence, self._common)
 
     def _begun(self, prefix: PrefixPass | None) -> PrefixPass | None:
         """Run the teacher on the prefixes that several micro-batches share, once, and return this pass."""
