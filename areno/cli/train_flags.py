@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,8 @@ from areno.config.models import OptimizerConfig
 from areno.errors import Problem
 from areno.launch.hints import listed
 from areno.schema.fields import Row, Section, rows
+
+logger = logging.getLogger("areno.cli")
 
 TASK = "train"
 """The default task file, conf/train.yaml, whose settings the flags change."""
@@ -166,7 +169,7 @@ def _flags_of(row: Row) -> Iterator[Flag]:
 def overrides(
     algorithm: str, given: Mapping[str, Any], own_task: bool, cls: type[Section]
 ) -> tuple[list[str], list[Problem]]:
-    """Translate the flags of a command line into settings.
+    """Translate the flags of a command line into settings. Flags of other algorithms are ignored with a warning.
 
     Args:
         algorithm: Name of the algorithm.
@@ -187,7 +190,8 @@ def overrides(
     found: list[str] = []
     for name, value in given.items():
         if name not in of_algorithm:
-            problems.append(Problem(name, f"is a flag of {listed(list(known[name].keys))}, not of {algorithm}"))
+            text = "%s is a flag of %s, so %s ignores it"
+            logger.warning(text, name, listed(list(known[name].keys)), algorithm)
         elif name == "--use-kl-loss":
             found += _use_kl(value, given, of_algorithm[name][0], cls)
         elif name == "--min-lr":

@@ -11,7 +11,7 @@ from areno.config.experiments import EVALUATION, ExperimentConfig, pass_sizes
 from areno.config.reward import RewardConfig
 from areno.config.rollout import AgentConfig, GenerationConfig, RolloutConfig, TuneConfig
 from areno.config.teacher import TeacherConfig
-from areno.errors import ConfigError, Problem
+from areno.errors import ConfigError, Key, Problem
 from areno.schema.fields import Needs, check, forbid, setting, source_check
 
 
@@ -169,8 +169,11 @@ class PolicyExperimentConfig(ExperimentConfig):
     @forbid("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
     def groups_of_one(self) -> bool:
         """Return whether advantages or rewards are normalised over groups that have one sample."""
-        norms = [norm for norm in (self.actor.adv_norm, self.actor.reward_norm) if norm is not None]
-        return self.gconfig.n_samples < 2 and any("group" in (norm.mean_level, norm.std_level) for norm in norms)
+        return self.gconfig.n_samples < 2 and bool(self._norms_of_groups())
+
+    def _norms_of_groups(self) -> list[str]:
+        norms = {"adv_norm": self.actor.adv_norm, "reward_norm": self.actor.reward_norm}
+        return [name for name, norm in norms.items() if norm and "group" in (norm.mean_level, norm.std_level)]
 
     @forbid(
         "actor.routing_replay",
@@ -218,16 +221,18 @@ class PolicyExperimentConfig(ExperimentConfig):
         """Return whether dynamic sampling would drop every group, because groups have one sample."""
         return self.rollout.dynamic_sampling and self.gconfig.n_samples < 2
 
-    @forbid(
-        "gconfig.greedy",
-        "is true, so the {self.gconfig.n_samples} samples of a prompt (gconfig.n_samples) would be equal, and only "
-        "agents (agent.fn) make them differ; set it to "
-        "false (eval_gconfig has a setting of its own)",
-    )
-    def repeated_greedy_samples(self) -> bool:
-        """Return whether greedy sampling makes all samples of a prompt equal."""
+    @check
+    def repeated_greedy_samples(self) -> Iterator[Problem]:
+        """Report greedy sampling that makes all samples of a prompt equal."""
         has_agent = self.agent.fn is not None or self.agent.is_environment
-        return self.gconfig.greedy and self.gconfig.n_samples > 1 and not has_agent
+        if not self.gconfig.greedy or self.gconfig.n_samples < 2 or has_agent:
+            return
+        text = "is true, so the {} samples of a prompt ({}) would be equal, and only agents ({}) make them differ; "
+        text += "set it to false ({} has a setting of its own), or {}=1"
+        if norms := self._norms_of_groups():
+            text += " with " + " and ".join(f"actor.{name}=null" for name in norms)
+        keys = [Key(name) for name in ("gconfig.n_samples", "agent.fn", "eval_gconfig", "gconfig.n_samples")]
+        yield Problem("gconfig.greedy", text, self.gconfig.n_samples, *keys)
 
     @forbid(
         "actor.overlong_tokens",

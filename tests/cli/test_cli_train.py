@@ -235,9 +235,18 @@ def test_no_flag_is_left_out_above() -> None:
     assert tried == flags.flags().keys() | {"--algo"}
 
 
+def test_flags_of_other_algorithms_are_ignored_with_a_warning(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["train", *DATA, "--algo", "sft", "--cfg", "job"]) == 0
+    expected = capsys.readouterr().out
+    assert main(["train", *DATA, "--algo", "sft", "--cfg", "job", "--max-new-tokens", "9", "--critic-lr", "1"]) == 0
+    assert capsys.readouterr().out == expected
+    assert "--critic-lr is a flag of ppo, so sft ignores it" in caplog.messages
+    assert any(text.startswith("--max-new-tokens is a flag of distill, grpo, gspo") for text in caplog.messages)
+
+
 def test_tuning_is_for_algorithms_that_sample(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *DATA, "--algo", "sft", "--tune-params"]) == 2
-    assert "--tune-params: is a flag of distill, grpo, gspo, online_dpo and ppo, not of sft" in capsys.readouterr().err
     assert command.run(get_algorithm("sft"), "sft", ["--config-name=train", "tune.enabled=true"]) == 2
     assert "tune: unknown key; it is a setting of distill, grpo, gspo, online_dpo and ppo" in capsys.readouterr().err
 
@@ -258,12 +267,11 @@ def test_wrong_settings_of_the_tuner(words: str, told: str, capsys: pytest.Captu
 
 
 def test_all_mistakes_are_told_together_by_the_names_that_the_user_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    words = shlex.split("--batch-size many --critic-lr 1 --n-samples 0 gconfig.top_p=2 --min-lr x --kl-loss-type abs")
+    words = shlex.split("--batch-size many --n-samples 0 gconfig.top_p=2 --min-lr x --kl-loss-type abs")
     assert main(["train", "--dataset-path", "rows.jsonl", *words]) == 2
     error = capsys.readouterr().err
     for line in (
         "--ckpt: missing (",
-        "--critic-lr: is a flag of ppo, not of gspo",
         "--min-lr: is x; expected a number from 0 to --lr (1e-06 by default)",
         "--batch-size: is 'many'; an integer is expected",
         "--n-samples: is 0; it must be more than 0",
@@ -272,7 +280,20 @@ def test_all_mistakes_are_told_together_by_the_names_that_the_user_knows(capsys:
         "--reward-fn-path: missing (",
     ):
         assert f"\n  {line}" in error, line
-    assert error.startswith("error: 8 problems")
+    assert error.startswith("error: 7 problems")
+
+
+@pytest.mark.parametrize("reward_norm", [[], ["actor.reward_norm={}"]])
+def test_greedy_samples_are_refused_once_with_all_that_makes_them_work(
+    reward_norm: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *DATA, *REWARD, "--greedy", *reward_norm]) == 2
+    error = capsys.readouterr().err
+    assert "--greedy: is true, so the 8 samples of a prompt (--n-samples) would be equal" in error
+    remedy = error.split("), or ")[1].split()
+    assert remedy[:3] == ["--n-samples=1", "with", "actor.adv_norm=null"]
+    norms = [word for word in remedy if word.endswith("=null")]
+    assert main(["train", *DATA, *REWARD, "--greedy", *reward_norm, "--n-samples", "1", *norms, "--cfg", "job"]) == 0
 
 
 @pytest.mark.parametrize(
