@@ -36,6 +36,7 @@ FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of the dtypes that 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 MAPPED_BYTES = 2**26  # the bytes read from a file before it is closed and opened again
 FILES_OF_A_RANK = 2  # at least, if several ranks write, so that a rank holds half of its share at a time
+MIN_SHARD_BYTES = 2**26  # of a model that several ranks write. A smaller file is not worth the division
 MAX_SHARD_BYTES = 2**32  # the most of a file with several tensors; pinned memory is allocated in powers of two
 
 
@@ -295,13 +296,13 @@ def file_writes(
     dtype = dtype or model.embed.weight.dtype
     table = stored_tensors(model)
     sizes = {name: math.prod(stored.shape) * dtype.itemsize for name, stored in table.items()}
-    n_ranks = dp.size * model.tp.size
-    n_files = FILES_OF_A_RANK * n_ranks if n_ranks > 1 else 1
+    n_ranks, total = dp.size * model.tp.size, sum(sizes.values())
+    n_files = max(1, min(FILES_OF_A_RANK * n_ranks, total // MIN_SHARD_BYTES)) if n_ranks > 1 else 1
     plan = split_state_dict_into_shards_factory(
         sizes,
         get_storage_size=lambda size: size,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=min(max_shard_bytes, -(-sum(sizes.values()) // n_files)),
+        max_shard_size=min(max_shard_bytes, -(-total // n_files)),
     )
     if dp.rank == model.tp.rank == 0:
         yield partial(_write_other_files, model, folder, source, dtype, plan)

@@ -14,6 +14,8 @@ from multiprocessing import forkserver
 from types import SimpleNamespace
 from typing import Any
 
+from areno.models import weights
+
 PRELOADED = [
     "areno.engine.worker",
     "areno.engine.processes.serving",
@@ -24,15 +26,19 @@ PRELOADED = [
 
 
 class _Process(contexts.ForkServerProcess):
-    """With the environment of the moment, as a spawned process has it; the server's is that of its own start."""
+    """With the environment of the moment, as a spawned process has it; the server's is that of its own start.
+
+    A test may have made the smallest file of a checkpoint smaller.
+    """
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
-        self._environment = dict(os.environ)
+        self._environment, self._min_shard_bytes = dict(os.environ), weights.MIN_SHARD_BYTES
 
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self._environment)
+        weights.MIN_SHARD_BYTES = self._min_shard_bytes
         super().run()
 
 

@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from areno.errors import CheckpointError
 from areno.layers import shard
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
+from areno.models import weights
 from areno.models.registry import build_model, load_config
 from areno.models.weights import save_weights
 from areno.types import TrainSequence
@@ -41,7 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(folder: Path) -> Iterator[Engine]:
-    with Engine(spec(folder, devices=4, tp_size=2)) as engine:
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(weights, "MIN_SHARD_BYTES", 1)  # as if the model were large
+            engine = stack.enter_context(Engine(spec(folder, devices=4, tp_size=2)))
         yield engine
 
 
@@ -73,6 +78,14 @@ def test_four_ranks_save_what_one_does(four: Engine, expected: dict[str, torch.T
     assert index["metadata"]["total_size"] == total
     assert index["weight_map"].keys() == expected.keys()
     assert set(index["weight_map"].values()) == {file.name for file in files}
+
+
+@pytest.mark.slow
+def test_ranks_share_only_what_is_large(folder: Path, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    with Engine(spec(folder, devices=2, tp_size=2)) as two:
+        two.save(str(tmp_path))
+    assert [file.name for file in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+    assert same(saved_tensors(tmp_path), expected)
 
 
 @pytest.mark.slow
