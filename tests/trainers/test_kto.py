@@ -46,7 +46,7 @@ def test_evaluation_is_what_transformers_computes(tmp_path):
     assert measured["margin"] == pytest.approx(np.mean(of_label[1]) - np.mean(of_label[0]), abs=1e-4)
     found = scalars(run_dir)
     assert found["train/kl"][0] == 0  # the policy is its own reference
-    assert len(found["train/margin"]) == 3
+    assert len(found["train/margin"]) == 2  # a step has no desirable answer
 
 
 @pytest.mark.slow
@@ -59,10 +59,11 @@ def test_the_reference_point_does_not_depend_on_how_rows_are_cut(tmp_path):
         with areno.KTOTrainer(config, train_dataset=LABELLED) as trainer:
             trainer.fit()
             told = scalars(trainer.run.folder)
-            found.append([told[f"train/{name}"] for name in ("loss", "kl", "grad_norm", "margin")])
-    assert max(found[0][1]) > 0
+            found.append({name: told[f"train/{name}"] for name in ("loss", "kl", "grad_norm", "margin")})
+    assert max(found[0]["kl"]) > 0
     for other in found[1:]:
-        np.testing.assert_allclose(other, found[0], atol=1e-4, rtol=1e-3)
+        for name, values in other.items():
+            np.testing.assert_allclose(values, found[0][name], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.gpu
