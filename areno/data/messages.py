@@ -97,8 +97,9 @@ def _call(given: Any, as_text: bool) -> Any:
         arguments = decoded_arguments(arguments)
     elif not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False)
-    around = {key: value for key, value in given.items() if key not in ("name", "arguments")}
-    return {"type": "function", **around, "function": {**function, "arguments": arguments}}
+    if function is given:
+        given, function = {key: given[key] for key in given if key == "id"}, {"name": given.get("name")}
+    return {"type": "function", **given, "function": {**function, "arguments": arguments}}
 
 
 def decoded_arguments(arguments: Any) -> Any:

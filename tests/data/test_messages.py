@@ -97,6 +97,10 @@ def test_arguments_that_are_no_object_stay_text(given, expected):
 def test_other_forms_of_a_call_are_those_of_tool_calls():
     tokenizer = tokenizer_with("qwen2_5")
     flat = {"name": "weather", "arguments": json.dumps(ARGUMENTS)}
+    in_form = template_messages(tokenizer, [assistant("", tool_calls=[{**flat, "id": "1", "type": "function"}])])
+    assert in_form[0]["tool_calls"] == [
+        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    ]
     for message in (assistant(None, function_call=flat), assistant("", tool_calls=[flat])):
         rows = check_dataset([{"prompt": [user("Hot?"), message, *ANSWERED]}], "prompt")
         assert prompt_item(tokenizer, rows[0], 0).text == served(tokenizer, [*called(ARGUMENTS), *ANSWERED])
