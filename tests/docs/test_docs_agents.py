@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import shlex
 import sys
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem
+from areno.files.user_code import load_function
 from areno.server.tokens import Source
 from tests.helpers import warm_python
 from tests.helpers.agent_model import made
+from tests.helpers.endpoints import endpoint
 from tests.helpers.pages import ROOT, blocks
 
 PAGE, ENVIRONMENTS = ROOT / "docs" / "agents.md", ROOT / "docs" / "environments.md"
 NAMED = "Qwen/Qwen3-0.6B"
 SMALL = ["engine.device=cpu", "total_train_epochs=1", "gconfig.n_samples=2", "agent.workers=1"]
-needs_packages = pytest.mark.skipif(
-    None in map(find_spec, ("verifiers", "agents")), reason="needs the packages verifiers and openai-agents"
-)
+RUNS = {  # experiment: (page, packages of its agent)
+    "products": (PAGE, []),
+    "counter": (ENVIRONMENTS, []),
+    "sums": (ENVIRONMENTS, ["verifiers"]),
+    "weather": (ENVIRONMENTS, ["agents"]),
+    "forecast": (ENVIRONMENTS, ["langchain", "langchain_openai"]),
+}
+ALWAYS: Any = {
+    "id": "1",
+    "object": "chat.completion",
+    "created": 0,
+    "model": "policy",
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+    "areno": {"choices": [{}]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,33 +47,70 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         return trainer.save_checkpoint(tmp_path_factory.mktemp("model") / "model")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("page", "n_runs"), [(PAGE, 1), pytest.param(ENVIRONMENTS, 3, marks=needs_packages)])
-def test_the_page_runs(page: Path, n_runs: int, tmp_path: Path, model: str) -> None:
-    script, commands = [], []
-    for info, text in blocks(page):
-        kind, _, file = info.partition(" file=")
-        text = text.replace(NAMED, model)
-        if file:
-            (tmp_path / file).write_text(text, encoding="utf-8")
-        elif kind == "python":
-            script.append(text)
-        elif kind == "bash run":
-            commands += [[*shlex.split(line)[1:], *SMALL] for line in text.splitlines()]
-    assert len(commands) == n_runs
-    if script:
-        (tmp_path / "loop.py").write_text("\n".join(script).replace("backend_type", CPU), encoding="utf-8")
-        commands.append(["loop.py"])
-    path = os.pathsep.join([str(ROOT), str(tmp_path), *sys.path])  # an environment of the page is as if installed
+def files_of(page: Path) -> dict[str, str]:
+    return {info.partition(" file=")[2]: text for info, text in blocks(page) if " file=" in info}
+
+
+def commands_of(page: Path) -> dict[str, list[str]]:
+    """Experiment -> words of its command."""
+    lines = [line for info, text in blocks(page) if info == "bash run" for line in text.splitlines()]
+    return {line.partition("experiment_name=")[2].split()[0]: shlex.split(line)[1:] for line in lines}
+
+
+def test_each_command_of_the_pages_is_run() -> None:
+    found = [(page, name) for page in (PAGE, ENVIRONMENTS) for name in commands_of(page)]
+    assert found == [(page, name) for name, (page, _) in RUNS.items()]
+
+
+def run(command: list[str], page: Path, folder: Path, model: str) -> None:
+    for file, text in files_of(page).items():
+        (folder / file).write_text(text, encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), str(folder), *sys.path])  # an environment of the page is as if installed
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    for command in commands:
-        done = warm_python.commands().run(command, tmp_path, environment, timeout=200)
-        assert done.returncode == 0, done.stderr[-3000:]
-        if "loop.py" not in command:
-            [name] = [word.partition("=")[2] for word in command if word.startswith("experiment_name=")]
-            [log] = tmp_path.glob(f"outputs/{name}/*/logs/run.log")
-            for line in ("agentic rollout batch prompts=4", "agentic train batch built samples=8"):
-                assert line in log.read_text()
+    words = [word.replace(NAMED, model) for word in command]
+    done = warm_python.commands().run(words, folder, environment, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_the_commands_run(name: str, tmp_path: Path, model: str) -> None:
+    page, packages = RUNS[name]
+    for package in packages:
+        pytest.importorskip(package)
+    run([*commands_of(page)[name], *SMALL], page, tmp_path, model)
+    [log] = tmp_path.glob(f"outputs/{name}/*/logs/run.log")
+    for line in ("agentic rollout batch prompts=4", "agentic train batch built samples=8"):
+        assert line in log.read_text()
+
+
+@pytest.mark.slow
+def test_the_loop_runs(tmp_path: Path, model: str) -> None:
+    script = "\n".join(text for info, text in blocks(PAGE) if info == "python")
+    (tmp_path / "loop.py").write_text(script.replace(NAMED, model).replace("backend_type", CPU), encoding="utf-8")
+    run(["loop.py"], PAGE, tmp_path, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "package", "n_turns"), [("weather.py", "agents", 4), ("forecast.py", "langchain_openai", 4)]
+)
+@pytest.mark.parametrize("tool", ["temperature", "unknown"])
+def test_a_policy_that_never_answers_has_a_trajectory(
+    file: str, package: str, n_turns: int, tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(package)
+    (tmp_path / file).write_text(files_of(ENVIRONMENTS)[file], encoding="utf-8")
+    call = {"id": "c", "type": "function", "function": {"name": tool, "arguments": '{"city": "Oslo"}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    body = {**ALWAYS, "choices": [{"index": 0, "finish_reason": "tool_calls", "message": message}]}
+    run_agent = load_function(str(tmp_path / file), "run_agent", "agent.fn")
+    item = AgentItem("How warm is it in Oslo?", {}, [1])
+    with endpoint(lambda request: json.dumps(body).encode()) as (url, requests):
+        [found] = asyncio.run(run_agent(AgentContext(url, "key", "s", 60.0), AgentBatch.of_item(item)))
+    assert len(found.turns) == len(requests) == (1 if (tool, package) == ("unknown", "agents") else n_turns)
+    assert found.turns[-1].response["choices"][0]["message"]["tool_calls"] == [call]
+    assert found.turns[-1].messages == requests[-1]["messages"]
 
 
 CPU = 'custom_config=areno.ArenoConfig(runtime={"device": "cpu", "gradient_checkpointing": False}), backend_type'

@@ -1,8 +1,17 @@
 """The same agent, written with OpenAI's Agents SDK: `pip install openai-agents`, agent.fn=.../openai_agents.py."""
 
+from contextlib import suppress
 from typing import Literal
 
-from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
+from agents import (
+    Agent,
+    MaxTurnsExceeded,
+    ModelBehaviorError,
+    OpenAIChatCompletionsModel,
+    RunConfig,
+    Runner,
+    function_tool,
+)
 from moves import SYSTEM
 
 from areno.api.agentic import Recorder
@@ -22,6 +31,7 @@ async def run_agent(ctx, batch):
     for item in batch.iter_samples():  # a run gives one sample to each call
         async with Recorder(ctx) as recorder:
             model = OpenAIChatCompletionsModel("policy", recorder.client)
-            await Runner.run(mover, item.prompt, run_config=RunConfig(model=model, tracing_disabled=True))
+            with suppress(MaxTurnsExceeded, ModelBehaviorError):  # such as a call of an unknown tool
+                await Runner.run(mover, item.prompt, run_config=RunConfig(model=model, tracing_disabled=True))
             trajectories.append(recorder.trajectory(item))
     return trajectories
