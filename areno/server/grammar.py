@@ -7,22 +7,30 @@ samples only tokens that the grammar allows.
 
 from __future__ import annotations
 
+import json
+import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
-from areno.engine.decoder.grammar import Grammar, GrammarCompiler, GrammarState
+from areno.engine.decoder.grammar import MAX_GRAMMARS, Grammar, GrammarCompiler, GrammarState
 from areno.errors import GrammarError
-from areno.server.parsers.lark import Lark, close_objects, parameters_of
+from areno.server.parsers.json_rules import JsonRules, Style
+from areno.server.parsers.lark import Lark
 from areno.server.parsers.message import END_THINK, THINK, ToolCallParser
-from areno.server.parsers.reading import Schema
+from areno.server.parsers.schemas import Document, arguments_of
 
 __all__ = ["Constraint", "Grammar", "GrammarState", "Reasoning", "compile_grammar", "reasoning_after"]
+
+logger = logging.getLogger(__name__)
 
 Reasoning = Literal["none", "open", "optional"]
 """Reasoning before the answer: none, the rest of the reasoning that the prompt has opened, or optional reasoning."""
 
+_known: weakref.WeakKeyDictionary[GrammarCompiler, OrderedDict[str, str]] = weakref.WeakKeyDictionary()
 _compilers: weakref.WeakKeyDictionary[Any, dict[Any, GrammarCompiler]] = weakref.WeakKeyDictionary()
 
 
@@ -31,13 +39,13 @@ class Constraint:
     """The required form of a completion, in the terms of OpenAI's API.
 
     If a schema lists the properties of an object but does not set `additionalProperties`, other properties are
-    forbidden.
+    forbidden. If `strict` of a schema is true, a keyword of JSON Schema that cannot be enforced is an error. Otherwise
+    the keyword is left out, with a warning.
 
     Attributes:
         response_format: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema":
-            ..., "strict": ...}}. If `strict` is true, a feature of JSON Schema that cannot be enforced is an error. If
-            `strict` is false or absent, the feature is ignored. None means {"type": "text"}.
-        tools: Tools that the model may call, in OpenAI's form.
+            ..., "strict": ...}}. None means {"type": "text"}.
+        tools: Tools that the model may call, in OpenAI's form. Each function may have `strict`.
         tool_choice: "auto" and "none" force no call. "required" forces a call of any tool, and {"type": "function",
             "function": {"name": ...}} forces a call of the named function.
         parallel_tool_calls: Whether the completion may have several calls. A named function is called only once.
@@ -66,65 +74,77 @@ class Constraint:
             GrammarError: If a field has a wrong value. The message names the field.
         """
         lark = Lark(special_tokens)
+        return None if (answer := self.rules(lark)) is None else lark.text(answer)
+
+    def key(self) -> str:
+        """Return a text that is the same for the same constraint."""
+        parser = None if self.parser is None else self.parser.name
+        how = [self.tool_choice, self.parallel_tool_calls, parser, self.reasoning]
+        return json.dumps([self.response_format, self.tools, how], default=repr)
+
+    def rules(self, lark: Lark) -> str | None:
+        """Add the rules of the answer to a grammar, and return the expression of the answer, None for any text."""
+        try:
+            return self._rules(lark)
+        except RecursionError as error:
+            raise GrammarError("the schema is nested too deeply for a grammar") from error
+
+    def _rules(self, lark: Lark) -> str | None:
+        document, functions = self._schema(), dict[str, Document]()
         wants_call = not isinstance(self.tool_choice, str) or self.tool_choice not in ("auto", "none")
-        if wants_call:
-            answer = self._calls(lark)
+        if document is None and not wants_call:
+            return None
+        has_calls = bool(self.tools) and self.tool_choice == "auto" and self.parser is not None and self.parser.tags
+        if wants_call or has_calls:
+            functions = self._functions()
+        if wants_call or document is None:
+            answer = self._calls(lark, functions)
         else:
-            schema, strict = self._schema()
-            if schema is None:
-                return None
-            answer = lark.json(schema, one_line=False, strict=strict)
-            if self.tools and self.tool_choice == "auto" and self.parser is not None and self.parser.tags:
-                answer = f"({answer} | {self._calls(lark)})"
+            answer = JsonRules(lark, document, Style(is_free=True)).root()
+            answer = f"({answer} | {self._calls(lark, functions)})" if has_calls else answer
+        for where, each in (("response_format", document), *functions.items()):
+            if each is not None and each.relaxed:
+                _warn(where, tuple(each.relaxed), json.dumps(each.root[0], sort_keys=True, default=str))
         if self.reasoning != "none":
             thought = f"{lark.until(END_THINK)} /\\n{{0,2}}/"
             answer = (
                 f"{thought} {answer}" if self.reasoning == "open" else f"({lark.literal(THINK)} {thought})? {answer}"
             )
-        return lark.text(answer)
+        return answer
 
-    def _schema(self) -> tuple[Schema | None, bool]:
-        """Return (JSON schema of the answer, strict), according to `response_format`.
-
-        The schema is None if the answer is text. If `strict` is True, a feature of JSON Schema that cannot be
-        enforced is an error. Raises GrammarError if `response_format` is wrong.
-        """
+    def _schema(self) -> Document | None:
+        """Return the schema of the answer according to `response_format`, None if the answer is text."""
         form = self.response_format
         kind = "text" if form is None else form.get("type") if isinstance(form, Mapping) else None
         if kind == "text":
-            return None, False
+            return None
         if kind == "json_object":
-            return {"type": "object"}, True
+            return Document({"type": "object"})
         if kind != "json_schema" or form is None:
             raise GrammarError("response_format has type {!r}; expected text, json_object or json_schema", kind)
         described = form.get("json_schema")
         schema = described.get("schema", {}) if isinstance(described, Mapping) else None
-        if not isinstance(described, Mapping) or not isinstance(schema, dict):
+        if not isinstance(described, Mapping) or not isinstance(schema, dict | bool):
             raise GrammarError("response_format.json_schema must be an object with a schema, which is an object itself")
-        return close_objects(schema), bool(described.get("strict"))
+        return Document(schema, bool(described.get("strict")))
 
-    def _calls(self, lark: Lark) -> str:
-        """Return the grammar expression that matches the tool calls. Its rules are added to `lark`.
-
-        Raises GrammarError if the format of the model's calls is unknown, or if the tools or `tool_choice` are
-        wrong.
-        """
-        functions = self._functions()
+    def _calls(self, lark: Lark, functions: dict[str, Document]) -> str:
+        """Return the expression of the tool calls."""
         if self.parser is None:
             raise GrammarError("tool_choice asks for a call, but the format of this model's calls is not known")
         named = not isinstance(self.tool_choice, str)
         return self.parser.call_grammar(lark, functions, many=self.parallel_tool_calls and not named)
 
-    def _functions(self) -> dict[str, Schema]:
-        """Return the functions that may be called, as name -> JSON schema of the arguments."""
-        functions: dict[str, Schema] = {}
+    def _functions(self) -> dict[str, Document]:
+        """Return the functions that may be called, with the schemas of their arguments."""
+        functions: dict[str, Document] = {}
         for number, tool in enumerate(self.tools or ()):
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
             name = function.get("name") if isinstance(function, Mapping) else None
             schema = (function.get("parameters") or {}) if isinstance(function, Mapping) else None
             if not isinstance(name, str) or not name or not isinstance(schema, dict):
                 raise GrammarError("tools[{}] is not a function with a name and an object of parameters", number)
-            functions[name] = parameters_of(schema)
+            functions[name] = arguments_of(schema, bool(isinstance(function, Mapping) and function.get("strict")))
         if not functions:
             raise GrammarError("tool_choice asks for a call, but there are no tools")
         if isinstance(self.tool_choice, str):
@@ -136,6 +156,12 @@ class Constraint:
         if name not in functions:
             raise GrammarError("tool_choice names {!r}; the tools are {}", name, ", ".join(functions))
         return {name: functions[name]}
+
+
+@lru_cache(4096)
+def _warn(where: str, relaxed: tuple[str, ...], schema: str) -> None:
+    """Warn once for each schema."""
+    logger.warning("the schema of %s is enforced without %s, because strict is not set", where, ", ".join(relaxed))
 
 
 def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
@@ -196,8 +222,21 @@ def compile_grammar(
         GrammarError: If the grammar is invalid or llguidance is not installed.
     """
     compiler = compiler_for(tokenizer, vocab_size, eos_token_ids)
+    if isinstance(constraint, str):
+        return compiler.compile(constraint)
     if isinstance(constraint, Mapping):
         constraint = Constraint(response_format=constraint)
-    is_text = isinstance(constraint, str)
-    text = constraint if is_text else constraint.grammar(compiler.special_tokens(tokenizer))
-    return None if text is None else compiler.compile(text)
+    # Agents send the same schemas with every request.
+    known, key = _known.setdefault(compiler, OrderedDict()), constraint.key()
+    if key in known:
+        known.move_to_end(key)
+        return compiler.compile(known[key])
+    lark = Lark(compiler.special_tokens(tokenizer))
+    if (answer := constraint.rules(lark)) is None:
+        return None
+    if missing := [text for text in lark.literals if not compiler.has_tokens_for(text)]:
+        raise GrammarError("the tokenizer cannot write {!r}, which the answer must contain", missing[0])
+    known[key] = lark.text(answer)
+    if len(known) > MAX_GRAMMARS:
+        known.popitem(last=False)
+    return compiler.compile(known[key])

@@ -1,12 +1,54 @@
-"""Random JSON schemas, and the tokens that a grammar allows."""
+"""Random JSON schemas, the tokens that a grammar allows, and grammars over bytes."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
+from areno.engine.decoder.grammar import GrammarState
+
+
+@functools.cache
+def _bytes() -> Any:
+    import llguidance
+
+    return llguidance.LLTokenizer("byte")
+
+
+class ByteGrammar:
+    """A grammar whose tokens are bytes. It needs no tokenizer, and every text can be written."""
+
+    def __init__(self, text: str):
+        import llguidance
+
+        form = llguidance.LLMatcher.grammar_from_lark(text)
+        self._matcher = llguidance.LLMatcher(_bytes(), form, log_level=0)
+        assert not self._matcher.is_error(), self._matcher.get_error()
+
+    def accepts(self, text: str) -> bool:
+        state, tokens = self._matcher.deep_copy(), _bytes().tokenize_str(text)
+        return state.validate_tokens(tokens) == len(tokens) and state.consume_tokens(tokens) and state.is_accepting()
+
+    def drawn(self, rng: random.Random, most: int = 200) -> str | None:
+        """A text that the grammar allows, drawn byte by byte. None if it does not end soon."""
+        eos = _bytes().eos_token
+        state, text = GrammarState(self._matcher.deep_copy(), _bytes().vocab_size, frozenset([eos])), bytearray()
+        for _ in range(most):
+            tokens = allowed(state.mask())
+            assert tokens, f"nothing can follow {bytes(text)!r}"
+            if eos in tokens and (len(tokens) == 1 or rng.randrange(2)):
+                return text.decode()
+            tokens = [token for token in tokens if token != eos]
+            ends = [token for token in tokens if chr(token) in '"}]'] if rng.randrange(3) == 0 else []
+            plain = [token for token in tokens if token < 128] if rng.randrange(5) else []
+            text.append(rng.choice(ends or plain or tokens))
+            state.accept(text[-1])
+            assert not state.error, (bytes(text), state.error)
+        return None
 
 
 def allowed(mask: np.ndarray) -> list[int]:

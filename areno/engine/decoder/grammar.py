@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -157,7 +157,10 @@ class GrammarCompiler:
         matcher = library.LLMatcher(self.ll_tokenizer, form, log_level=0)
         if matcher.is_error():
             raise GrammarError("the grammar cannot be compiled: {}", _reason(matcher.get_error()))
-        grammar = self._grammars[text] = Grammar(text, matcher, self.vocab_size, self._eos)
+        grammar = Grammar(text, matcher, self.vocab_size, self._eos)
+        if not grammar.start().mask().any():
+            raise GrammarError("the grammar allows no token of this tokenizer at the start of an answer")
+        self._grammars[text] = grammar
         if len(self._grammars) > MAX_GRAMMARS:
             self._grammars.popitem(last=False)
         return grammar
@@ -171,6 +174,10 @@ class GrammarCompiler:
         """
         tokens = self.ll_tokenizer.tokenize_str(text)
         return grammar.start().n_allowed(tokens) == len(tokens)
+
+    def has_tokens_for(self, text: str) -> bool:
+        """Return whether the tokenizer can write a text. If not, it writes another text, such as "<unk>"."""
+        return self.ll_tokenizer.decode_bytes(self.ll_tokenizer.tokenize_str(text)) == text.encode()
 
     def special_tokens(self, tokenizer: Any) -> dict[str, int]:
         """Return those added tokens of the tokenizer that are special for llguidance, as text -> token id.
@@ -261,8 +268,39 @@ class Vocabulary:
 
 
 def _reason(message: str) -> str:
-    """Return the first line of an error message of llguidance."""
-    return message.strip().partition("\n")[0].removeprefix("at 1(8): ")
+    """Return an error message of llguidance in one line, without the lines of the grammar that follow it."""
+    lines = []
+    for line in message.strip().splitlines():
+        number, bar, _ = line.partition(" | ")
+        if bar and number.strip().isdecimal():
+            break
+        lines.append(line.strip())
+    place, _, rest = " ".join(lines).partition(": ")
+    return rest if place.startswith("at ") else " ".join(lines)
+
+
+@cache
+def _bytes() -> Any:
+    """Return a tokenizer with a token for each byte."""
+    return _library().LLTokenizer("byte")
+
+
+@lru_cache(1024)
+def _matcher(text: str) -> Any:
+    library = _library()
+    return library.LLMatcher(_bytes(), library.LLMatcher.grammar_from_lark(text), log_level=0)
+
+
+def fault_of(text: str) -> str:
+    """Return why a grammar cannot be compiled, "" if it can. No tokenizer is needed."""
+    matcher = _matcher(text)
+    return _reason(matcher.get_error()) if matcher.is_error() else ""
+
+
+def accepts(text: str, answer: str) -> bool:
+    """Return whether a grammar without special tokens allows exactly this answer."""
+    state, tokens = _matcher(text).deep_copy(), _bytes().tokenize_str(answer)
+    return state.validate_tokens(tokens) == len(tokens) and state.consume_tokens(tokens) and state.is_accepting()
 
 
 def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:

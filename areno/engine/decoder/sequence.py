@@ -333,8 +333,18 @@ class Sequence:
             self.finish_reason = "length"
         if self.grammar is not None and self.grammar.error:
             logger.warning("a sample of request %d ends early: %s", self.request.request_id, self.grammar.error)
+            self._drop_last()
             self.finish_reason = "abort"
         return self.finish_reason is not None
+
+    def _drop_last(self) -> None:
+        """Drop a token that the grammar does not allow. It was sampled because no token is allowed."""
+        for values in (self.tokens, self.logprobs, self.versions):
+            values.pop()
+        if len(self.top_logprobs) > len(self.logprobs):
+            self.top_logprobs.pop()
+        if self.table is not None:
+            self.table.n_new[self.slot] -= 1
 
     def _has_stop_string(self, stop_strings: StopStrings) -> bool:
         """Return whether the completion, including the newest token, contains a stop string.

@@ -7,11 +7,16 @@ calls by `;`.
 
 from __future__ import annotations
 
-from areno.server.parsers.lark import Lark, rebase_refs
+import json
+
+from areno.server.parsers.json_rules import JsonRules, Style
+from areno.server.parsers.lark import Lark
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
-from areno.server.parsers.reading import Cursor, Reading, Schema, after_space, dump_json, load_json
+from areno.server.parsers.reading import Cursor, Reading, after_space, dump_json, load_json
+from areno.server.parsers.schemas import Document
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_HEAD = {"name", "id", "type"}  # keys of a call beside its arguments
 
 
 class HermesParser(ToolCallParser):
@@ -37,67 +42,31 @@ class HermesParser(ToolCallParser):
         """
         yield from source.skip_space()
         text = yield from source.json_object()
-        if text is None or (call := call_of(text, ("arguments",))) is None:
+        if text is None or (call := call_of(text, ("arguments", "parameters"))) is None:
             return None
         yield from source.skip_space()
         if not (yield from source.accept(CLOSE)) and (yield from source.peek()):
             return None
         return [call]
 
-    def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Add rules for JSON calls between `<tool_call>` tags to a grammar.
-
-        Args:
-            lark: Grammar under construction, to which the rules are added.
-            functions: Function name -> JSON schema of its arguments.
-            many: Whether several calls may follow each other.
-
-        Returns:
-            Name of the rule in `lark` that matches the calls.
-        """
+    def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:
         return in_tags(lark, call_object(lark, functions, "arguments"), many)
 
 
 def in_tags(lark: Lark, call: str, many: bool) -> str:
-    """Add rules for calls between `<tool_call>` and `</tool_call>` to a grammar.
-
-    Args:
-        lark: Grammar under construction, to which the rules are added.
-        call: Grammar expression of the call without tags.
-        many: Whether several calls may follow each other, separated by newlines.
-
-    Returns:
-        Name of the rule in `lark` that matches the calls.
-    """
+    """Return the rule of calls between `<tool_call>` and `</tool_call>`, where `call` is one without its tags."""
     opening, closing, newline = map(lark.literal, (f"{OPEN}\n", f"\n{CLOSE}", "\n"))
     call = lark.rule(f"{opening} {call} {closing}")
     return lark.rule(f"{call} ({newline} {call})*") if many else call
 
 
-def call_object(lark: Lark, functions: dict[str, Schema], arguments_key: str) -> str:
-    """Return the grammar expression for a JSON object with a function's name and arguments.
-
-    Args:
-        lark: Grammar under construction, to which rules for the expression are added.
-        functions: Function name -> JSON schema of its arguments.
-        arguments_key: Key of the arguments in the object, such as "arguments".
-
-    Returns:
-        A grammar expression that matches a call of any of the functions.
-    """
-    objects = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": name},
-                arguments_key: rebase_refs(schema, f"/properties/{arguments_key}"),
-            },
-            "required": ["name", arguments_key],
-            "additionalProperties": False,
-        }
-        for name, schema in functions.items()
-    ]
-    return f"({' | '.join(map(lark.json, objects))})"
+def call_object(lark: Lark, functions: dict[str, Document], arguments_key: str) -> str:
+    """Return the expression of a JSON object with a function's name and arguments."""
+    calls = []
+    for name, document in functions.items():
+        start = json.dumps(f'{{"name": {json.dumps(name)}, "{arguments_key}": ')
+        calls.append(f'{start} {JsonRules(lark, document, Style()).root()} "}}"')
+    return f"({' | '.join(calls)})"
 
 
 def call_of(text: str, argument_keys: tuple[str, ...]) -> RawCall | None:
@@ -105,8 +74,8 @@ def call_of(text: str, argument_keys: tuple[str, ...]) -> RawCall | None:
 
     Args:
         text: Text of the object.
-        argument_keys: Keys that may hold the arguments, tried in order. If the object has none of these keys, the
-            arguments are {}. The value of the key may also be a string with the JSON text of the arguments.
+        argument_keys: Keys that may hold the arguments, tried in order. An object with a name alone has no arguments.
+            The value of the key may also be a string with the JSON text of the arguments.
 
     Returns:
         (name, arguments as JSON text), or None if the text does not describe a call.
@@ -114,7 +83,7 @@ def call_of(text: str, argument_keys: tuple[str, ...]) -> RawCall | None:
     try:
         value = load_json(text)
         name = value.get("name")
-        arguments = next((value[key] for key in argument_keys if key in value), {})
+        arguments = next((value[key] for key in argument_keys if key in value), {} if value.keys() <= _HEAD else None)
         if isinstance(arguments, str):
             arguments = load_json(arguments)
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
@@ -180,16 +149,6 @@ class LlamaJsonParser(ToolCallParser):
         call = None if text is None else call_of(text, ("parameters", "arguments"))
         return None if call is None or (tools is not None and call[0] not in tools) else [call]
 
-    def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Add rules for JSON calls separated by `;` to a grammar.
-
-        Args:
-            lark: Grammar under construction, to which the rules are added.
-            functions: Function name -> JSON schema of its arguments.
-            many: Whether several calls may follow each other.
-
-        Returns:
-            Name of the rule in `lark` that matches the calls.
-        """
+    def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:
         call = call_object(lark, functions, "parameters")
         return lark.rule(f"{call} ({lark.literal('; ')} {call})*") if many else call

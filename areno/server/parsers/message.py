@@ -14,6 +14,7 @@ from typing import Any
 from areno.errors import GrammarError
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.reading import Cursor, Reading, Schema, partial_tag, schemas_of
+from areno.server.parsers.schemas import Document
 
 THINK, END_THINK = "<think>", "</think>"
 
@@ -157,12 +158,12 @@ class ToolCallParser:
         """
         raise NotImplementedError("the family has tags but does not read calls")
 
-    def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
+    def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:
         """Add rules for tool calls in this family's format to a grammar.
 
         Args:
             lark: Grammar under construction, to which the rules are added.
-            functions: Function name -> JSON schema of its arguments, from `parameters_of`.
+            functions: Function name -> JSON schema of its arguments, from `arguments_of`.
             many: Whether several calls may follow each other.
 
         Returns:

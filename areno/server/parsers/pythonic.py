@@ -11,18 +11,11 @@ from string import hexdigits
 from typing import Any
 
 from areno.errors import GrammarError
+from areno.server.parsers.json_rules import JsonRules, Style
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
-from areno.server.parsers.reading import (
-    Cursor,
-    Reading,
-    Schema,
-    after_space,
-    dump_json,
-    properties_of,
-    resolved,
-    types_of,
-)
+from areno.server.parsers.reading import Cursor, Reading, after_space, dump_json
+from areno.server.parsers.schemas import Document
 
 TAGS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
 MAX_NESTED = 50
@@ -90,50 +83,39 @@ class PythonicParser(ToolCallParser):
             return None
         return calls if tools is None or tag or all(name in tools for name, _ in calls) else None
 
-    def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Add rules for a list of calls, without tags, to a grammar.
-
-        Args:
-            lark: Grammar under construction, to which the rules are added.
-            functions: Function name -> JSON schema of its arguments.
-            many: Whether the list may have several calls.
-
-        Returns:
-            Name of the rule in `lark` that matches the calls.
-        """
-        call = lark.rule(" | ".join(_call_grammar(lark, name, schema) for name, schema in functions.items()))
+    def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:
+        call = lark.rule(" | ".join(_call_grammar(lark, name, document) for name, document in functions.items()))
         more = f"({lark.literal(', ')} {call})*" if many else ""
         return lark.rule(f"{lark.literal('[')} {call} {more} {lark.literal(']')}")
 
 
-def _call_grammar(lark: Lark, name: str, schema: Schema) -> str:
-    """Add rules for a call name(key=value, ...) to `lark`, and return the name of the rule that matches the call.
+def _call_grammar(lark: Lark, name: str, document: Document) -> str:
+    """Return the rule of a call name(key=value, ...), with the keys that the schema lists, in its order."""
+    rules = JsonRules(lark, document, Style(is_python=True))
 
-    `schema` is the JSON schema of the arguments. The keys must be in the schema's order. Optional keys may be
-    missing.
-    """
-    required = frozenset(schema.get("required") or ())
-    first = after = '""'  # the remaining arguments: before any argument is written, and after one is
-    for key, each in reversed(properties_of(schema).items()):
+    def argument(key: str, value: str) -> str:
         if not key.isidentifier():
             raise GrammarError("{!r} cannot be the name of an argument in a Python call; rename the argument", key)
-        argument = lark.rule(f"{lark.literal(f'{key}=')} {_value_grammar(lark, each, schema)}")
-        skip_first, skip_after = ("", "") if key in required else (f" | {first}", f" | {after}")
-        first = lark.rule(f"{argument} {after}{skip_first}")
-        after = lark.rule(f"{lark.literal(', ')} {argument} {after}{skip_after}")
-    return lark.rule(f"{lark.literal(f'{name}(')} {first} {lark.literal(')')}")
+        return f"{lark.literal(f'{key}=')} {value}"
+
+    found = [rules.fields(form, argument, rules.comma) for form in document.forms]
+    contents = [f"{content}{'?' if may_be_empty else ''}" for content, may_be_empty in filter(None, found)]
+    content = rules.require(lark.rule(" | ".join(contents)) if contents else None)
+    return lark.rule(f"{lark.literal(f'{name}(')} {content} {lark.literal(')')}")
 
 
-def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
-    """Return the grammar expression for the value of an argument.
-
-    A boolean is True or False, and a value of any other type is JSON. The JSON may contain only string escapes that
-    mean the same in Python. `root` is the schema with the definitions that `schema` refers to.
-    """
-    if types_of(resolved(schema, root)) == {"boolean"} and "enum" not in schema and "const" not in schema:
-        return f"({lark.literal('True')} | {lark.literal('False')})"
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return lark.json({**definitions, **schema}, json_allowed_escapes='"\\\\bfnrt')
+def literal_of(text: str) -> Any:
+    """Return the value of a Python literal. Raises ValueError for other text."""
+    source = Cursor()
+    source.text, source.ended = text, True
+    reading = _Literals(source).whole()
+    try:
+        next(reading)
+    except StopIteration as end:
+        return end.value
+    except Malformed as error:
+        raise ValueError("no literal of Python") from error
+    raise AssertionError("a reader of a text that has ended waits for more")
 
 
 class _Literals:
@@ -154,6 +136,14 @@ class _Literals:
         while not (yield from self._ends("]", calls)):
             calls.append((yield from self._call()))
         return calls
+
+    def whole(self) -> Reading[Any]:
+        """Read one literal that is the whole text."""
+        value = yield from self._value(0)
+        yield from self._source.skip_space()
+        if (yield from self._source.peek()):
+            raise Malformed
+        return value
 
     def _call(self) -> Reading[RawCall]:
         """Read a call `name(key=value, ...)`, and return (name, arguments as JSON text)."""

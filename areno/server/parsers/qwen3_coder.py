@@ -14,27 +14,40 @@ a value is a string.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from areno.engine.decoder.grammar import fault_of
 from areno.errors import GrammarError
 from areno.server.parsers.hermes import CLOSE, OPEN, in_tags
+from areno.server.parsers.json_rules import JsonRules, Style, times
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
-from areno.server.parsers.reading import (
-    Cursor,
-    Reading,
-    Schema,
-    dump_json,
-    load_json,
-    properties_of,
-    resolved,
-    types_of,
+from areno.server.parsers.patterns import FORMATS, decimal, escaped, slashed, whole
+from areno.server.parsers.pythonic import literal_of
+from areno.server.parsers.reading import Cursor, Reading, Schema, dump_json, load_json
+from areno.server.parsers.schemas import (
+    Alternative,
+    Document,
+    ObjectForm,
+    Place,
+    arguments_of,
+    is_same,
+    kind_of,
+    parts,
+    sizes,
 )
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 
-_WORDS = {"true": True, "false": False, "null": None, "none": None}
+_END = f"\n{END_PARAMETER}\n"
+# Texts from which no tag would be read.
+_NO_TAGS = r"/(?s:.*)/ & ~/(?s:.*)<\/parameter>(?s:.*)/ & ~/((?s:.*)\n)?<parameter=(?s:.*)/"
+_NULLS = ("null", "none")
+_WORDS = {"true": True, "false": False, **dict.fromkeys(_NULLS)}
+_ANY_NULL = "/\\s*([nN][uU][lL][lL]|[nN][oO][nN][eE])\\s*/"
+_UNLISTED = "\n"  # no parameter has this name
 
 
 class Qwen3CoderParser(ToolCallParser):
@@ -68,8 +81,7 @@ class Qwen3CoderParser(ToolCallParser):
         name = yield from self._name(source)
         if name is None or (tag == FUNCTION and tools is not None and name not in tools):
             return None
-        schema = (tools or {}).get(name, {})
-        properties = properties_of(schema)
+        known = _Parameters.of((tools or {}).get(name, {}))
         arguments: dict[str, Any] = {}
         while True:
             yield from source.skip_space()
@@ -78,10 +90,11 @@ class Qwen3CoderParser(ToolCallParser):
             if not (yield from source.accept(PARAMETER)):
                 return None
             key = yield from self._name(source)
-            value = None if key is None else (yield from self._value(source))
+            left = known.names - arguments.keys() - {key}
+            value = None if key is None else (yield from self._value(source, left if known.names else None))
             if key is None or value is None:
                 return None
-            arguments[key] = _typed(value, resolved(properties.get(key, {}), schema))
+            arguments[key] = known.typed(key, value)
         end = source.at
         yield from source.skip_space()
         if not (yield from source.accept(CLOSE)):
@@ -93,34 +106,9 @@ class Qwen3CoderParser(ToolCallParser):
         except ValueError:
             return None
 
-    def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Add rules for calls in XML form to a grammar.
-
-        String values have no quotes, so the grammar enforces only the keywords `enum` and `const` of their schemas.
-
-        Args:
-            lark: Grammar under construction, to which the rules are added.
-            functions: Function name -> JSON schema of its arguments.
-            many: Whether several calls may follow each other.
-
-        Returns:
-            Name of the rule in `lark` that matches the calls.
-        """
-        call = lark.rule(" | ".join(self._function(lark, name, schema) for name, schema in functions.items()))
+    def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:
+        call = lark.rule(" | ".join(_call_grammar(lark, name, document) for name, document in functions.items()))
         return in_tags(lark, call, many)
-
-    def _function(self, lark: Lark, name: str, schema: Schema) -> str:
-        """Add rules for a call of the function `name` to `lark`, and return the name of the top rule.
-
-        `schema` is the JSON schema of the arguments.
-        """
-        parts, required = [lark.literal(f"{FUNCTION}{name}>\n")], frozenset(schema.get("required") or ())
-        for key, each in properties_of(schema).items():
-            if set(key + name) & set("<>\n"):
-                raise GrammarError("the name {!r} has <, > or a line break, which this model's calls cannot have", key)
-            body = f"{lark.literal(f'{PARAMETER}{key}>' + chr(10))} {_value_grammar(lark, each, schema)}"
-            parts.append(lark.rule(body) if key in required else f"{lark.rule(body)}?")
-        return lark.rule(" ".join([*parts, lark.literal(END_FUNCTION)]))
 
     def _name(self, source: Cursor) -> Reading[str | None]:
         """Read a name and the `>` after it. Return None if the name is empty or malformed."""
@@ -132,55 +120,88 @@ class Qwen3CoderParser(ToolCallParser):
         source.at += 1
         return source.text[start : source.at - 1].strip() or None
 
-    def _value(self, source: Cursor) -> Reading[str | None]:
+    def _value(self, source: Cursor, names: set[str] | None) -> Reading[str | None]:
         """Read a parameter's value and its closing tag, and return the value as text.
 
-        Returns None if no closing tag is found. A closing tag ends the value only if the next parameter or the end
-        of the function follows.
+        Returns None if no closing tag is found. A closing tag ends the value only if the next parameter or the end of
+        the function follows. If the closing tag is missing, the value ends before a line with the opening tag of a
+        parameter in `names`. None is any name.
         """
         start = source.at
-        while (yield from source.until(END_PARAMETER)) is not None:
+        while (tag := (yield from source.until_one_of((END_PARAMETER, PARAMETER)))) is not None:
             after = source.at
-            yield from source.skip_space()
-            if (yield from source.looks_at(PARAMETER)) or (yield from source.looks_at(END_FUNCTION)):
-                value = source.text[start : after - len(END_PARAMETER)]
-                return value.removeprefix("\n").removesuffix("\n")
+            if tag == END_PARAMETER:
+                yield from source.skip_space()
+                if (yield from source.looks_at(PARAMETER)) or (yield from source.looks_at(END_FUNCTION)):
+                    return _unframed(source.text[start : after - len(tag)])
+            elif source.text[start : after - len(tag)].endswith("\n"):
+                name = yield from self._name(source)
+                if name is not None and (names is None or name in names):
+                    source.at = after - len(tag)
+                    return _unframed(source.text[start : source.at])
             source.at = after
         return None
 
 
-def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
-    """Return the grammar expression for a parameter's value and the closing tag after the value.
-
-    `schema` is the schema of the parameter, and `root` is the schema of all arguments, in which references are
-    looked up.
-    """
-    target = resolved(schema, root)
-    types, end = types_of(target), lark.literal(f"\n{END_PARAMETER}\n")
-    choices = [target["const"]] if "const" in target else target.get("enum")
-    if choices and all(isinstance(each, str) and "<" not in each for each in choices):
-        return f"({' | '.join(map(lark.literal, choices))}) {end}"
-    if "string" in types or not (types or choices):
-        return f"{lark.until(END_PARAMETER)} {lark.literal(chr(10))}"
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return f"{lark.json({**definitions, **schema})} {end}"
+def _unframed(value: str) -> str:
+    return value.removeprefix("\n").removesuffix("\n")
 
 
-def _typed(text: str, schema: Schema) -> Any:
-    """Convert the text of a parameter's value to the type that the parameter's `schema` names.
+class _Parameters:
+    """The types of a function's parameters."""
 
-    If the schema names no type, the result is the text, or the value in `enum` whose JSON is the text. If the schema
-    allows a string, the result is the text, or None for "null" where the schema also allows null. Otherwise the text
-    is parsed as JSON. Text that is not JSON stays a string.
-    """
-    types, word = types_of(schema), text.strip().lower()
-    if not types and isinstance(schema.get("enum"), list):
-        return next((each for each in schema["enum"] if each == text or dump_json(each) == text), text)
-    if not types or "string" in types:
-        return None if "null" in types and word in ("null", "none") else text
-    value = _WORDS[word] if word in _WORDS else _as_json(text)
-    is_whole = isinstance(value, float) and value.is_integer() and "number" not in types
-    return int(value) if is_whole else value
+    def __init__(self, document: Document | None):
+        self._document = document
+        found = [] if document is None else document.alternatives([document.root])
+        self.names = {name for each in found for one in parts(each) for name in one.get("properties", ())}
+
+    @classmethod
+    def of(cls, schema: Schema) -> _Parameters:
+        try:
+            return cls(arguments_of(schema, strict=False))
+        except GrammarError:  # a schema that means nothing tells no types
+            return cls(None)
+
+    def types(self, key: str) -> tuple[frozenset[str], list[Any]]:
+        """Return the types of a parameter, none if it may have any, and its values in `enum` or `const`."""
+        document = self._document
+        if document is None or not (found := document.argument(key)):
+            return frozenset(), []
+        values = [value for each in found for value in document.literals(each) or ()]
+        return frozenset().union(*(_named_kinds(document, each) for each in found)), values
+
+    def typed(self, key: str, text: str) -> Any:
+        """Convert the text of a parameter's value to the type that the schema names.
+
+        The result is the value in `enum` or `const` whose JSON is the text, if there is one. If the schema names no
+        type, the result is the text. If it allows a string, the result is the text, or None for "null" where null is
+        allowed, too. Otherwise the text is parsed as JSON, and a list or an object also as a literal of Python. Other
+        text stays a string.
+        """
+        try:
+            kinds, values = self.types(key)
+        except GrammarError:
+            kinds, values = frozenset(), []
+        if text in (value for value in values if isinstance(value, str)):
+            return text
+        if known := [value for value in values if not isinstance(value, str) and text == dump_json(value)]:
+            return known[0]
+        word = text.strip().lower()
+        if not kinds or "string" in kinds:
+            return None if "null" in kinds and word in _NULLS else text
+        value = _WORDS[word] if word in _WORDS else _as_json(text)
+        if value is text and kinds & {"array", "object"}:
+            value = _as_python(text)
+        is_whole = isinstance(value, float) and value.is_integer() and "number" not in kinds
+        return int(value) if is_whole else value
+
+
+def _named_kinds(document: Document, alternative: Alternative) -> frozenset[str]:
+    """Return the types that the schema names, none if it allows all."""
+    if (values := document.literals(alternative)) is not None:
+        return frozenset(map(kind_of, values))
+    kinds = document.kinds(alternative)
+    return frozenset() if kinds == document.kinds(()) else kinds
 
 
 def _as_json(text: str) -> Any:
@@ -190,3 +211,85 @@ def _as_json(text: str) -> Any:
     except ValueError:
         return text
     return value
+
+
+def _as_python(text: str) -> Any:
+    try:
+        dump_json(value := literal_of(text))
+    except ValueError:
+        return text
+    return value if isinstance(value, list | dict) else text
+
+
+def _call_grammar(lark: Lark, name: str, document: Document) -> str:
+    """Return the rule of a call, with the parameters in the order of the schema."""
+    values = _Values(lark, document)
+
+    def parameter(key: str, value: str) -> str:
+        if set(key + name) & set("<>\n"):
+            raise GrammarError("the name {!r} has <, > or a line break, which this model's calls cannot have", key)
+        return f"{lark.literal(f'{PARAMETER}{key}>' + chr(10))} {value}"
+
+    found = [values.fields(form, parameter, "", values.other(form)) for form in document.forms]
+    contents = [f"{content}{'?' if may_be_empty else ''}" for content, may_be_empty in filter(None, found)]
+    content = values.require(lark.rule(" | ".join(contents)) if contents else None)
+    return lark.rule(f"{lark.literal(f'{FUNCTION}{name}>' + chr(10))} {content} {lark.literal(END_FUNCTION)}")
+
+
+class _Values(JsonRules):
+    """Rules of values with their closing tags. What may be a string is written as a string, without quotes."""
+
+    def __init__(self, lark: Lark, document: Document):
+        super().__init__(lark, document, Style())
+        self._json, self._known = JsonRules(lark, document, Style()), _Parameters(document)
+
+    def property_value(self, name: str, places: Sequence[Place]) -> str | None:
+        kinds, values = self._known.types(name)
+        if kinds and "string" not in kinds:
+            value = self._json.value(places)
+            return None if value is None else f"{value} {self._lark.literal(_END)}"
+        document, terms = self._document, list[str]()
+        found = document.alternatives(places)
+        has_null = any(not document.rejects(None, each) for each in found)
+        # Texts that are not read as strings.
+        others = [slashed(escaped(dump_json(value))) for value in values if not isinstance(value, str)]
+        others += [_ANY_NULL] if "null" in kinds and not has_null else []
+        for each in found:
+            literals = document.literals(each)
+            if literals is None:
+                text = self._text_of(each, others) if "string" in document.kinds(each) else None
+                terms += [] if text is None else [text]
+                literals = [None] if "null" in kinds and has_null else []
+            for value in (value for value in literals if self.may_be(value, each)):
+                text = value if isinstance(value, str) else dump_json(value)
+                if END_PARAMETER not in text and is_same(self._known.typed(name, text), value):
+                    terms.append(self._lark.literal(text + _END))
+        return f"({' | '.join(dict.fromkeys(terms))})" if terms else None
+
+    def _text_of(self, alternative: Alternative, others: list[str]) -> str | None:
+        """Return the expression of a string that is no literal and not in `others`, and its closing tag."""
+        patterns, formats = self.text_words(alternative)
+        terms = [f"({slashed(FORMATS[each])})" for each in formats]
+        for pattern in patterns:
+            term = decimal(pattern) or whole(pattern)
+            if term is None or fault_of(f"start: T\nT: {term}"):
+                self._document.leave_out(f"pattern {pattern!r} in a string without quotes")
+            else:
+                terms.append(term)
+        low, high = sizes(alternative, "Length")
+        if high is not None and low > high:
+            return None
+        if low or high is not None:
+            terms.append(f"/(?s:.{times(low, high)})/")
+        # The line break before the closing tag may be missing where the length of the text does not matter.
+        end = _END if terms or others else _END.removeprefix("\n")
+        return self._lark.ended(f"({' & '.join([*terms, _NO_TAGS, *(f'~{each}' for each in others)])})", end)
+
+    def other(self, form: ObjectForm) -> str | None:
+        """Return the rule of a parameter that is not listed."""
+        value = None if form.others is None or form.patterns else self.property_value(_UNLISTED, form.others)
+        if value is None:
+            return None
+        taken = "|".join(map(escaped, form.properties))
+        name = self._lark.terminal(r"/[^<>\s]+( [^<>\s]+)*/" + (f" & ~{slashed(taken)}" if taken else ""))
+        return self._lark.rule(f"{self._lark.literal(PARAMETER)} {name} {self._lark.literal('>' + chr(10))} {value}")

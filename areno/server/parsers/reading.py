@@ -119,26 +119,21 @@ class Cursor:
             self.at += len(word)
         return found
 
-    def until(self, mark: str) -> Reading[str | None]:
-        """Return the text before the next `mark`, and move the cursor past the mark.
+    def until_one_of(self, marks: tuple[str, ...]) -> Reading[str | None]:
+        """Move the cursor past the next of some marks, and return this mark.
 
-        This is a generator for `yield from`, which yields until the mark arrives or the text ends.
-
-        Args:
-            mark: The text to look for.
-
-        Returns:
-            The text before the mark. If the text ends without the mark, the result is None, and the cursor is not
-            moved.
+        Returns None, and does not move the cursor, if the text ends without one. This is a generator for `yield from`,
+        which yields until a mark arrives or the text ends.
         """
-        start = searched = self.at
-        while (found := self.text.find(mark, searched)) < 0:
+        searched = self.at
+        while not (found := [(at, mark) for mark in marks if (at := self.text.find(mark, searched)) >= 0]):
             if self.ended:
                 return None
-            searched = max(start, len(self.text) - len(mark) + 1)
+            searched = max(self.at, len(self.text) - max(map(len, marks)) + 1)
             yield
-        self.at = found + len(mark)
-        return self.text[start:found]
+        at, mark = min(found)
+        self.at = at + len(mark)
+        return mark
 
     def json_object(self) -> Reading[str | None]:
         """Return the text of the JSON object at the cursor, and move the cursor past the object.
@@ -185,7 +180,6 @@ class Cursor:
 
 
 Schema = dict[str, Any]
-MAX_REFERENCES = 10  # `$ref`s that are followed in a row
 
 # Tools made from Python signatures often name Python's types instead of JSON's, even as "int, optional".
 _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
@@ -251,44 +245,6 @@ def schemas_of(tools: Sequence[Any] | None) -> dict[str, Schema] | None:
     return schemas
 
 
-def properties_of(schema: Schema) -> dict[str, Schema]:
-    """Return the properties of an object schema, as name -> JSON schema.
-
-    Args:
-        schema: Schema of an object. Some tools write only the properties, without the object schema around them.
-            This form is accepted, too.
-    """
-    is_bare = "properties" not in schema and not isinstance(schema.get("type"), str)
-    properties = schema if is_bare else schema.get("properties")
-    if not isinstance(properties, dict):
-        return {}
-    return {name: each if isinstance(each, dict) else {} for name, each in properties.items()}
-
-
-def resolved(schema: Schema, root: Schema) -> Schema:
-    """Follow the `$ref` of a schema, up to 10 references in a row.
-
-    Args:
-        schema: A schema inside of `root`.
-        root: The whole schema, in which references are looked up.
-
-    Returns:
-        The schema to which the references lead. If `schema` has no reference, `schema` itself. If a reference cannot
-        be followed, the schema that contains this reference.
-    """
-    for _ in range(MAX_REFERENCES):
-        reference = schema.get("$ref")
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            break
-        target: Any = root
-        for step in reference[2:].split("/"):
-            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-        if not isinstance(target, dict):
-            break
-        schema = target
-    return schema
-
-
 def json_type(name: str) -> str:
     """Return the JSON Schema name of a type, such as "integer" for "int, optional".
 
@@ -297,22 +253,3 @@ def json_type(name: str) -> str:
     """
     word = name.partition(",")[0].strip()
     return _ALIASES.get(word, word)
-
-
-def types_of(schema: Schema) -> set[str]:
-    """Return the names of the JSON types that a schema allows, also through `anyOf` and `oneOf`.
-
-    Args:
-        schema: JSON schema.
-
-    Returns:
-        Names such as "string". Empty if the schema names no type.
-    """
-    declared = schema.get("type")
-    listed = declared if isinstance(declared, list) else [declared]
-    types = {json_type(each) for each in listed if isinstance(each, str)}
-    for key in ("anyOf", "oneOf"):
-        branches = schema.get(key)
-        for branch in branches if isinstance(branches, list) else []:
-            types |= types_of(branch) if isinstance(branch, dict) else set()
-    return types

@@ -186,6 +186,7 @@ def test_a_dead_end_ends_the_sample(caplog: pytest.LogCaptureFixture) -> None:
     of.submit(constrained(44, grammar="start: /[a-z]/ /[0-9]/"))
     [output] = run(of).values()
     assert output.finish_reason == "abort"
+    assert len(output.tokens) == len(output.logprobs) == 1  # what was drawn although nothing is allowed is no sample
     assert "a sample of request 44 ends early" in caplog.text
 
 

@@ -1,0 +1,433 @@
+"""Grammar rules for JSON: `JsonRules` writes rules that match exactly the values of a schema.
+
+A text that the rules match validates against the schema. A valid value can be written in the form of `json.dumps`, with
+properties in the order of the schema. docs/serving.md lists what is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+from areno.engine.decoder.grammar import fault_of
+from areno.errors import GrammarError
+from areno.server.parsers.lark import Lark
+from areno.server.parsers.numbers import Range
+from areno.server.parsers.patterns import (
+    FORMATS,
+    decimal,
+    escaped,
+    is_found,
+    json_text,
+    pattern_fault,
+    slashed,
+    whole,
+)
+from areno.server.parsers.schemas import Alternative, Document, ObjectForm, Place, parts, prefix_of, sizes
+
+_SPACE = r"([ \t]|\r?\n[ \t]{0,40})?"  # bounded, since a model might never stop writing it
+_PLAIN = r'[^"\\\x00-\x1f]'
+_UNIT = r"00[01][0-9a-f]|007f|00[89a-f][0-9a-f]|0[1-9a-f][0-9a-f]{2}|[1-9a-cef][0-9a-f]{3}|d[0-7][0-9a-f]{2}"
+_PAIR = r"d[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}"
+_SHORT = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f", '"': '"', "\\": "\\"}
+_WORDS = {"null": '"null"', "true": '"true"', "false": '"false"'}
+_PYTHON = {"null": '("None" | "null")', "true": '("True" | "true")', "false": '("False" | "false")'}
+_MAX_MULTIPLE = 10**15  # of integers with multipleOf
+_MAX_PARTS = 1000  # of one, for fractions with multipleOf
+_Key = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How values are written.
+
+    Attributes:
+        is_free: Whether a bounded amount of whitespace is allowed where JSON allows it. Otherwise the form is that of
+            `json.dumps` and the chat templates, in which a model has seen its own calls.
+        is_python: Whether words and strings must have the same meaning in Python.
+    """
+
+    is_free: bool = False
+    is_python: bool = False
+
+
+class JsonRules:
+    """Rules for the values of one document, which are added to a grammar."""
+
+    def __init__(self, lark: Lark, document: Document, style: Style):
+        self._lark, self._document, self._style = lark, document, style
+        self._space = _SPACE if style.is_free else ""
+        comma, colon = (f"{_SPACE}{each}{_SPACE}" if style.is_free else f"{each} " for each in ",:")
+        self.comma, self._colon = lark.terminal(slashed(comma)), colon
+        self._words = _PYTHON if style.is_python else _WORDS
+        self._unit = rf"\\u({_UNIT}{'' if style.is_python else f'|{_PAIR}'})"
+        self._char = rf'({_PLAIN}|\\["\\bfnrt]|{self._unit})'
+        self._values: dict[_Key, str | None] = {}
+        self._open: set[_Key] = set()  # keys whose rule is being written
+        self._used: set[_Key] = set()  # those of them that other rules use already
+        self._finite: set[_Key] = set()
+
+    def root(self) -> str:
+        """Return the rule of the document. Raises GrammarError if no value can have its form."""
+        return self.require(self.value([self._document.root]))
+
+    def require(self, rule: str | None) -> str:
+        if rule is None:
+            raise GrammarError("the schema cannot be compiled: no value of finite length can satisfy it")
+        return rule
+
+    def value(self, places: Iterable[Place]) -> str | None:
+        """Return the rule of the values that all of some schemas allow, None if there is no such value."""
+        places, key = _distinct(places)
+        if key in self._open:
+            self._used.add(key)
+        if key not in self._values:
+            if not self._is_finite(places):
+                return None
+            name = self._values[key] = self._lark.reserve()
+            self._open.add(key)
+            terms = [term for each in self._document.alternatives(places) for term in self._alternative(each)]
+            self._open.discard(key)
+            if terms:
+                self._lark.define(name, " | ".join(dict.fromkeys(terms)))
+            elif key in self._used:
+                self.require(None)
+            else:
+                self._values[key] = None
+        return self._values[key]
+
+    def _is_finite(self, places: Sequence[Place]) -> bool:
+        """Return whether a value of these schemas can have an end, that is, need not contain another one for ever."""
+        while True:
+            n_known = len(self._finite)
+            found = self._ends(places, set())
+            if found or len(self._finite) == n_known:
+                return found
+
+    def _ends(self, places: Iterable[Place], seen: set[_Key]) -> bool:
+        places, key = _distinct(places)
+        if key in self._finite or key in seen:
+            return key in self._finite
+        seen.add(key)
+        if any(self._alternative_ends(each, seen) for each in self._document.alternatives(places)):
+            self._finite.add(key)
+        return key in self._finite
+
+    def _alternative_ends(self, alternative: Alternative, seen: set[_Key]) -> bool:
+        document, kinds = self._document, self._document.kinds(alternative)
+        if document.literals(alternative) is not None or kinds - {"array", "object"}:
+            return True
+        n_items = min(sizes(alternative, "Items")[0], _n_prefix(alternative) + 1)
+        if "array" in kinds and all(self._ends(document.items_at(at, alternative), seen) for at in range(n_items)):
+            return True
+        return "object" in kinds and all(
+            self._ends(document.places_of(name, alternative), seen) for name in document.required(alternative)
+        )
+
+    def _alternative(self, alternative: Alternative) -> list[str]:
+        if (values := self._document.literals(alternative)) is not None:
+            return self._literals([value for value in values if self.may_be(value, alternative)])
+        kinds = self._document.kinds(alternative)
+        found = [self._words["null"]] if "null" in kinds else []
+        found += [self._words["true"], self._words["false"]] if "boolean" in kinds else []
+        if "integer" in kinds:
+            found += self._number(alternative, is_integer="number" not in kinds)
+        found += [self._string(alternative)] if "string" in kinds else []
+        found += [self._array(alternative)] if "array" in kinds else []
+        found += [self._object(alternative)] if "object" in kinds else []
+        return [each for each in found if each is not None]
+
+    def _literals(self, values: list[Any]) -> list[str]:
+        is_plain = [isinstance(each, str | int | float) and not isinstance(each, bool) for each in values]
+        found = [self.literal(each) for each, plain in zip(values, is_plain, strict=True) if not plain]
+        terms = [term for each, plain in zip(values, is_plain, strict=True) if plain for term in self._spellings(each)]
+        return found + ([self._lark.terminal(" | ".join(terms))] if terms else [])
+
+    def may_be(self, value: Any, alternative: Alternative) -> bool:
+        """Return whether a value that is not rejected also has the patterns and formats of the alternative."""
+        if not isinstance(value, str):
+            return True
+        patterns, formats = self.text_words(alternative)
+        return all(is_found(each, value) for each in (*patterns, *(f"^({FORMATS[each]})$" for each in formats)))
+
+    # Numbers ---------------------------------------------------------------------------------------------------------
+
+    def _number(self, alternative: Alternative, is_integer: bool) -> list[str]:
+        found = self._document.range_of(alternative)
+        step, n_parts = 1, 0  # integers are multiples of `step`, fractions of 1 / n_parts
+        for schema in parts(alternative):
+            if "multipleOf" in schema:
+                divisor = Fraction(repr(schema["multipleOf"]))
+                if divisor.numerator > 1 and divisor.denominator > 1 and not is_integer:
+                    self._document.leave_out(f"multipleOf {schema['multipleOf']!r} for numbers with fractions")
+                elif divisor.denominator > _MAX_PARTS or divisor.numerator > 2**31:
+                    self._document.leave_out(f"multipleOf {schema['multipleOf']!r}")
+                else:
+                    step, n_parts = math.lcm(step, divisor.numerator), math.gcd(n_parts, divisor.denominator)
+        if n_parts == 0:
+            terms = found.terms(is_integer)
+            return [self._lark.terminal(" | ".join(terms))] if terms else []
+        terms = [] if is_integer or n_parts == 1 else found.steps(n_parts)
+        return self._multiples(found, step) + ([self._lark.terminal(" | ".join(terms))] if terms else [])
+
+    def _multiples(self, range_: Range, step: int) -> list[str]:
+        """Return the expression of the integers that are multiples of `step`, in a list that is empty without any."""
+        if step == 1:
+            terms = range_.terms(integer=True)
+            return [self._lark.terminal(" | ".join(terms))] if terms else []
+        found = range_.at_least(-_MAX_MULTIPLE, False).at_most(_MAX_MULTIPLE, False)
+        assert found.low is not None
+        assert found.high is not None
+        low, high = -(-found.low // step) * step, found.high // step * step
+        words = {"type": "integer", "minimum": low, "maximum": high, "multipleOf": step}
+        rule = f"%json {json.dumps({**words, 'x-guidance': {'whitespace_flexible': False}})}"
+        return [self._lark.rule(rule)] if low <= high else []
+
+    # Strings ---------------------------------------------------------------------------------------------------------
+
+    def text_words(self, alternative: Alternative) -> tuple[list[str], list[str]]:
+        """Return the patterns and the known formats of a string. What cannot be enforced is left out, or an error."""
+        patterns, formats = list[str](), list[str]()
+        for schema in parts(alternative):
+            if (name := schema.get("format")) in FORMATS:
+                formats.append(name)
+            elif name not in (None, "unknown"):
+                self._document.leave_out(f"format {name!r}")
+            if (pattern := schema.get("pattern")) is not None:
+                if fault := pattern_fault(pattern):
+                    self._document.leave_out(f"pattern {pattern!r} ({fault})")
+                else:
+                    patterns.append(pattern)
+        patterns, formats = list(dict.fromkeys(patterns)), list(dict.fromkeys(formats))
+        leaf = self._leaf(alternative, patterns, formats)
+        if leaf is not None and (fault := fault_of(f"start: {leaf}")):
+            self._document.leave_out(f"the keywords of a string beside each other ({fault})")
+            return [], []
+        return patterns, formats
+
+    def _leaf(self, alternative: Alternative, patterns: list[str], formats: list[str]) -> str | None:
+        """Return the expression of strings for which llguidance combines several keywords, None if one is enough."""
+        low, high = sizes(alternative, "Length")
+        has_length = low > 0 or high is not None
+        if has_length + len(patterns) + len(formats) <= 1 and not any(decimal(each) is None for each in patterns):
+            return None
+        words: dict[str, Any] = {"minLength": low} | ({} if high is None else {"maxLength": high})
+        words["allOf"] = [{"pattern": each} for each in (*patterns, *(f"^({FORMATS[each]})$" for each in formats))]
+        return json_text(words, self._style.is_python)
+
+    def _string(self, alternative: Alternative) -> str | None:
+        low, high = sizes(alternative, "Length")
+        if high is not None and low > high:
+            return None
+        patterns, formats = self.text_words(alternative)
+        if not patterns and not formats:
+            return self._lark.terminal(slashed(f'"{self._char}{times(low, high)}"'))
+        leaf = self._leaf(alternative, patterns, formats)
+        if leaf is not None:
+            return self._lark.rule(leaf)
+        term = decimal(patterns[0]) if patterns else f"({slashed(FORMATS[formats[0]])})"
+        return self._lark.terminal(f"{json.dumps(chr(34))} {term} {json.dumps(chr(34))}")
+
+    def literal(self, value: Any) -> str:
+        """Return the expression of exactly this value."""
+        if isinstance(value, list):
+            return self._brackets("[]", f" {self.comma} ".join(map(self.literal, value)), not value)
+        if isinstance(value, dict):
+            fields = [f"{self._name(name)} {self.literal(each)}" for name, each in value.items()]
+            return self._brackets("{}", f" {self.comma} ".join(fields), not value)
+        if isinstance(value, bool) or value is None:
+            return self._words[json.dumps(value)]
+        return self._lark.terminal(" | ".join(self._spellings(value)))
+
+    def _spellings(self, value: str | float) -> list[str]:
+        """Return the terms of a string or a number."""
+        if not isinstance(value, str):
+            forms = [json.dumps(value)]
+            forms += [str(int(value))] if isinstance(value, float) and value.is_integer() else []
+            return list(map(json.dumps, forms))
+        text = json.dumps(value)
+        self._lark.literals.setdefault(text)
+        # A text without escapes and beyond ASCII has one spelling.
+        return [json.dumps(text) if value.isascii() and "\\" not in text else slashed(f'"{self._spelled(value)}"')]
+
+    def _name(self, name: str) -> str:
+        """Return the expression of a property's name and the colon after it."""
+        [term] = self._spellings(name)
+        return self._lark.terminal(f"{term} {slashed(self._colon)}")
+
+    def _spelled(self, text: str) -> str:
+        """Return the regex of all spellings of a text inside of quotes."""
+        return "".join(_spelling(char, self._style.is_python) for char in text)
+
+    # Arrays and objects ----------------------------------------------------------------------------------------------
+
+    def _brackets(self, brackets: str, content: str, may_be_empty: bool) -> str:
+        """Return the expression of brackets around a content, which may match the empty text if `may_be_empty`."""
+        self._lark.literals |= dict.fromkeys(brackets)
+        opening, closing = map(json.dumps, brackets)
+        if self._space:
+            opening = self._lark.terminal(f"{opening} {slashed(self._space)}")
+            closing = self._lark.terminal(f"{slashed(self._space)} {closing}")
+        return f"{opening} {f'({content})?' if may_be_empty and content else content} {closing}"
+
+    def _array(self, alternative: Alternative) -> str | None:
+        (low, high), n_prefix = sizes(alternative, "Items"), _n_prefix(alternative)
+        items: list[str] = []
+        for at in range(n_prefix if high is None else min(n_prefix, high)):
+            item = self.value(self._document.items_at(at, alternative))
+            if item is None:
+                high = at
+                break
+            items.append(item)
+        rest = None if high == len(items) else self.value(self._document.items_at(n_prefix, alternative))
+        if rest is None:
+            high = len(items)
+        if high is not None and low > high:
+            return None
+        tail = ""
+        if rest is not None:
+            start = "" if items else rest
+            least = max(low - max(len(items), 1), 0)
+            most = None if high is None else high - max(len(items), 1)
+            tail = self._lark.rule(f"{start} {_repeated(f'{self.comma} {rest}', least, most)}")
+        for at in reversed(range(len(items))):
+            tail = f"{tail}?" if tail and at + 1 >= low and (at + 1 < len(items) or rest is None) else tail
+            tail = self._lark.rule(f"{self.comma if at else ''} {items[at]} {tail}")
+        return self._brackets("[]", tail, low == 0)
+
+    def _object(self, alternative: Alternative) -> str | None:
+        form = self._document.object_form(alternative)
+        content = self.fields(form, lambda name, value: f"{self._name(name)} {value}", self.comma, self._others(form))
+        return None if content is None else self._brackets("{}", *content)
+
+    def fields(
+        self, form: ObjectForm, write: Callable[[str, str], str], comma: str, other: str | None = None
+    ) -> tuple[str, bool] | None:
+        """Return (expression of at least one property, whether there may be none), or None if neither is possible.
+
+        Args:
+            form: Form of the objects.
+            write: Returns the expression of a property from its name and the expression of its value.
+            comma: Expression between two properties, or "".
+            other: Expression of a property that is not listed.
+        """
+        listed: list[tuple[str, bool]] = []
+        for name, places in form.properties.items():
+            value = self.property_value(name, places)
+            if value is not None:
+                listed.append((write(name, value), name in form.required))
+            elif name in form.required:
+                return None
+        return self._sequence(listed, other, comma, (form.low, form.high))
+
+    def property_value(self, name: str, places: Sequence[Place]) -> str | None:
+        """Return the expression of the value of a property, None if there is no such value."""
+        return self.value(places)
+
+    def _others(self, form: ObjectForm) -> str | None:
+        """Return the rule of one property that is not listed."""
+        taken = "|".join(map(self._spelled, form.properties))
+        free = f"/{self._char}*/ & ~{slashed(taken)}" if taken else f"/{self._char}*/"
+        found, terms = list[str](), [(pattern, whole(pattern)) for pattern, _ in form.patterns]
+        for pattern, term in terms:
+            if term is None or fault_of(f"start: T\nT: {term}"):
+                self._document.leave_out(f"patternProperties {pattern!r}")
+        known = [f"({term})" for _, term in terms if term is not None]
+        plain = f"/{_PLAIN}*/" + (f" & ~{slashed(taken)}" if taken else "")
+        for (_, places), (_, term) in zip(form.patterns, terms, strict=True):
+            if term is not None and (value := self.value(places)) is not None:
+                others = "".join(f" & ~{each}" for each in known if each != f"({term})")
+                found.append(f"{self._free_name(f'{plain} & ({term}){others}')} {value}")
+        if form.others is not None and (value := self.value(form.others)) is not None:
+            names = plain + "".join(f" & ~{each}" for each in known) if form.patterns else free
+            found.append(f"{self._free_name(names)} {value}")
+        return self._lark.rule(" | ".join(found)) if found else None
+
+    def _free_name(self, names: str) -> str:
+        return self._lark.terminal(f"{json.dumps(chr(34))} ({names}) {slashed(chr(34) + self._colon)}")
+
+    def _sequence(
+        self, items: Sequence[tuple[str, bool]], other: str | None, comma: str, limits: tuple[int, int | None]
+    ) -> tuple[str, bool] | None:
+        """Return what `fields` does, for items with whether each is required, and then any number of others."""
+        low, high = limits
+        n_needed = sum(required for _, required in items)
+        if (high is not None and max(low, n_needed) > high) or (other is None and low > len(items)):
+            return None
+        if other is not None and low - n_needed > 1:  # two of the names that are not listed may be equal
+            self._document.leave_out(f"minProperties {low}")
+        # The number of written items is counted up to the last one that matters.
+        is_limited = high is not None and (other is not None or high < len(items))
+        most = max(low, high) if high is not None and is_limited else max(low, 1)
+
+        rests = self._ends_of_sequence(other, comma, low, high if is_limited else None, most)
+        n_before = list(accumulate((required for _, required in items), initial=0))
+        for at in reversed(range(len(items))):
+            item, required = items[at]
+            found: dict[int, str | None] = {}
+            for n in range(min(n_before[at], most), min(at, most) + 1):
+                rest = rests[min(n + 1, most)] if not is_limited or high is None or n < high else None
+                skipped = None if required else rests[n]
+                if rest is not None and skipped == rest and n:
+                    found[n] = self._lark.rule(f"({comma} {item})? {rest}")
+                    continue
+                terms = [] if rest is None else [f"{comma if n else ''} {item} {rest}"]
+                terms += [] if skipped is None else [skipped]
+                found[n] = self._lark.rule(" | ".join(terms)) if terms else None
+            rests = found
+        return None if rests[0] is None else (rests[0], n_needed == 0 and low == 0)
+
+    def _ends_of_sequence(
+        self, other: str | None, comma: str, low: int, high: int | None, most: int
+    ) -> dict[int, str | None]:
+        """Return what may follow the listed items if n are written, by n, with None if nothing can."""
+        found: dict[int, str | None] = {}
+        for n in range(most + 1):
+            least, limit = max(low - n, 0), None if high is None else high - n
+            if other is None or limit == 0:
+                found[n] = '""' if least == 0 else None
+            elif n:
+                found[n] = self._lark.rule(_repeated(f"{comma} {other}", least, limit))
+            else:
+                more = _repeated(f"{comma} {other}", max(least - 1, 0), None if limit is None else limit - 1)
+                found[n] = self._lark.rule(f"{other} {more}" + (' | ""' if least == 0 else ""))
+        return found
+
+
+def _distinct(places: Iterable[Place]) -> tuple[list[Place], _Key]:
+    """Return the schemas that say something, each once, and a key of them."""
+    found = {id(place[0]): place for place in places if place[0] is not True and place[0] != {}}
+    return list(found.values()), tuple(found)
+
+
+def _n_prefix(alternative: Alternative) -> int:
+    return max((len(prefix_of(schema)[0]) for schema in parts(alternative)), default=0)
+
+
+def times(low: int, high: int | None) -> str:
+    return "*" if low == 0 and high is None else f"{{{low},{'' if high is None else high}}}"
+
+
+def _repeated(expression: str, low: int, high: int | None) -> str:
+    return '""' if high == 0 else f"({expression}){times(low, high)}"
+
+
+def _spelling(char: str, is_python: bool) -> str:
+    code = ord(char)
+    unit = rf"\\u{code:04x}"
+    if code >= 2**16:
+        high, low = divmod(code - 2**16, 2**10)
+        return char if is_python else rf"({char}|\\u{0xD800 + high:04x}\\u{0xDC00 + low:04x})"
+    if 0xD800 <= code < 0xE000:  # half of a pair can only be escaped
+        return unit
+    if char in _SHORT:
+        short = rf"\\{escaped(_SHORT[char])}"
+        return f"({short}|{unit})" if code < 32 else short
+    if code < 32:
+        return unit
+    return f"({char}|{unit})" if code >= 127 else escaped(char)

@@ -1,0 +1,213 @@
+"""Regular expressions of JSON numbers in a range.
+
+Only numbers that are finite as doubles are matched. A bound holds for the number that a reader gets from the text. So
+the bounds of fractions are inclusive and doubles: rounding a text to the next double cannot leave such a range.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+MAX_DIGITS = 308  # an integer of more digits is infinite as a double
+_MAX_WHOLE = 17  # digits before the point; Python writes larger fractions with an exponent
+_LARGEST = math.nextafter(math.inf, 0)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `low` to `high`: bounds of the integers, and of all others. None is no bound."""
+
+    low: int | None = None
+    high: int | None = None
+    low_float: float = -_LARGEST
+    high_float: float = _LARGEST
+
+    def at_least(self, bound: Any, exclusive: bool) -> Range:
+        if math.isinf(bound):
+            return self if bound < 0 else replace(self, low=1, high=0, low_float=_LARGEST, high_float=-_LARGEST)
+        whole = math.floor(bound) + 1 if exclusive else math.ceil(bound)
+        limit, exact = _double(bound), Fraction(bound)
+        while limit < math.inf and (Fraction(limit) <= exact if exclusive else Fraction(limit) < exact):
+            limit = math.nextafter(limit, math.inf)
+        low = whole if self.low is None else max(self.low, whole)
+        return replace(self, low=low, low_float=max(self.low_float, limit))
+
+    def at_most(self, bound: Any, exclusive: bool) -> Range:
+        return self.mirrored().at_least(-bound, exclusive).mirrored()
+
+    def mirrored(self) -> Range:
+        low, high = (None if bound is None else -bound for bound in (self.high, self.low))
+        return Range(low, high, -self.high_float, -self.low_float)
+
+    def holds(self, value: Any) -> bool:
+        if isinstance(value, float) and not value.is_integer():
+            return self.low_float <= value <= self.high_float
+        return (self.low is None or self.low <= value) and (self.high is None or value <= self.high)
+
+    def is_disjoint(self, other: Range, integer: bool) -> bool:
+        def ends_before(one: Range, next_: Range) -> bool:
+            is_below = one.high is not None and next_.low is not None and one.high < next_.low
+            return is_below and (integer or one.high_float < next_.low_float)
+
+        return ends_before(self, other) or ends_before(other, self)
+
+    @lru_cache(1024)  # noqa: B019 - the ranges of schemas are few and small
+    def terms(self, integer: bool) -> list[str]:
+        """Return terms of a terminal in llguidance's Lark, one of which matches a number of this range."""
+        found = self._positive(integer)
+        if self.low is None or self.low < 0 or (self.low_float < 0 and not integer):
+            found += [f'"-" {term}' for term in self.mirrored()._positive(integer)]
+        return found
+
+    def _positive(self, integer: bool) -> list[str]:
+        low, high = max(self.low or 0, 0), self.high
+        found = [f"/{_naturals(low, high)}/"] if high is None or low <= high else []
+        if integer or self.high_float < 0 or self.low_float > self.high_float:
+            return found
+        start, end = max(self.low_float, 0.0), self.high_float
+        return found + _fractions(start, end) + _with_exponent(start, end)
+
+    def steps(self, n: int) -> list[str]:
+        """Return terms of the fractions of this range that are multiples of 1 / n, where n has the factors 2 and 5."""
+        places = next(places for places in range(1, n + 1) if 10**places % n == 0)
+        step = 10**places // n
+        ends = [f"{digits:0{places}}".rstrip("0") for digits in range(step, 10**places, step)]
+        ends = [f"[0-9]{{1,{places}}}"] if step == 1 else ends
+        digits = f"({'|'.join([f'({chr(124).join(ends)})0*', '0+'])})"
+        found = list[str]()
+        for sign, each in (("", self), ('"-" ', self.mirrored())):
+            if each.high_float >= 0 and each.low_float <= each.high_float:
+                found += [sign + term for term in _fractions(max(each.low_float, 0.0), each.high_float, digits)]
+        return found
+
+
+def _double(bound: Any) -> float:
+    try:
+        return float(bound)
+    except OverflowError:
+        return math.inf if bound > 0 else -_LARGEST
+
+
+def _any_of(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"({'|'.join(parts)})"
+
+
+def _between(low: str, high: str) -> str:
+    """Return the regex of the digits from `low` to `high`, which are equally long. It is not nested."""
+    n = len(low)
+    same = next((at for at in range(n) if low[at] != high[at]), n)
+    if same == n:
+        return low
+    ends_low, ends_high = set(low[same + 1 :]) <= {"0"}, set(high[same + 1 :]) <= {"9"}
+    first, last = int(low[same]) + (not ends_low), int(high[same]) - (not ends_high)
+    parts = [f"{low[:same]}[{first}-{last}]{_free(n - same - 1)}"] if first <= last else []
+    parts += [] if ends_low else [low]
+    parts += [] if ends_high else [high]
+    for at in range(same + 1, n):
+        rest = _free(n - at - 1)
+        parts += [f"{low[:at]}[{int(low[at]) + 1}-9]{rest}"] if low[at] != "9" and not ends_low else []
+        parts += [f"{high[:at]}[0-{int(high[at]) - 1}]{rest}"] if high[at] != "0" and not ends_high else []
+    return _any_of(parts)
+
+
+def _free(n: int) -> str:
+    return "" if n == 0 else "[0-9]" if n == 1 else f"[0-9]{{{n}}}"
+
+
+def _naturals(low: int, high: int | None) -> str:
+    """Return the regex of the integers from `low`, which is at least 0, to `high`."""
+    end = 10**MAX_DIGITS - 1 if high is None else min(high, 10**MAX_DIGITS - 1)
+    low, parts = min(low, end), list[str]()
+    if low == 0:
+        parts, low = ["0"], 1
+    if low <= end:
+        first, last = len(str(low)), len(str(end))
+        if first == last:
+            parts.append(_between(str(low), str(end)))
+        else:
+            is_whole = low == 10 ** (first - 1), end == 10**last - 1
+            parts += [] if is_whole[0] else [_between(str(low), "9" * first)]
+            shortest, longest = first - is_whole[0], last - 2 + is_whole[1]
+            if shortest <= longest:
+                parts.append(f"[1-9][0-9]{{{shortest},{longest}}}")
+            parts += [] if is_whole[1] else [_between("1" + "0" * (last - 1), str(end))]
+    return _any_of(parts)
+
+
+def _at_least(digits: str) -> str:
+    """Return the regex of the digits after a point that are at least `digits`, without zeros at their end."""
+    parts = [f"{digits[:at]}[{int(each) + 1}-9][0-9]*" for at, each in enumerate(digits) if each != "9"]
+    return _any_of([*parts, f"{digits}[0-9]*" if digits else "[0-9]+"])
+
+
+def _at_most(digits: str) -> str:
+    parts = [f"{digits[:at]}[0-{int(each) - 1}][0-9]*" for at, each in enumerate(digits) if each != "0"]
+    shorter = [digits[:at] for at in range(1, len(digits))]
+    return _any_of([*parts, *shorter, f"{digits}0*" if digits else "0+"])
+
+
+def _fractions(low: float, high: float, digits: str = "[0-9]+") -> list[str]:
+    """Return a term of the numbers with a point and without an exponent, of which those below 1e-17 are left out.
+
+    `digits` is the regex of the digits after the point.
+    """
+    if low >= 10**_MAX_WHOLE:
+        return []
+    parts = [rf"/{_naturals(0, 10**_MAX_WHOLE - 1)}\.{digits}/"]
+    if low > 0:
+        whole, digits = _positional(max(low, 1e-17))
+        above = rf"{_naturals(whole + 1, 10**_MAX_WHOLE - 1)}\.[0-9]+|" if whole + 1 < 10**_MAX_WHOLE else ""
+        parts.append(rf"/{above}{whole}\.{_at_least(digits)}/")
+    if high < 10**_MAX_WHOLE:
+        whole, digits = _positional(0.0 if high < 1e-17 else high)
+        below = rf"{_naturals(0, whole - 1)}\.[0-9]+|" if whole else ""
+        parts.append(rf"/{below}{whole}\.{_at_most(digits)}/")
+    return [f"({' & '.join(parts)})"]
+
+
+def _positional(value: float) -> tuple[int, str]:
+    """Return the integer before the point and the digits after it."""
+    whole, _, digits = format(Decimal(repr(value)), "f").partition(".")
+    return int(whole), digits.rstrip("0")
+
+
+def _with_exponent(low: float, high: float) -> list[str]:
+    """Return terms of the numbers with one digit before the point and an exponent."""
+    if high == 0:
+        return []
+    first, least, parts = (-324, None, []) if low == 0 else (*_scientific(low), [])
+    last, most = _scientific(high)
+    lowest = "" if least is None else _mantissa(least, _at_least, 9)
+    highest = _mantissa(most, _at_most, 1)
+    if least is not None and first == last:
+        return [f"( /({lowest}){_exponent(first, last)}/ & /({highest}){_exponent(first, last)}/ )"]
+    parts = [f"/({lowest}){_exponent(first, first)}/"] if least is not None else []
+    first += least is not None
+    if first < last:
+        parts.append(rf"/[1-9](\.[0-9]+)?{_exponent(first, last - 1)}/")
+    return [*parts, f"/({highest}){_exponent(last, last)}/"]
+
+
+def _scientific(value: float) -> tuple[int, str]:
+    """Return the exponent and the digits of the mantissa."""
+    exact = Decimal(repr(value))
+    return exact.adjusted(), "".join(map(str, exact.as_tuple().digits)).rstrip("0")
+
+
+def _mantissa(digits: str, bound: Any, end: int) -> str:
+    first, rest = int(digits[0]), digits[1:]
+    beyond = [rf"[{min(first + 1, end)}-{end}](\.[0-9]+)?" if end == 9 else rf"[1-{first - 1}](\.[0-9]+)?"]
+    is_bare = bound is _at_most or not rest
+    at_bound = rf"{first}(\.{bound(rest)})" + ("?" if is_bare else "")
+    return "|".join([*(beyond if first != end else []), at_bound])
+
+
+def _exponent(low: int, high: int) -> str:
+    parts = [f"-0?{_naturals(max(-high, 1), -low)}"] if low < 0 else []
+    parts += [rf"\+?0?{_naturals(max(low, 0), high)}"] if high >= 0 else []
+    return f"[eE]{_any_of(parts)}"

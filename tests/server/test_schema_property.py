@@ -1,0 +1,129 @@
+"""The contract of schemas: what a grammar writes validates, and what validates can be written, for drawn schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from areno.errors import GrammarError
+from areno.server.grammar import Constraint
+from areno.server.parsers import parser_for
+from areno.server.parsers.json_rules import JsonRules, Style
+from areno.server.parsers.lark import Lark
+from areno.server.parsers.schemas import Document
+from tests.helpers.drawn_schemas import NAMES, Draw, NoValue, is_valid
+from tests.helpers.grammars import ByteGrammar
+
+pytest.importorskip("llguidance")
+
+FAMILIES = ["hermes", "llama3_json", "pythonic", "qwen3_coder"]
+HOW: Any = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+
+
+def json_grammar(schema: Any, is_free: bool) -> ByteGrammar:
+    lark = Lark({})
+    return ByteGrammar(lark.text(JsonRules(lark, Document(schema), Style(is_free=is_free)).root()))
+
+
+def written(family: str, arguments: dict[str, Any], quotes: bool) -> str:
+    """A call as a model of this family writes it. In XML, strings have no quotes where the parameter is a string."""
+    if family == "hermes":
+        return f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': arguments})}\n</tool_call>"
+    if family == "llama3_json":
+        return json.dumps({"name": "f", "parameters": arguments})
+    shown = {name: json.dumps(value, ensure_ascii=False) for name, value in arguments.items()}
+    if family == "pythonic":
+        return f"[f({', '.join(f'{name}={text}' for name, text in shown.items())})]"
+    texts = {name: shown[name] if quotes or not isinstance(each, str) else each for name, each in arguments.items()}
+    parameters = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in texts.items())
+    return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+
+
+def check_json(rng: random.Random, n_texts: int = 4) -> tuple[int, int]:
+    """The numbers of texts and of values that were compared."""
+    draw, n_drawn, n_written = Draw(rng), 0, 0
+    try:
+        grammar = json_grammar(draw.schema, is_free=rng.randrange(3) == 0)
+    except GrammarError:  # the schema has no value, or needs what no grammar can enforce
+        return 0, 0
+    for _ in range(n_texts):
+        text = grammar.drawn(rng)
+        assert text is None or is_valid(json.loads(text), draw.schema), (draw.schema, text)
+        n_drawn += text is not None
+        try:
+            value = draw.value()
+        except NoValue:
+            continue
+        has_pattern = "pattern" in json.dumps(draw.schema)  # whose strings have no escapes of characters that need none
+        for ascii_only in (False,) if has_pattern else (False, True):
+            text = json.dumps(value, ensure_ascii=ascii_only)
+            assert grammar.accepts(text), (draw.schema, text)
+            n_written += 1
+    return n_drawn, n_written
+
+
+def check_calls(family: str, rng: random.Random, n_texts: int = 4) -> tuple[int, int]:
+    draw, parser, n_drawn, n_written = Draw(rng, NAMES), parser_for(family), 0, 0
+    if not isinstance(draw.schema, dict) or draw.schema.get("type", "object") != "object":
+        return 0, 0
+    draw.schema = {"properties": {}, **draw.schema, "type": "object"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": draw.schema, "strict": True}}
+    constraint = Constraint(tools=[tool], tool_choice="required", parallel_tool_calls=False, parser=parser)
+    try:
+        grammar = ByteGrammar(constraint.grammar({}) or "")
+    except GrammarError:
+        return 0, 0
+    for _ in range(n_texts):
+        if (text := grammar.drawn(rng)) is not None:
+            [call] = parser.parse(text, [tool]).tool_calls
+            assert is_valid(json.loads(call.arguments), draw.schema), (draw.schema, text)
+            n_drawn += 1
+        try:
+            value = draw.value()
+        except NoValue:
+            continue
+        if not isinstance(value, dict) or (
+            family in ("pythonic", "qwen3_coder") and {*value} & {"u", "v", "日", "p7", "kz"}
+        ):
+            continue
+        texts = [written(family, value, quotes) for quotes in ((False, True) if family == "qwen3_coder" else (True,))]
+        calls = [parser.parse(text, [tool]).tool_calls for text in texts]
+        texts = [text for text, [call] in zip(texts, calls, strict=True) if json.loads(call.arguments) == value]
+        if texts and not ("pattern" in str(draw.schema) and "\\u" in texts[0]):
+            assert any(map(grammar.accepts, texts)), (draw.schema, texts)
+            n_written += 1
+    return n_drawn, n_written
+
+
+@settings(max_examples=40, **HOW)
+@given(st.randoms(use_true_random=False))
+def test_what_is_written_validates_and_what_validates_can_be_written(rng: random.Random) -> None:
+    check_json(rng)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=10, **HOW)
+@given(st.randoms(use_true_random=False))
+def test_calls_hold_their_schemas(family: str, rng: random.Random) -> None:
+    check_calls(family, rng)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, 2000, 250))
+def test_many_schemas(start: int) -> None:
+    found = [check_json(random.Random(seed)) for seed in range(start, start + 250)]
+    assert sum(drawn for drawn, _ in found) > 200
+    assert sum(n for _, n in found) > 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_calls(family: str) -> None:
+    found = [check_calls(family, random.Random(seed)) for seed in range(500)]
+    assert sum(drawn for drawn, _ in found) > 200
+    assert sum(n for _, n in found) > 100
