@@ -36,7 +36,7 @@ FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of the dtypes that 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 MAPPED_BYTES = 2**26  # the bytes read from a file before it is closed and opened again
 FILES_OF_A_RANK = 2  # at least, if several ranks write, so that a rank holds half of its share at a time
-MIN_SHARD_BYTES = 2**26  # of a model that several ranks write. A smaller file is not worth the division
+MIN_SHARD_BYTES = 2**24  # of a model that several ranks write. A smaller file is not worth the division
 MAX_SHARD_BYTES = 2**32  # the most of a file with several tensors; pinned memory is allocated in powers of two
 
 
