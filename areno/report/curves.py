@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from areno.tracking.reader import loss_tells
+
 # Unit -> patterns of scalar names. The first match counts.
 _UNITS = {
     "s": ("time/*", "*_time_s"),
@@ -35,8 +37,8 @@ _UNITS = {
     ),
     "prompts": ("*skipped_long", "*/dropped_groups"),
     "updates": ("*skipped_steps",),
+    "nats": ("*/entropy", "*logp*", "*kl", "*/kl_loss"),
     "loss": ("*loss*",),
-    "nats": ("*/entropy", "*logp*", "*kl"),
     "reward": ("*reward*", "*/critic_value_*", "*/critic_returns_*", "*/margin"),
     "GiB": ("*memory_gib", "memory/*"),
     "learning rate": ("*/lr", "*_lr"),
@@ -110,11 +112,16 @@ _CHARTS = {
     ],
     "Policy": [
         Chart("Entropy", ("train/entropy",)),
-        Chart("KL to the reference", ("train/kl", "train/ref_kl", "train/kl_loss")),
+        Chart("KL to the reference", ("train/kl", "rollout/ref_kl", "train/kl_loss")),
         Chart("Clipped", ("train/clip_ratio", "train/clipfrac", "train/clip_frac")),
         Chart("Gradient norm", ("train/grad_norm",)),
         Chart("Learning rate", ("train/lr",)),
         Chart("Rollout against training: log-probabilities", ("train/logp_abs_diff_mean",)),
+        Chart("Loss of the policy", ("train/loss",)),
+    ],
+    "Critic": [
+        Chart("Explained variance", ("train/explained_variance",)),
+        Chart("Loss of the critic", ("train/critic_loss",)),
     ],
     "Speed and memory": [
         Chart("Time of a step, by phase", (), stacked=True),
@@ -123,6 +130,7 @@ _CHARTS = {
         Chart("Host memory", ("train/host_memory_gib",)),
     ],
 }
+_LOSS, _LOSS_OF_POLICY = "Loss", "Loss of the policy"  # a run has one of the two charts
 _TIMES, _WHOLE_TIME = "time/", "time/step"
 _PEAKS, _WHOLE_PEAK = "memory/", "train/memory_gib"
 
@@ -142,6 +150,7 @@ def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
         Heading -> charts, in the order of the page. A chart has only recorded scalars.
     """
     there = set(names)
+    loss = _LOSS_OF_POLICY if loss_tells(there) else _LOSS
     phases = tuple(sorted(name for name in there if name.startswith(_TIMES) and name != _WHOLE_TIME))
     found: dict[str, list[Chart]] = {}
     for heading, known in _CHARTS.items():
@@ -152,7 +161,7 @@ def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
             if chart.names == (_WHOLE_PEAK,) and n_runs == 1:
                 peaks = sorted(name for name in there if name.startswith(_PEAKS))
                 chart = Chart(chart.title, (_WHOLE_PEAK, *peaks))
-            if kept := tuple(name for name in chart.names if name in there):
+            if kept := tuple(name for name in chart.names if name in there and chart.title != loss):
                 found[heading].append(Chart(chart.title, kept, chart.stacked))
     shown = {name for of in found.values() for chart in of for name in chart.names}
     rest = sorted(there - shown - {_WHOLE_TIME})

@@ -20,9 +20,10 @@ from areno.files.durable import atomic_write_text
 from areno.report.curves import Chart, charts, is_count, unit_of
 from areno.report.verdict import differences, run_names, settings_today, verdict
 from areno.schema.values import flat
-from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, seconds
+from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, loss_tells, seconds
 
 SAMPLE_BYTES = 8 * 2**20  # of all compressed samples in the page
+_ROUNDING = 1e-6  # largest absolute value of a loss that is 0 by construction
 SHOWN_CHARS = 120  # of prompt and completion in the table of samples
 _TOKEN_VALUES = ("tokens", "logprobs", "train_logprobs", "token_advantages")
 _INDEX = ("reward", "advantage", "response_tokens", "finish_reason", "status")
@@ -94,7 +95,7 @@ def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Char
     """Choose the charts of a report, and collect the constant scalars.
 
     A scalar that has the same value in all steps of all runs is constant. It gets no chart, unless it belongs to a
-    predefined chart.
+    predefined chart. The loss of a policy is constant, too, if it is 0 up to rounding.
 
     Args:
         metrics: The recorded scalars of each run, by name.
@@ -107,6 +108,9 @@ def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Char
         for name, series in of_run.items():
             values.setdefault(name, []).extend(series.values)
     constant = {name: of[0] for name, of in sorted(values.items()) if len(of) > 1 and all(one == of[0] for one in of)}
+    if not loss_tells(values) and all(abs(value) < _ROUNDING for value in values.get("train/loss", [1.0])):
+        constant["train/loss"] = 0.0
+        del values["train/loss"]
     shown = charts(values, len(metrics))
     if more := [chart for chart in shown.pop("More", []) if chart.title not in constant]:
         shown["More"] = more

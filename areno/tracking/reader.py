@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -318,6 +318,9 @@ NAMES: Names = {
     "eval/loss": ("evaluation: loss", min),
     "rollout/rewards_mean": ("reward", max),
     "train/loss": ("loss", None),
+    "train/explained_variance": ("critic: explained variance", None),
+    "train/kl_loss": ("KL to the reference", None),
+    "rollout/ref_kl": ("KL to the reference", None),
     "rollout/response_len_mean": ("response length", None),
     "train/entropy": ("entropy", None),
     "train/logp_abs_diff_mean": ("rollout against training", None),
@@ -358,8 +361,29 @@ def headlines(metrics: Mapping[str, Series], names: Names = NAMES) -> dict[str, 
     Returns:
         Scalar -> summary, in the order of `names`. Scalars without a finite value are left out.
     """
+    names = {name: how for name, how in names.items() if name != "train/loss" or loss_tells(metrics)}
     found = {name: headline(metrics.get(name, NOTHING), *how) for name, how in names.items()}
     return {name: line for name, line in found.items() if line is not None}
+
+
+def loss_tells(names: Container[str]) -> bool:
+    """Return whether train/loss says how good a model is.
+
+    The loss of a policy does not: at the first update of a batch it is 0 up to rounding in GRPO and GSPO.
+
+    Args:
+        names: Names of the recorded scalars.
+    """
+    return "rollout/rewards_mean" not in names or "train/distill_loss" in names
+
+
+def policy_waits(names: Container[str]) -> bool:
+    """Return whether only the critic has been trained so far, see critic.warmup_steps.
+
+    Args:
+        names: Names of the recorded scalars.
+    """
+    return "train/critic_loss" in names and "train/loss" not in names
 
 
 def headline(series: Series, title: str, choose: Callable[..., float] | None) -> Headline | None:

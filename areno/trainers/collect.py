@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areno.api.metrics import evaluation_metrics, rewards_by_group, rollout_metrics
+from areno.config.models import KLConfig, PolicyConfig
 from areno.config.rollout import GenerationConfig
 from areno.data.loader import BatchLoader
 from areno.engine.spec import DraftCounts, RolloutStats
+from areno.loss_fns.kl import kl_array
 from areno.plan.plan import sampling_params
 from areno.plan.schedule import n_updates
 from areno.rewards.pool import no_reward
@@ -57,12 +59,25 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     run.progress.note_rewards(reward for group in rewards_by_group(samples).values() for reward in group)
     if not run.progress.counts_right:
         metrics = without_right(metrics)
-    metrics |= draft_metrics(setup.trainer.engine.draft_counts())
+    metrics |= reference_kl(setup.config.actor, rows) | draft_metrics(setup.trainer.engine.draft_counts())
     n_tokens = sum(sample.sequence.n_tokens for sample in samples)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
     run.log({**metrics, **group_metrics(samples), **rollout.scalars})
     if "rollout/rewards_mean" in metrics:
         run.progress.keep(reward_mean=metrics["rollout/rewards_mean"])
+
+
+def reference_kl(actor: PolicyConfig, rows: Sequence[TrainSequence]) -> dict[str, float]:
+    """Return rollout/ref_kl, the mean over trained tokens of the KL to the reference that the reward pays for.
+
+    Args:
+        actor: Settings of the actor.
+        rows: The training rows. Empty metrics without rows or if the KL is not part of the reward.
+    """
+    if not (isinstance(actor, KLConfig) and actor.kl_in_reward and rows):
+        return {}
+    new, ref = (np.concatenate(trained(rows, name)) for name in ("logprobs", "ref_logprobs"))
+    return {"rollout/ref_kl": float(np.mean(kl_array(new, ref, actor.kl_estimator)))}
 
 
 def draft_metrics(counts: DraftCounts) -> dict[str, float]:

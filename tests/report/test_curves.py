@@ -19,13 +19,25 @@ def test_the_peak_of_memory_is_drawn_by_phase_for_a_single_run():
     assert several.names == ("train/memory_gib",)
 
 
+def test_the_loss_of_a_policy_is_not_about_learning():
+    names = {"rollout/rewards_mean", "train/loss", "train/explained_variance", "train/critic_loss", "rollout/ref_kl"}
+    found = {heading: [chart.title for chart in of] for heading, of in charts(names).items()}
+    assert found == {
+        "Learning": ["Reward"],
+        "Policy": ["KL to the reference", "Loss of the policy"],
+        "Critic": ["Explained variance", "Loss of the critic"],
+    }
+    for other in ({"train/loss", "eval/loss"}, {"rollout/rewards_mean", "train/loss", "train/distill_loss"}):
+        assert "Loss" in [chart.title for chart in charts(other)["Learning"]]
+
+
 def test_units_of_axes():
     units = {
         "memory/rollout": "GiB",
         "eval/accuracy": "share",
         "train/clip_frac": "share",
         "train/loss": "loss",
-        "train/kl_loss": "loss",
+        "train/kl_loss": "nats",
         "train/entropy": "nats",
         "train/logp_abs_diff_mean": "nats",
         "time/reward": "s",

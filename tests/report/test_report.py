@@ -52,10 +52,9 @@ def test_contents_are_what_the_runs_left(tmp_path):
         "counts": False,
         "runs": [[0.1, 0.5, 0.5, 5]] * 2,
     }
-    assert [row["title"] for row in found["headlines"]] == ["reward", "loss", "seconds of a step"]
+    assert [row["title"] for row in found["headlines"]] == ["reward", "seconds of a step"]
     assert [(chart["title"], chart["unit"]) for chart in found["charts"]["Learning"]] == [
         ("Reward", "reward"),
-        ("Loss", "loss"),
     ]
     assert [chart["title"] for chart in found["charts"]["Speed and memory"]] == ["Time of a step"]
     assert [chart["names"] for chart in found["charts"]["More"]] == [("odd/number",)]
@@ -191,6 +190,26 @@ def test_runs_with_equal_settings_are_compared_by_their_versions(tmp_path):
     (other / "config.yaml").unlink()
     unknown, _ = map(told, compare_tables([one, other]))
     assert unknown == "The settings of b are not known: there is no config.yaml.\n"
+
+
+def test_what_is_0_by_construction_is_neither_first_nor_a_chart(tmp_path):
+    """The loss of GRPO at the first update of a batch. A critic comes before it, and a policy that waits is named."""
+    logs = make_run(tmp_path, "a", 0, 1) / "logs"
+    common = {"rollout/rewards_mean": 0.5, "train/critic_loss": 0.2, "train/explained_variance": 0.1}
+    losses = [{}, {"train/loss": 1.9e-9}, {"train/loss": -2e-9}]
+
+    def write(n_lines):
+        lines = [{"step": step, "time": step, **common, **loss} for step, loss in enumerate(losses[:n_lines], 1)]
+        (logs / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return contents([RunReader(tmp_path / "a")])
+
+    found = write(1)
+    assert found["verdict"]["notes"][-1].startswith("Only the critic was trained so far")
+    found = write(3)
+    assert not any("critic" in note for note in found["verdict"]["notes"])
+    assert [row["title"] for row in found["headlines"]] == ["reward", "critic: explained variance"]
+    assert "train/loss" not in [name for of in found["charts"].values() for chart in of for name in chart["names"]]
+    assert found["constant"]["train/loss"] == 0.0
 
 
 def test_the_algorithm_and_the_script_are_the_first_difference(tmp_path):

@@ -160,6 +160,26 @@ def test_numbers_that_are_the_same_all_the_time_are_told_once():
     assert [row.title for row in rows_of(a_look(trends=trends))] == ["reward", "truncated", "learning rate"]
 
 
+def test_the_critic_and_a_policy_that_is_not_trained_yet_are_shown():
+    course = (1.0, [0.0, 1.0])
+    names = ("rollout/rewards_mean", "train/explained_variance", "train/critic_loss", "rollout/ref_kl")
+    trends = {name: (at, [at, 2.0]) for at, name in enumerate(names)}
+    lines = "\n".join(shown(draw(a_look(trends=trends), "t", 120, 40)))
+    told = ("critic: explained variance", "critic: loss", "KL to the reference", "the policy is not trained yet")
+    assert [text in lines for text in told] == [True] * 4
+    trained = draw(a_look(trends=trends | {"train/loss": course, "train/kl_loss": course}), "t", 120, 40)
+    assert "not trained yet" not in "\n".join(shown(trained))
+
+
+def test_accuracy_leaves_the_display_when_it_is_measured_no_more():
+    board = Board(lambda: 10, lambda: 0.0)
+    board.log(1, {"rollout/rewards_mean": 0.5, "rollout/accuracy": 0.5, "eval/accuracy": 0.5, "train/accuracy": 0.5})
+    board.log(2, {"rollout/rewards_mean": 0.7, "train/accuracy": 0.5})
+    assert board.snapshot().trends.keys() == {"rollout/rewards_mean", "eval/accuracy", "train/accuracy"}
+    board.log(2, {"eval/rewards_mean": 0.7})
+    assert "eval/accuracy" not in board.snapshot().trends
+
+
 def test_parts_of_a_reward_have_their_rows():
     names = ("rollout/rewards_mean", "rollout/reward/format", "rollout/reward/format_std")
     look = a_look(trends={name: (at, [at, 2.0]) for at, name in enumerate(names)})

@@ -61,6 +61,7 @@ def test_one_step_is_what_the_formulas_say(tmp_path: Path, models: dict[str, Pat
     all_returns: list[float] = []
     all_values: list[float] = []
     all_kl: list[float] = []
+    all_log_r: list[float] = []
     for row, critic_row in zip(rows, critic_rows, strict=True):
         assert row.reward == close(0.5 * (digits_of(row) + hf_score(models["reward"], row)))
         assert trained(row, "logprobs") == close(hf_logprobs(MODEL, row))
@@ -82,6 +83,7 @@ def test_one_step_is_what_the_formulas_say(tmp_path: Path, models: dict[str, Pat
         all_returns += returns
         all_values += values
         all_kl += [x * x / 2 for x in log_r]
+        all_log_r += log_r
     found = [a for row in rows for a in trained(row, "advantages")]
     policy = 0.0  # the mean of whitened advantages, at the ratio 1
     if kl_in_reward:
@@ -98,6 +100,8 @@ def test_one_step_is_what_the_formulas_say(tmp_path: Path, models: dict[str, Pat
     assert scalars["train/explained_variance"] == close(1 - np.var(errors) / np.var(all_returns), 1e-3)
     assert scalars["train/policy_loss"] == close(policy)
     assert ("train/kl_loss" in scalars) != kl_in_reward
+    kl_of_rewards = [row["rollout/ref_kl"] for row in scalars_of(tmp_path / "run") if "rollout/ref_kl" in row]
+    assert kl_of_rewards == ([close(np.mean(all_log_r))] if kl_in_reward else [])
     if not kl_in_reward:
         assert scalars["train/kl_loss"] == close(np.mean(all_kl))
         assert scalars["train/loss"] == close(policy + 0.3 * np.mean(all_kl))

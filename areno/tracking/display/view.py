@@ -10,7 +10,7 @@ from rich.cells import cell_len, set_cell_size
 
 from areno.tracking.display.board import ShownSample, Snapshot, sparkline
 from areno.tracking.display.screen import Line
-from areno.tracking.reader import duration
+from areno.tracking.reader import duration, loss_tells, policy_waits
 
 _TITLE, _VALUE = 26, 9  # cells of the title and of the value of a row
 _TWO_COLUMNS = 100  # the least width for two columns, in cells
@@ -45,7 +45,10 @@ _ROWS = (
     Row("response length", "rollout/response_len_mean"),
     Row("truncated", "rollout/truncated", share=True),
     Row("groups without difference", "rollout/frac_groups_zero_std", share=True),
+    Row("critic: explained variance", "train/explained_variance"),
+    Row("critic: loss", "train/critic_loss"),
     Row("KL to the reference", "train/kl_loss"),
+    Row("KL to the reference", "rollout/ref_kl"),
     Row("KL to the policy before", "train/approx_kl"),
     Row("entropy", "train/entropy"),
     Row("rollout against training", "train/logp_abs_diff_mean"),
@@ -78,6 +81,8 @@ def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
     if look.n_warnings:
         count = "a warning" if look.n_warnings == 1 else f"{look.n_warnings} warnings, the last"
         lines.append([(_cut(f" {count}: {look.warning}", width), "yellow")])
+    if policy_waits(look.trends):
+        lines.append([(_cut(" the critic warms up; the policy is not trained yet", width), "yellow")])
     rows = rows_of(look)
     lines += _rows([row for row in rows if row.is_main], look, width, width - _TITLE - _VALUE - 18)
     lines += _others([row for row in rows if not row.is_main], look, width)
@@ -94,8 +99,7 @@ def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
 def rows_of(look: Snapshot) -> list[Row]:
     """Return the rows of the display, one for each scalar that the display knows and the run has recorded.
 
-    If several scalars have the same values, such as accuracy and a reward of 0 or 1, only the first gets a row. The
-    loss is left out if there are rewards.
+    If several scalars have the same values, such as accuracy and a reward of 0 or 1, only the first gets a row.
 
     Args:
         look: The data to show.
@@ -103,8 +107,7 @@ def rows_of(look: Snapshot) -> list[Row]:
     found: dict[tuple[object, ...], Row] = {}
     parts = [name for name in look.trends if name.startswith(_PART) and not name.endswith("_std")]
     for row in (*_ROWS, *(Row(f"reward: {name.removeprefix(_PART)}", name) for name in parts)):
-        # The loss of a policy says nothing about how good it is.
-        if row.name in look.trends and not (row.name == "train/loss" and "rollout/rewards_mean" in look.trends):
+        if row.name in look.trends and (row.name != "train/loss" or loss_tells(look.trends)):
             course = tuple(look.trends[row.name][1])
             found.setdefault(course if len(set(course)) > 1 else (row.name,), row)
     return list(found.values())
