@@ -79,6 +79,14 @@ def test_rows(example: str, tmp_path: Path) -> None:
     assert files == {name for name in readme.split("`") if name.endswith(".py") and "/" not in name}
 
 
+def test_the_tasks_that_come_with_the_repairs_are_those_of_their_generator() -> None:
+    path, loader = FOLDER / "coding/dataset.jsonl", "examples/agentic/coding/dataset_loader.py"
+    assert [json.loads(line) for line in path.read_text().splitlines()] == import_module("coding_bugs").repairs(
+        16, 2026
+    )
+    assert len(load_rows(DatasetConfig(path=str(path), loader=loader), "prompt")) == 16
+
+
 # Tools ----------------------------------------------------------------------------------------------------------------
 
 

@@ -41,7 +41,7 @@ class Model(BaseHTTPRequestHandler):
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(FOLDER))
-    return import_module("play")
+    return import_module("web_ui")
 
 
 def started(server: Any) -> str:

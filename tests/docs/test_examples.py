@@ -50,6 +50,22 @@ def test_loader_on_gsm8k():
     assert all(set(row["solutions"]) <= set("-0123456789,.") for row in rows)
 
 
+def test_the_loader_of_alpaca_makes_what_its_rows_are_read_as(tmp_path):
+    rows = [
+        {"instruction": "Add the numbers.", "input": "2, 3", "output": "5"},
+        {"instruction": "Say hello.", "input": "", "output": "Hello."},
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    config = DatasetConfig(path=str(tmp_path / "rows.json"), loader="examples/sft/alpaca/dataset_loader.py")
+    made = list(load_rows(config, "sft"))
+    assert made == [
+        {"prompt": "Add the numbers.\n2, 3", "response": "5"},
+        {"prompt": "Say hello.", "response": "Hello."},
+    ]
+    read = load_rows(DatasetConfig(path=config.path), "sft")
+    assert [{name: row[name] for name in ("prompt", "response")} for row in read] == made
+
+
 @needs_gsm8k
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("reward", ["examples", "built-in"])

@@ -1,8 +1,8 @@
 """A page in the browser that replays recorded duels, and on which you or a model play against the scripted user.
 
-    python examples/agentic/duelgrid/play.py
-    python examples/agentic/duelgrid/play.py --games outputs/duelgrid/*/rollouts/*.jsonl
-    python examples/agentic/duelgrid/play.py --base-url http://127.0.0.1:8000/v1 --model policy --api-key SECRET
+    python examples/agentic/duelgrid/web_ui.py
+    python examples/agentic/duelgrid/web_ui.py --games outputs/duelgrid/*/rollouts/*.jsonl
+    python examples/agentic/duelgrid/web_ui.py --base-url http://127.0.0.1:8000/v1 --model policy --api-key SECRET
 
 It listens on this machine only.
 """
@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from duelgrid import COSTS, DIRECTIONS, SIZE, arenas
 from duelgrid_task import DuelGrid
 
-PAGE = Path(__file__).with_name("play.html")
+PAGE = Path(__file__).with_name("web_ui.html")
 MOST_BODY = 100_000
 
 
