@@ -14,7 +14,7 @@ from areno.agents.trajectories import LossMaskPolicy
 from areno.api.metrics import MetricsRecorder, StepLog, Stopwatch
 from areno.api.session import ProxySettings, RolloutSession, RolloutSteering, Sessions, request_seed, sequence_of
 from areno.config.experiments import ExperimentConfig, LossFn
-from areno.config.models import MicroBatchSpec
+from areno.config.models import ROWS_COUNTED, MicroBatchSpec
 from areno.config.rollout import DecoderConfig, SamplingConfig, at_temperature
 from areno.config.teacher import Divergence
 from areno.data.encode import encode_generation_prompt
@@ -52,8 +52,6 @@ from areno.types import (
 )
 
 logger = logging.getLogger("areno")
-
-_ROWS_COUNTED = 8  # rows of a micro-batch if micro-batches are counted and no size is given
 
 
 class Trainer(contextlib.AbstractContextManager["Trainer"]):
@@ -431,7 +429,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             loss_fn: Loss function (pack, logprobs) -> (loss, statistics), from areno.loss_fns or defined by the script.
             mini_bs: Number of rows in a micro-batch (one forward pass), unless mb_spec or ArenoConfig.runtime sets the
                 size. Results do not depend on this number. None lets the engine choose a number of tokens that suits
-                the models and the device or, with gradient_accumulation_steps, takes 8 rows.
+                the models and the device or, with gradient_accumulation_steps, takes 16 rows.
             gradient_accumulation_steps: Number of micro-batches in each optimizer step. None with n_minibatches=1 takes
                 one step on all rows.
             mb_spec: Size of micro-batches, which replaces mini_bs. None uses mini_bs.
@@ -521,13 +519,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         This is `mb_spec` if it is not None. If it is None, this is `mini_bs` rows, or max_tokens_per_mb tokens if the
         engine's settings have this limit. Without any size the engine chooses one, but if `accumulates` is True,
-        micro-batches are counted and have 8 rows.
+        micro-batches are counted and have ROWS_COUNTED rows.
         """
         if mb_spec is not None:
             return mb_spec
         budget = self.engine.spec.mb_spec.max_tokens_per_mb
         if mini_bs is None and budget is None and accumulates:
-            mini_bs = _ROWS_COUNTED
+            mini_bs = ROWS_COUNTED
         return MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=budget)
 
     def _train(self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
@@ -558,7 +556,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         Raises:
             EngineError: A role is loaded with other settings (release it first), or a session is open.
         """
-        from areno.plan.plan import script_roles, with_common_ids
+        from areno.plan.roles import script_roles, with_common_ids
 
         engine = self._outside_rollout("ensure_roles")
         with self._named(), log_memory_after(engine):

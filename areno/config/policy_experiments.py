@@ -10,7 +10,7 @@ from areno.config import models
 from areno.config.experiments import EVALUATION, ExperimentConfig, pass_sizes
 from areno.config.reward import RewardConfig
 from areno.config.rollout import AgentConfig, GenerationConfig, RolloutConfig, TuneConfig
-from areno.config.teacher import TeacherConfig
+from areno.config.teacher import Divergence, TeacherConfig
 from areno.errors import ConfigError, Key, Problem
 from areno.schema.fields import Needs, check, forbid, setting, source_check
 
@@ -125,6 +125,11 @@ class PolicyExperimentConfig(ExperimentConfig):
         if teacher is None or teacher.follows_actor:
             return False
         return teacher.offload and set(teacher.paths.values()) == {None} and self.actor.use_lora
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The divergence from a teacher that training passes compute. None without such a teacher."""
+        return None if self.teacher is None else self.teacher.divergence
 
     @property
     def actor_teaches(self) -> bool:

@@ -26,11 +26,20 @@ from areno.models.cost import Cost, PassBytes
 from areno.models.folder import resolve
 from areno.models.known_shapes import known_shape
 from areno.models.registry import layout_problems, load_config, parse_config
-from areno.models.speed import PassWork, Rates, RolloutWork, pass_seconds, rollout_seconds, update_seconds
+from areno.models.speed import (
+    PassWork,
+    Rates,
+    RolloutWork,
+    device_seconds,
+    pass_seconds,
+    rollout_seconds,
+    update_seconds,
+)
 from areno.plan.hardware import Hardware
 from areno.plan.lora import lora_of
 from areno.plan.phases import Lengths, Phase, Rows, questions_of_step, rows_of_step, shared_decoder
-from areno.plan.plan import experiment_roles, longest_sequence
+from areno.plan.plan import actor_of, longest_sequence
+from areno.plan.roles import experiment_roles
 
 _PROCESS_BYTES = int(0.35 * 2**30)  # of a Python process with torch, which counts as the memory of a CPU run
 _GRAPH_BYTES = int(0.15 * 2**30)  # of CUDA graphs and the buffers of sampling
@@ -139,14 +148,7 @@ def forecast(
     engine = replace(config.engine, world_size=n_devices)
     itemsize = 4 if config.actor.dtype == "float32" or not hardware.is_cuda else 2
     spec = EngineSpec(
-        actor=RoleSpec(
-            path=config.actor.path,
-            head=config.head,
-            optimizer=config.actor.optimizer,
-            gradient_checkpointing=config.actor.gradient_checkpointing,
-            offload=config.offloads(config.actor),
-            lora=lora_of(config.actor, model),
-        ),
+        actor=actor_of(config, config.actor.path, lora_of(config.actor, model)),
         devices=["cuda:0" if hardware.is_cuda else "cpu"] * n_devices,
         engine=engine,
         mb_spec=config.actor.mb_spec,
@@ -307,7 +309,7 @@ class _Step:
         if isinstance(config, PolicyExperimentConfig):
             found.append(self._rollout(config))
         for name, role in self.roles.items():
-            if name == "actor" or isinstance(config, ReferencedExperimentConfig):
+            if name == "actor" or role.in_training or isinstance(config, ReferencedExperimentConfig):
                 continue
             found.append(self._written() if name == "judge" and self._judge_writes else self._pass(name, SCORE))
             if role.optimizer is not None:
@@ -444,6 +446,8 @@ class _Step:
             trained = cost.adapter_params or cost.n_params
             shards = self.layout.tp_size * (self.layout.dp_size if self.footprint.zero_stage else 1)
             seconds += self._updates(name) * update_seconds(trained / shards, role.optimizer.type, self.hardware.rates)
+        if phase == TRAIN and name == "actor":
+            seconds += self._teaching(work)
         if phase == TRAIN:
             named, clock = f"train {name}", "train" if name == "actor" else f"train_{name}"
         else:
@@ -457,6 +461,17 @@ class _Step:
             budget=budget,
             least=least,
         )
+
+    def _teaching(self, work: PassWork) -> float:
+        """Return the time of the teacher's passes in the training passes of the actor, for all of its rows."""
+        teachers = [self._model(name) for name, role in self.roles.items() if role.in_training]
+        scored, rates, seconds = replace(work, trains=False, n_recomputed=0), self._rates.of(self.layout.cp_size), 0.0
+        for model in teachers:
+            cost = Cost.of(model.config, self.footprint.itemsize)
+            seconds += device_seconds(model.config, cost, scored, rates) / len(teachers)
+            if model.offload:
+                seconds += self.footprint.of_model(model).weights / _COPY_BYTES_S
+        return seconds
 
     def _n_sharing(self, model: Model, rows: Rows, n_rows: int, phase: str, budget: int) -> int:
         """Return how many of the `n_rows` rows of a device use the prompt of another row, which computes it for them.
@@ -475,6 +490,8 @@ class _Step:
         )
         if not isinstance(config, PolicyExperimentConfig) or rule.when == "off":
             return 0
+        if trains and config.divergence is not None and config.teacher and config.teacher.prompt_key is not None:
+            return 0  # the teacher reads other prompts
         sharing = n_rows - -(-n_rows // rows.n_same)
         n_tokens, saved = n_rows * rows.each, sharing * lengths.prompt
         apart, shared = ([min(n, budget)] * -(-n // budget) for n in (n_tokens, n_tokens - saved))

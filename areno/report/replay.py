@@ -18,7 +18,8 @@ from areno.config.ratio import RatioConfig
 from areno.engine.spec import RoleSpec
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.plan.lora import with_model
-from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment, whole_model, with_common_ids
+from areno.plan.plan import TrainerPlan, plan_of_experiment, whole_model
+from areno.plan.roles import experiment_roles, with_common_ids
 from areno.report.recorded import RecordedRow, check_sample, recorded_row
 from areno.run.setup import with_teacher
 from areno.schema.values import value_at

@@ -37,12 +37,11 @@ from areno.plan.hardware import gpu_called, this_cpu
 from areno.plan.phases import shared_decoder
 from areno.plan.plan import (
     TrainerPlan,
-    check_plan,
-    experiment_roles,
     load_tokenizer,
     plan_of_experiment,
     whole_model,
 )
+from areno.plan.roles import check_plan, experiment_roles
 from areno.plan.schedule import schedule_warnings, staleness_warnings, with_schedules
 from areno.rewards.judge_readers import EndpointReader, Reader, RoleReader
 from areno.rewards.pool import RewardPool

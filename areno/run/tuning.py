@@ -24,16 +24,18 @@ from areno.config.experiments import ExperimentConfig
 from areno.config.models import MicroBatchSpec
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.rollout import DecoderConfig
+from areno.config.teacher import Divergence
 from areno.engine.engine import Engine
 from areno.engine.footprint import GIB, gib
 from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
 from areno.errors import ConfigError, EngineError, Problem
 from areno.files.durable import atomic_write_text
-from areno.loss_fns import gspo_loss_fn, value_loss_fn
+from areno.loss_fns import distillation_loss_fn, gspo_loss_fn, value_loss_fn
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import Hardware, devices_here, this_cpu
 from areno.plan.phases import Phase
-from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment, sampling_params, with_common_ids
+from areno.plan.plan import TrainerPlan, plan_of_experiment, sampling_params
+from areno.plan.roles import experiment_roles, with_common_ids
 from areno.plan.schedule import with_schedules
 from areno.plan.tune import (
     AT_ONCE,
@@ -102,11 +104,8 @@ def tune(config: ExperimentConfig, given: Collection[str], reuse: str = "") -> s
         logger.info("tune: no setting is left to choose, so that nothing is tried")
         return None
     if BATCH in chosen:
-        logger.info(
-            "tune: %s=%d is chosen, since it was not given; unlike the other settings, it changes what is learned",
-            BATCH,
-            chosen[BATCH],
-        )
+        text = "tune: %s=%d is chosen, since it was not given; unlike the other settings, it changes what is learned"
+        logger.info(text, BATCH, chosen[BATCH])
     set_values(config, chosen)
     logger.info("tune: in %.0f s, chosen: %s", time.monotonic() - began, shown(chosen))
     return _file(chosen, reuse)
@@ -530,20 +529,24 @@ class _Trial:
 
     def _train(self, phase: Phase, role: str, rows: list[TrainSequence]) -> None:
         section: Any = vars(self.config)[role]
-        spec: MicroBatchSpec = section.mb_spec
         accumulates = section.gradient_accumulation_steps if role == "actor" else None
-        if accumulates is not None:
-            spec = spec.counted
-        elif spec.is_automatic:
+        spec: MicroBatchSpec = section.mb_spec if accumulates is None else section.mb_spec.counted
+        if spec.is_automatic:
             spec = MicroBatchSpec(max_tokens_per_mb=phase.budget)
         update = UpdateSpec(
             spec,
             gradient_accumulation_steps=accumulates,
             sampling=self.config.gconfig,
             old_logprobs=self.config.actor.old_logprobs if role == "actor" else "recompute",
+            divergence=self.config.divergence if role == "actor" else None,
         )
-        loss_fn: Any = partial(gspo_loss_fn, clip_eps=3e-4) if role == "actor" else value_loss_fn
-        self.engine.train(rows, loss_fn, update, role)
+        self.engine.train(rows, _loss_fn(update.divergence) if role == "actor" else value_loss_fn, update, role)
+
+
+def _loss_fn(divergence: Divergence | None) -> Any:
+    """Return a loss function of the actor whose passes compute what those of the run do."""
+    loss_fn = partial(gspo_loss_fn, clip_eps=3e-4)
+    return loss_fn if divergence is None else partial(distillation_loss_fn, policy_loss_fn=loss_fn)
 
 
 def _drawn(draw: random.Random, mean: int) -> int:
@@ -571,7 +574,7 @@ def _warm_up(engine: Engine, config: PolicyExperimentConfig) -> None:
         staleness=1,
     )
     rows, spec = [row] * engine.spec.layout.data_size, MicroBatchSpec(mini_bs=1)
-    engine.train(rows, partial(gspo_loss_fn, clip_eps=3e-4), UpdateSpec(spec))
+    engine.train(rows, _loss_fn(config.divergence), UpdateSpec(spec, divergence=config.divergence))
     if isinstance(config, CriticExperimentConfig):
         engine.train(rows, value_loss_fn, UpdateSpec(spec), "critic")
     engine.wait()

@@ -276,7 +276,12 @@ def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str
     Returns:
         The train/* statistics, by their names without the prefix.
     """
-    actor, teacher = setup.config.actor, setup.config.teacher
-    how = {"n_minibatches": actor.ppo_n_minibatches, "old_logprobs": actor.old_logprobs}
-    how["divergence"] = None if teacher is None else teacher.divergence
-    return update(setup, rows, sampling=setup.config.gconfig, **how)
+    config = setup.config
+    return update(
+        setup,
+        rows,
+        sampling=config.gconfig,
+        n_minibatches=config.actor.ppo_n_minibatches,
+        old_logprobs=config.actor.old_logprobs,
+        divergence=config.divergence,
+    )

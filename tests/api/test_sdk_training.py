@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from areno import ArenoConfig, ModelRole, SamplingParams, Trainer
+from areno.config.models import ROWS_COUNTED
 from areno.errors import EngineError
 from tests.helpers.sdk_script import LR, MODEL, loss, made, plain_rows, rows_of, sampled, tokens_of
 
@@ -129,7 +130,7 @@ def test_metrics_of_a_script(tmp_path: Path) -> None:
 
 
 def test_what_a_role_name_stands_for(trainer: Trainer, tmp_path: Path) -> None:
-    from areno.plan.plan import script_roles
+    from areno.plan.roles import script_roles
 
     judge = tmp_path / "judge"
     judge.mkdir()
@@ -254,3 +255,11 @@ def test_two_ranks_are_as_one(tp_size: int, tmp_path: Path) -> None:
 
     for one, two in zip(two_steps(1, 1), two_steps(2, tp_size), strict=True):
         assert one == (two if isinstance(two, list) else pytest.approx(two, abs=1e-4))
+
+
+def test_counted_micro_batches_have_as_many_rows_as_in_a_recipe() -> None:
+    with made() as trainer:
+        trainer.train(plain_rows(ROWS_COUNTED + 1), loss, gradient_accumulation_steps=1)
+        assert trainer.engine.weights_version == 2
+        trainer.train(plain_rows(ROWS_COUNTED), loss, gradient_accumulation_steps=1)
+        assert trainer.engine.weights_version == 3

@@ -18,6 +18,7 @@ from areno.api.algorithms import get_algorithm
 from areno.cli.__main__ import main
 from areno.errors import ConfigError
 from areno.launch.compose import load
+from areno.models.known_shapes import known_shape
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import devices_here, hardware_of, names
 from areno.plan.ways import Way, ways_to_fit
@@ -213,6 +214,24 @@ def test_several_teachers_divide_the_rows() -> None:
     assert sum(half.seconds for half in halves) < 1.5 * whole.seconds  # twice the overhead of a pass
     alone = predicted("gspo", settings[0]).footprint.resident
     assert two.footprint.resident - alone == pytest.approx(2 * (one.footprint.resident - alone), rel=0.01)
+
+
+def test_teachers_of_whole_distributions_are_in_the_training_passes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(known_shape("qwen3-1.7b")))
+    path = "actor.path=Qwen/Qwen3-0.6B"
+    plain = predicted("gspo", path)
+    other = predicted("gspo", path, "teacher=default", f"teacher.path={tmp_path}", "teacher.loss_type=reverse_kl")
+    itself = ["teacher=default", "teacher.follows_actor=true", "teacher.prompt_key=hint", "teacher.loss_type=jsd"]
+    own = predicted("gspo", path, *itself)
+    for found in (other, own):
+        assert [phase.name for phase in found.phases] == ["rollout", "train actor"]
+    [without, with_other, with_own] = (found.phases[-1] for found in (plain, other, own))
+    # A forward pass is at most a third of a step. The other model has three times the parameters.
+    assert 1.15 < with_own.seconds / without.seconds < 1.45
+    assert 1.5 < with_other.seconds / without.seconds < 2.3
+    assert with_own.budget < without.budget  # the logits of two models
+    shared = [predicted("gspo", path, "actor.share_prefixes=on", *more) for more in ([], itself)]
+    assert shared[0].phases[-1].seconds < 0.7 * shared[1].phases[-1].seconds  # the teacher reads other prompts
 
 
 def test_more_memory_and_devices_lower_the_need() -> None:

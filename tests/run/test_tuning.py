@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from areno.api.algorithms import get_algorithm
+from areno.config.teacher import Divergence
+from areno.engine.engine import Engine
 from areno.errors import ConfigError, EngineError
 from areno.files.paths import find_file
 from areno.launch.command import run
@@ -111,6 +113,24 @@ def test_trials_of_a_run_with_a_judge_of_few_tokens(
     assert {AT_ONCE, RECOMPUTE, BATCH} <= chosen.keys()
     assert len(told(caplog)) == 2
     assert all("GiB measured" in line for line in told(caplog))
+
+
+@pytest.mark.slow
+def test_trials_compute_the_divergence_from_a_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pids: list[int]
+) -> None:
+    train, seen = Engine.train, []
+
+    def recorded(engine: Engine, rows: Any, loss_fn: Any, update: Any, *args: Any) -> Any:
+        seen.append((update.divergence, engine.spec.planned["teacher"].in_training))
+        return train(engine, rows, loss_fn, update, *args)
+
+    monkeypatch.setattr(Engine, "train", recorded)
+    shutil.copytree(MODEL, tmp_path / "teacher")
+    settings = ["teacher=default", f"teacher.path={tmp_path / 'teacher'}", "teacher.loss_type=reverse_kl"]
+    assert choose(config(*settings), ())
+    assert len(seen) == 3  # to warm up, and in two trials
+    assert set(seen) == {(Divergence("reverse_kl"), True)}
 
 
 @pytest.mark.slow

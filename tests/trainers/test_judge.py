@@ -21,7 +21,7 @@ from areno.files.interrupts import Stop
 from areno.launch.compose import load
 from areno.plan.forecast import forecast
 from areno.plan.hardware import hardware_of, this_cpu
-from areno.plan.plan import experiment_roles
+from areno.plan.roles import experiment_roles
 from areno.rewards.judge import Judging
 from areno.rewards.judge_readers import EndpointReader
 from tests.helpers.agent_runs import DATA

@@ -20,7 +20,8 @@ from areno.launch.command import run
 from areno.launch.compose import load
 from areno.models.registry import load_config
 from areno.plan.lora import lora_of
-from areno.plan.plan import experiment_roles, plan_of_experiment, script_roles
+from areno.plan.plan import plan_of_experiment
+from areno.plan.roles import experiment_roles, script_roles
 from areno.tracking.reader import RunReader
 from tests import kill_runs
 from tests.helpers import tiny_shape
