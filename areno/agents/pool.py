@@ -55,18 +55,18 @@ OnDone = Callable[[int, AgentOutcome], object]
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
-    """An item without an outcome.
+class _Call:
+    """A call of the agent function without an outcome.
 
     Attributes:
-        item: The item.
+        items: Its items: one, or all of a batch (`agent.whole_batch`).
         context: The endpoint of its requests.
-        place: Its index among the items that were queued together.
-        on_done: Function that receives `place` and the outcome.
-        n_losses: Number of processes that died or hung while they ran the item.
+        place: Index of its first item among the items that were queued together.
+        on_done: Function that receives the index of each item and its outcome.
+        n_losses: Number of processes that died or hung while they ran the call.
     """
 
-    item: AgentItem
+    items: Sequence[AgentItem]
     context: AgentContext
     place: int
     on_done: OnDone
@@ -145,7 +145,8 @@ class AgentPool(WorkerPool[AgentConfig]):
             context: The address and the key of the session's endpoint, to which the agent sends its requests.
             on_done: Function that receives the index of an item in `items` and its outcome, when the item is finished.
         """
-        self._running.add(items, context, on_done)
+        calls = [items] if self.config.whole_batch and items else [[item] for item in items]
+        self._running.add(calls, context, on_done)
 
     def run_until(self, is_enough: Callable[[], bool], on_wait: Callable[[], object]) -> None:
         """Run agents until `is_enough` returns True. The unfinished agents continue after that.
@@ -202,25 +203,26 @@ class AgentPool(WorkerPool[AgentConfig]):
 
 
 class _Running:
-    """The items that are queued or run.
+    """The calls that are queued or run.
 
     Attributes:
-        groups: Lists of items (by number) that must be sent to a process, for the first time or again. All items of a
+        groups: Lists of calls (by number) that must be sent to a process, for the first time or again. All calls of a
             list are sent to the same process.
     """
 
     def __init__(self, n_workers: int):
         self._n_workers, self._next = n_workers, 0
-        self._items: dict[int, _Item] = {}  # the items without an outcome
+        self._calls: dict[int, _Call] = {}  # the calls without an outcome
         self.groups: deque[list[int]] = deque()
 
-    def add(self, items: Sequence[AgentItem], context: AgentContext, on_done: OnDone) -> None:
-        """Queue items in a group for each process. The arguments are those of `AgentPool.begin`."""
-        if not self._items:
+    def add(self, calls: Sequence[Sequence[AgentItem]], context: AgentContext, on_done: OnDone) -> None:
+        """Queue calls, with the items of each, in a group for each process. See `AgentPool.begin`."""
+        if not self._calls:
             self._next = 0
-        first, self._next = self._next, self._next + len(items)
-        for place, item in enumerate(items):
-            self._items[first + place] = _Item(item, context, place, on_done)
+        first, place = self._next, 0
+        for items in calls:
+            self._calls[self._next] = _Call(items, context, place, on_done)
+            self._next, place = self._next + 1, place + len(items)
         shares = [list(range(first + start, self._next, self._n_workers)) for start in range(self._n_workers)]
         self.groups += [share for share in shares if share]
 
@@ -249,33 +251,35 @@ class _Running:
 
     def _is_suspect(self, numbers: Iterable[int]) -> bool:
         """Return whether one of the items was in a process that was lost."""
-        return any(self._items[number].n_losses for number in numbers)
+        return any(self._calls[number].n_losses for number in numbers)
 
     def payloads(self, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Return a tuple (number of the item, pickled (context, item)) for each item that can be pickled."""
+        """Return a tuple (number of the call, pickled (context, items)) for each call that can be pickled."""
         # Pickled only now, so that the first process begins while the items of the others are pickled.
         payloads = [(number, self._payload(number)) for number in numbers]
         return [(number, payload) for number, payload in payloads if payload is not None]
 
     def _payload(self, number: int) -> bytes | None:
-        """Return the pickled tuple (context, item) of an item.
+        """Return the pickled tuple (context, items) of a call.
 
-        If the item cannot be pickled, record an error as its outcome and return None.
+        If it cannot be pickled, record an error as the outcome of its items and return None.
         """
         try:
-            item = self._items[number]
-            return pickle.dumps((item.context, item.item), protocol=pickle.HIGHEST_PROTOCOL)
+            call = self._calls[number]
+            return pickle.dumps((call.context, call.items), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # an object of the dataset may raise anything when it is pickled
             text = f"its item cannot be sent to the agent process: {type(error).__name__}: {error}"
-            self._settle(number, AgentOutcome("error", None, text))
+            self._fail(number, AgentOutcome("error", None, text))
             return None
 
-    def answered(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
-        """Record the outcome that a process sent for the item with the number `position`.
+    def answered(self, position: int, answer: Any, span: tuple[int, int]) -> None:
+        """Record the outcomes that a process sent for the call with the number `position`.
 
-        `answer` is the tuple (status, turns, message), and `span` is (start, end) of the call, see `AgentOutcome`.
+        `answer` is a tuple (status, turns, message) for all items of the call, or a list with a tuple for each item.
+        `span` is (start, end) of the call, see `AgentOutcome`.
         """
-        self._settle(position, AgentOutcome(*answer, span=span))
+        answers = answer if isinstance(answer, list) else [answer] * len(self._calls[position].items)
+        self._settle(position, [AgentOutcome(*each, span=span) for each in answers])
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
         """Handle a process that left, died or hung: send its unfinished items again, or record that they failed.
@@ -290,10 +294,15 @@ class _Running:
         elif worker.chunk:
             self._run_again(list(worker.chunk), AgentOutcome(status, None, text))
 
-    def _settle(self, number: int, outcome: AgentOutcome) -> None:
-        """Report the outcome of an item."""
-        item = self._items.pop(number)
-        item.on_done(item.place, outcome)
+    def _settle(self, number: int, outcomes: Sequence[AgentOutcome]) -> None:
+        """Report the outcome of each item of a call."""
+        call = self._calls.pop(number)
+        for place, outcome in enumerate(outcomes, call.place):
+            call.on_done(place, outcome)
+
+    def _fail(self, number: int, outcome: AgentOutcome) -> None:
+        """Report one outcome for all items of a call."""
+        self._settle(number, [outcome] * len(self._calls[number].items))
 
     def _run_again(self, numbers: list[int], outcome: AgentOutcome) -> None:
         """Requeue the unfinished items of a process that died or hung, in smaller groups.
@@ -303,11 +312,11 @@ class _Running:
         """
         again: list[int] = []
         for number in numbers:
-            self._items[number].n_losses += 1
-            if self._items[number].n_losses == len(_GROUPS) or len(numbers) == 1:
-                self._settle(number, outcome)
+            self._calls[number].n_losses += 1
+            if self._calls[number].n_losses == len(_GROUPS) or len(numbers) == 1:
+                self._fail(number, outcome)
             else:
                 again.append(number)
         if again:
-            size = int(min(len(again), *(_GROUPS[self._items[number].n_losses] for number in again)))
+            size = int(min(len(again), *(_GROUPS[self._calls[number].n_losses] for number in again)))
             self.groups.extend(again[at : at + size] for at in range(0, len(again), size))

@@ -3,10 +3,11 @@
 An item is the task for one sample of a prompt. The pool in the driver (areno/agents/pool.py) exchanges pickled
 messages with this process over one socket. The process first receives (agent function as "file:function", name of
 its setting, time limit in seconds). Then it receives chunks, which are lists of tuples (position, pickled (context,
-item)). `position` is the number of the item in the driver. The process sends ("ready", True) or ("failed", problems)
-once, and then (position, answer) for each item as soon as the item is finished. A process that ends by itself, with no
-agent in it, first sends ("left", None). From the message (SUSPEND, time) to the
-message (RESUME, time), the driver trains: agents continue, but their time limits are paused. Both times are those of
+items)). Each is a call of the agent function, for one item or, with agent.whole_batch, for all items of a batch.
+`position` is the number of the call in the driver. The process sends ("ready", True) or ("failed", problems) once, and
+then (position, answer) for each call as soon as it is finished: an answer for each item, or one for all. A process that
+ends by itself, with no agent in it, first sends ("left", None). From the message (SUSPEND, time) to the message
+(RESUME, time), the driver trains: agents continue, but their time limits are paused. Both times are those of
 time.monotonic in the driver. Threads read and send the messages, so that an agent that blocks the event loop, or a
 driver that does not read, delays neither. The parent process, called supervisor (areno.user_processes.supervisor), ends
 this process together with all processes that the agent started. Nothing large is imported here, so that the process
@@ -61,6 +62,7 @@ _BLOCKS = (
 )
 
 Answer = tuple[str, "list[PlainTurn] | None", str]  # status, turns, message
+Answers = Answer | list[Answer]  # of all items of a call, or of each item
 
 _position: contextvars.ContextVar[int | None] = contextvars.ContextVar("position", default=None)
 
@@ -258,11 +260,11 @@ class _Runner:
         self._answer(position, answer)
         self._look_if_idle()
 
-    async def _call(self, payload: bytes) -> Answer:
-        """Call the agent for a pickled (context, item), and return the answer (status, turns, message) to send."""
+    async def _call(self, payload: bytes) -> Answers:
+        """Call the agent for a pickled (context, items), and return the answers (status, turns, message) to send."""
         try:
-            context, item = pickle.loads(payload)
-            batch = AgentBatch.of_item(item)
+            context, items = pickle.loads(payload)
+            batch = AgentBatch.of_items(items)
             with self._copies.user_code():
                 if self._is_async:
                     returned = await self._function(context, batch)
@@ -271,8 +273,10 @@ class _Runner:
                     returned = await self._loop.run_in_executor(self._threads, lambda: here.run(call))
                     if inspect.isawaitable(returned):
                         returned = await returned
-            [turns] = plain_results(returned, [item])
-            return ("ok", turns, "") if turns else ("error", None, "it returned no trajectory")
+            return [
+                ("error", None, str(turns)) if isinstance(turns, BadTrajectory) else ("ok", turns, "")
+                for turns in plain_results(returned, items)
+            ]
         except BadTrajectory as error:
             return "error", None, str(error)
         except asyncio.CancelledError:
@@ -321,8 +325,8 @@ class _Runner:
         is_full = vars(error).get("code") == CONTEXT_FULL
         return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MAX_TEXT]
 
-    def _answer(self, position: int, answer: Answer) -> None:
-        """Send the answer for the item with the number `position`, unless an answer for this item has been sent."""
+    def _answer(self, position: int, answer: Answers) -> None:
+        """Send the answer to the call with the number `position`, unless an answer to this call has been sent."""
         with self._answering:
             if position in self._open:
                 self._open.discard(position)

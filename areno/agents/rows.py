@@ -259,6 +259,8 @@ def read_trajectories(returned: Any, builder: RowBuilder) -> list[tuple[AgentIte
     try:
         items = list({item.key: item for item in items_of(returned)}.values())
         for item, turns in zip(items, plain_results(returned, items), strict=True):
+            if isinstance(turns, BadTrajectory):
+                raise turns
             found.append((item, builder.trajectory(turns)))
     except BadTrajectory as error:
         where = f"trajectory {len(found)}: " if found else ""

@@ -106,13 +106,16 @@ class AgentBatch:
         return batch
 
     @classmethod
-    def of_item(cls, item: AgentItem) -> AgentBatch:
-        """Return a batch that holds only the given item, which keeps its prompt index and its sample index.
-
-        Args:
-            item: The item.
-        """
-        return cls([item.record], [item.prompt], [item.input_tokens], 1, [item])
+    def of_items(cls, items: Sequence[AgentItem]) -> AgentBatch:
+        """Return a batch of the given items, which keep their prompt index and their sample index."""
+        first = list({item.prompt_index: item for item in reversed(items)}.values())[::-1]
+        return cls(
+            [item.record for item in first],
+            [item.prompt for item in first],
+            [item.input_tokens for item in first],
+            len(items) // len(first),
+            list(items),
+        )
 
     def iter_samples(self) -> Iterator[AgentItem]:
         """Iterate over the items, which are `n_samples` for each prompt."""
@@ -190,7 +193,7 @@ response. If a trajectory has a reward, its last turn also has the key `reward`,
 """
 
 
-def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainTurn]]:
+def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainTurn] | BadTrajectory]:
     """Check the return value of an agent function, and convert its turns to JSON values.
 
     Args:
@@ -198,33 +201,39 @@ def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainT
         items: The items that the agent function received.
 
     Returns:
-        The turns of each item, in the order of `items`. The list of turns is empty for an item without a trajectory. If
-        a trajectory has a reward, its last turn has the extra key `reward`. The value of this key is (reward, parts),
-        the two attributes of the AgentTrajectory.
+        The turns of each item, in the order of `items`, or the error of the item: its trajectory cannot be trained on,
+        or it has none, or several. If a trajectory has a reward, its last turn has the extra key `reward`. The value of
+        this key is (reward, parts), the two attributes of the AgentTrajectory.
 
     Raises:
-        BadTrajectory: `returned` has a wrong type, a turn belongs to no item in `items`, or an item has several
-            trajectories.
+        BadTrajectory: `returned` has a wrong type, or a turn belongs to no item in `items`.
     """
-    found: dict[tuple[int, int], list[PlainTurn]] = {}
-    loose: set[tuple[int, int]] = set()  # items whose turns were returned without a trajectory around them
-    known = {item.key for item in items}
+    parts_of: dict[tuple[int, int], list[Any]] = {item.key: [] for item in items}
     for part in _parts(returned):
-        turns = _turns_of(part)
-        keys = {_item_of(turn) for turn in turns}
+        keys = {_item_of(turn) for turn in _turns_of(part)}
         if len(keys) > 1:
             raise BadTrajectory("a trajectory has turns of several items; return one for each item")
         for key in keys:
-            if key not in known:
+            if key not in parts_of:
                 raise BadTrajectory(f"it returned a trajectory of item {key}, which it was not given")
-            is_loose = not isinstance(part, AgentTrajectory)
-            if key in found and not (is_loose and key in loose):
-                raise BadTrajectory(f"it returned two trajectories of item {key}; one for each item is expected")
-            loose |= {key} if is_loose else set()
-            found.setdefault(key, []).extend(map(plain_turn, turns))
-            if isinstance(part, AgentTrajectory) and part.reward is not None:
-                found[key][-1]["reward"] = _checked_reward(part)
-    return [found.get(item.key, []) for item in items]
+            parts_of[key].append(part)
+    return [_plain_result(parts_of[item.key], item) for item in items]
+
+
+def _plain_result(parts: Sequence[Any], item: AgentItem) -> list[PlainTurn] | BadTrajectory:
+    """Return the plain turns of an item, or its error. `parts` are the trajectories and turns returned for it."""
+    whole = [part for part in parts if isinstance(part, AgentTrajectory)]
+    try:
+        if not parts:
+            raise BadTrajectory("it returned no trajectory")
+        if whole and len(parts) > 1:
+            raise BadTrajectory(f"it returned two trajectories of item {item.key}; one for each item is expected")
+        turns = [plain_turn(turn) for part in parts for turn in _turns_of(part)]
+        if whole and whole[0].reward is not None:
+            turns[-1]["reward"] = _checked_reward(whole[0])
+        return turns
+    except BadTrajectory as error:
+        return error
 
 
 def _checked_reward(trajectory: AgentTrajectory) -> tuple[float, dict[str, float]]:

@@ -333,6 +333,24 @@ class PolicyExperimentConfig(ExperimentConfig):
         """Return whether the KV cache would be freed while requests of agents are under way."""
         return self.rollout.drop_rollout_state and self.rollout.max_head_offpolicyness > 0 and self.agent.fn is not None
 
+    @forbid(
+        "agent.whole_batch",
+        "is true, but with rollout.max_head_offpolicyness above 0 agents start and end one by one, in no batch; set it "
+        "to false",
+    )
+    def batches_in_flight(self) -> bool:
+        """Return whether agents would get whole batches in a run whose steps do not wait for all agents."""
+        return self.agent.whole_batch and self.rollout.max_head_offpolicyness > 0
+
+    @forbid(
+        "agent.whole_batch",
+        "is true, but an environment of the verifiers package (agent.fn) runs its samples one after the other; set it "
+        "to false",
+    )
+    def batches_of_environments(self) -> bool:
+        """Return whether an environment would get whole batches, whose samples it does not run at once."""
+        return self.agent.whole_batch and self.agent.is_environment
+
     @property
     def rows_per_step(self) -> int:
         """Number of training rows in a full batch: prompts per step times samples per prompt."""

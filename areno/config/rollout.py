@@ -382,6 +382,13 @@ class AgentConfig(Section):
         le=512,
         only_with=_AGENT,
     )
+    whole_batch: bool = setting(
+        False,
+        help="Call the agent function once for all samples of a batch, in one process, in place of once for each "
+        "sample. For agents that share something over the samples of a batch. If the call fails or takes longer than "
+        "timeout_s, all of its samples are lost. Needs rollout.max_head_offpolicyness=0",
+        only_with=_AGENT,
+    )
     train_tool_results: bool = setting(
         False, help="Also train on the tokens of tool results", only_with=_AGENT, flag="--train-tool-results"
     )

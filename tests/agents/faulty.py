@@ -140,3 +140,21 @@ async def in_turns(ctx, batch):
     while len(_steps) < 6:
         await asyncio.sleep(0.01)
     raise ValueError(", ".join(_steps))
+
+
+async def run_whole(ctx, batch):
+    """Says in each reward how many samples it got and of what kind. A prompt says what its sample lacks."""
+    found = []
+    for item in batch.iter_samples():
+        if item.prompt == "die":
+            os._exit(7)
+        if item.prompt == "raise":
+            raise ValueError("no luck")
+        turn = await ask(ctx, item)
+        if item.prompt == "two":
+            found.append(AgentTrajectory([turn]))
+        if item.prompt == "edited":
+            turn.response["choices"] *= 2
+        if item.prompt != "none":
+            found.append(AgentTrajectory([turn], reward=100 * len(batch) + 10 * batch.n_samples + len(batch.prompts)))
+    return found

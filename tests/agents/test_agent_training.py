@@ -17,8 +17,10 @@ import areno
 from areno import SamplingParams
 from areno.agents.pool import _Running
 from areno.api.agentic import AgentBatch, AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy
-from areno.errors import ArenoError, DataError, WorkerLost
+from areno.errors import ArenoError, ConfigError, DataError, WorkerLost
+from areno.launch.compose import load
 from areno.loss_fns import group_advantages, gspo_loss_fn
+from areno.recipes.gspo import GSPOConfig
 from areno.trainers.agents import reward_records, trajectory_rows
 from tests.helpers.agent_model import made
 from tests.helpers.agent_runs import DATA, run
@@ -71,11 +73,26 @@ def test_the_example_with_a_tool_trains(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_runs_with_one_seed_draw_the_same(tmp_path: Path) -> None:
-    def drawn(folder: Path) -> list[Any]:
-        played = run(folder, "quick_turns.py", "total_train_steps=1")
+    def drawn(folder: Path, *settings: str) -> list[Any]:
+        played = run(folder, "quick_turns.py", "total_train_steps=1", *settings)
         return sorted(tuple(np.asarray(row.tokens).tolist()) for row in played.rows[0])
 
-    assert drawn(tmp_path / "a") == drawn(tmp_path / "b")
+    first = drawn(tmp_path / "a")
+    assert drawn(tmp_path / "b") == first
+    assert drawn(tmp_path / "c", "agent.whole_batch=true") == first
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["agent.fn=a.py", "rollout.max_head_offpolicyness=1"], "agents start and end one by one, in no batch"),
+        (["agent.fn=verifiers:a", "train_dataset.path=null"], "runs its samples one after the other"),
+        (["agent.fn=null"], "is true, but agent.fn is null, so there is no agent"),
+    ],
+)
+def test_what_whole_batches_need(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"agent\.whole_batch: .*{message}"):
+        load(GSPOConfig, "prompts", ["actor.path=folder", "agent.whole_batch=true", *settings])
 
 
 @pytest.mark.slow

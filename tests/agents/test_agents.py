@@ -48,11 +48,13 @@ def run(
     function: str = "run_agent",
     timeout_s: float = 60.0,
     workers: int = 1,
+    whole_batch: bool = False,
     **told: Callable[..., object],
 ) -> Any:
     """told: on_wait, on_done."""
     context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, timeout_s)
-    with AgentPool(AgentConfig(fn=f"{FILE}:{function}", timeout_s=timeout_s, workers=workers)) as pool:
+    config = AgentConfig(fn=f"{FILE}:{function}", timeout_s=timeout_s, workers=workers, whole_batch=whole_batch)
+    with AgentPool(config) as pool:
         pool.wait_ready()
         return pool.run(list(batch_of(*prompts)), context, **told)
 
@@ -245,6 +247,46 @@ def test_an_interrupted_run_leaves_no_requests_behind(session: RolloutSession) -
             pool.run(list(batch_of("sleep", "ok")), context, interrupt)
         assert [outcome.status for outcome in pool.run(list(batch_of("ok")), context)] == ["ok"]
     until(lambda: not session.proxy.server.sampler.n_samples)
+
+
+def test_an_agent_that_asks_for_it_gets_the_whole_batch(session: RolloutSession) -> None:
+    told: list[int] = []
+    prompts = ["ok", "none", "also ok", "edited", "two"]
+    outcomes = run(
+        session,
+        *prompts,
+        function="run_whole",
+        workers=2,
+        whole_batch=True,
+        on_done=lambda place, _: told.append(place),
+    )
+    assert told == list(range(5))
+    assert [outcome.status for outcome in outcomes] == ["ok", "error", "ok", "error", "error"]
+    assert [outcomes[place].turns[-1]["reward"] for place in (0, 2)] == [(515.0, {})] * 2
+    assert [outcomes[place].message for place in (1, 3, 4)] == [
+        "it returned no trajectory",
+        "the response of a turn has 2 choices; keep only the one that the agent went on with, such as "
+        "response.choices = [response.choices[2]]; of a streamed response, keep the chunks of one index",
+        "it returned two trajectories of item (4, 0); one for each item is expected",
+    ]
+    assert len({outcome.span for outcome in outcomes}) == 1
+    assert run(session, "ok", "ok", function="run_whole")[0].turns[-1]["reward"] == (111.0, {})
+    assert run(session, function="run_whole", whole_batch=True) == []
+
+
+def test_what_fails_in_a_whole_batch_is_all_of_it(session: RolloutSession) -> None:
+    for last, message in (("raise", r"ValueError: no luck \(faulty.py:\d+\)"), ("die", r"its process ended .*7\)")):
+        outcomes = run(session, "ok", "ok", last, function="run_whole", whole_batch=True)
+        assert [outcome.status for outcome in outcomes] == ["error"] * 3
+        assert re.fullmatch(message, outcomes[0].message)
+
+
+def test_a_batch_of_items_knows_its_prompts() -> None:
+    whole = AgentBatch([{"a": 1}, {"a": 2}], ["one", "two"], [[1], [2]], n_samples=3)
+    assert AgentBatch.of_items(list(whole)) == whole
+    part = AgentBatch.of_items(list(whole)[4:5])
+    assert (part.prompts, part.records, part.input_tokens, part.n_samples) == (["two"], [{"a": 2}], [[2]], 1)
+    assert [item.key for item in part] == [(1, 1)]
 
 
 def test_items_are_every_prompt_as_often_as_there_are_samples() -> None:

@@ -55,6 +55,8 @@ def turn(response: Any) -> AgentTrajectoryTurn:
 
 def trajectory(proxy: SessionProxy, *turns: AgentTrajectoryTurn) -> Trajectory:
     [plain] = plain_results(AgentTrajectory(list(turns)), [ITEM])
+    if isinstance(plain, BadTrajectory):
+        raise plain
     conversations = proxy.server.chat.conversations
     return RowBuilder(conversations, LossMaskPolicy(), VOCAB, proxy.session).trajectory(plain)
 

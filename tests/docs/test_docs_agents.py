@@ -107,7 +107,7 @@ def test_a_policy_that_never_answers_has_a_trajectory(
     run_agent = load_function(str(tmp_path / file), "run_agent", "agent.fn")
     item = AgentItem("How warm is it in Oslo?", {}, [1])
     with endpoint(lambda request: json.dumps(body).encode()) as (url, requests):
-        [found] = asyncio.run(run_agent(AgentContext(url, "key", "s", 60.0), AgentBatch.of_item(item)))
+        [found] = asyncio.run(run_agent(AgentContext(url, "key", "s", 60.0), AgentBatch.of_items([item])))
     assert len(found.turns) == len(requests) == (1 if (tool, package) == ("unknown", "agents") else n_turns)
     assert found.turns[-1].response["choices"][0]["message"]["tool_calls"] == [call]
     assert found.turns[-1].messages == requests[-1]["messages"]
