@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +27,7 @@ from areno.tracking.console import log_start
 from areno.tracking.display.display import Display, chosen_console, settings_shown
 from areno.tracking.divergence import Divergence
 from areno.tracking.recorder import open_trackers
-from areno.tracking.run_folder import RunFiles, overrides_of
+from areno.tracking.run_folder import METRICS, RunFiles, overrides_of
 from areno.tracking.run_log import RunLog
 from areno.tracking.tracker import Tracker
 from areno.types import RewardOutcome
@@ -98,6 +99,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         self._n_skipped = 0  # consecutive steps whose update was skipped because of a value that is not finite
         self._n_applied = 0  # steps whose update was applied
         self._unrewarded = 0, "", ""  # consecutive steps without a reward; setting and reason of the last failure
+        self._unscored = 0, 0, ""  # samples of the run without a reward, all samples; setting of the last failure
 
     def __exit__(self, *exc: object) -> None:
         self.trackers.finish()
@@ -125,8 +127,12 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             self.display.start(facts | settings)
 
     def begin_step(self) -> None:
-        """Clear `scalars` for the next step."""
+        """Clear `scalars` for the next step.
+
+        From the first step on, the run has a file of metrics, so its folder stays if it fails.
+        """
         self.scalars = {}
+        (self.folder / METRICS).touch()
 
     def log(self, scalars: Mapping[str, float]) -> None:
         """Send scalars of the current step to the trackers.
@@ -183,7 +189,10 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         Raises:
             ArenoError: actor.max_skipped_steps consecutive steps had no reward.
         """
-        if any(outcome.value is not None for outcome in outcomes):
+        unscored = [outcome for outcome in outcomes if outcome.value is None]
+        n, n_samples, key = self._unscored
+        self._unscored = n + len(unscored), n_samples + len(outcomes), unscored[-1].key if unscored else key
+        if len(unscored) < len(outcomes):
             self._unrewarded = 0, "", ""
             return
         n, last, most = self._unrewarded[0] + 1, outcomes[-1], self.config.actor.max_skipped_steps
@@ -196,8 +205,23 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
 
     def _raise_unrewarded(self, steps: str) -> NoReturn:
         _, key, reason = self._unrewarded
-        text = "no reward could be computed for any sample of {} (see {}); the last: {}"
-        raise ArenoError(Problem(key, text, steps, Key("actor.max_skipped_steps"), reason))
+        text = "no reward could be computed for any sample of {} (see {}); the last: {}{}"
+        raise ArenoError(Problem(key, text, steps, Key("actor.max_skipped_steps"), reason, self._how_to_score(key)))
+
+    def _how_to_score(self, key: str) -> str:
+        """Name the command that shows where reward functions fail, if a setting has named them and not a script."""
+        config = self.config
+        if key != "reward.fn" or not isinstance(config, PolicyExperimentConfig) or not config.reward.functions:
+            return ""
+        functions, folder = shlex.join(config.reward.functions), os.path.relpath(self.folder)
+        return f". Where it fails: areno reward {functions} --data {folder}"
+
+    def warn_of_unscored(self) -> None:
+        """Log how many samples of the run have no reward."""
+        n, n_samples, key = self._unscored
+        if n:
+            text = "%d of %d samples of this run have no reward and are not trained%s"
+            logger.warning(text, n, n_samples, self._how_to_score(key))
 
     def check_learned(self) -> None:
         """Raise an error if no step of the run had a reward, or if it skipped updates and has never applied one."""
@@ -212,6 +236,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             "n_skipped": self._n_skipped,
             "n_applied": self._n_applied,
             "unrewarded": list(self._unrewarded),
+            "unscored": list(self._unscored),
             "divergence": self._divergence.state_dict(),
         }
 
@@ -223,6 +248,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         """
         self._n_skipped, self._n_applied = state["n_skipped"], state["n_applied"]
         self._unrewarded = tuple(state.get("unrewarded", (0, "", "")))
+        self._unscored = tuple(state.get("unscored", (0, 0, "")))
         self._divergence.load_state_dict(state["divergence"])
 
 

@@ -229,12 +229,13 @@ class EarlierRun:
             The settings that differ from those of the run.
 
         Raises:
-            ConfigError: The run belongs to another algorithm, or a change is not accepted.
+            ConfigError: The run belongs to another algorithm, or has finished a step and a change is not accepted.
         """
         if recipe is not None:
             self.refuse_recipe(recipe)
         found = changes(type(config), self.config, asdict(config))
-        refuse(found, self.folder, explicit)
+        if self.states.steps() or run_folder.has_metrics(self.folder):  # otherwise it begins again, with any settings
+            refuse(found, self.folder, explicit)
         return found
 
 

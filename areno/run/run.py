@@ -336,6 +336,7 @@ class Run:
             changes.append(f"stopped early: {self.evaluator.describe()}")
         self.recovery.write_now(self.step)
         self._compare_with_forecast()
+        self.outputs.warn_of_unscored()
         log_done(self.step, self.progress.seconds, ", ".join(changes), self.folder)
         self._has_ended = True
         self.recovery.check_last(self.step)

@@ -32,6 +32,7 @@ from areno.files.small_yaml import YamlFault, fault, plain_yaml
 from areno.schema.fields import Section
 
 SETTINGS, OVERRIDES, VERSIONS = "config.yaml", "overrides.yaml", "versions.json"
+METRICS = "logs/metrics.jsonl"  # made at the beginning of the first step
 FORECAST = "logs/forecast.json"  # predicted and measured time and memory of each phase, written at the end
 TUNED = "tuned.yaml"  # settings that were chosen before the run, see tune.enabled
 SWEEP = "multirun.yaml"  # written by Hydra
@@ -248,9 +249,9 @@ class NewFolder:
             raise _unwritable(self.path, error) from error
 
     def discard(self) -> None:
-        """Remove the files and folders of a run that failed before it had results.
+        """Remove the files and folders of a run that failed before its first step.
 
-        Does nothing if the run has results.
+        Does nothing if the run has begun a step, or has other files.
         """
         entries = [path for path in self.path.glob("*") if path not in self.before]
         try:
@@ -382,6 +383,15 @@ def has_results(folder: Path) -> bool:
     """
     files = (path for path in _below(folder) if path.is_file() and not path.name.startswith(UNFINISHED))
     return any(path.name not in _NO_RESULTS for path in files)
+
+
+def has_metrics(folder: Path) -> bool:
+    """Return whether a run has metrics, which is the case after its first step or evaluation.
+
+    Args:
+        folder: The folder of the run.
+    """
+    return bool(read_start(folder / METRICS))
 
 
 def describe_again(folder: Path, config: Section, overrides: list[str] | None = None) -> None:
@@ -516,7 +526,7 @@ class RunFiles:
 
     def _growing(self) -> Iterator[tuple[str, Path]]:
         """Yield the name and the path of metrics.jsonl, run.log and each event file that exists."""
-        for path in (self.folder / "logs" / "metrics.jsonl", self.folder / "logs" / "run.log"):
+        for path in (self.folder / METRICS, self.folder / "logs" / "run.log"):
             if path.exists():
                 yield path.name, path
         for path in sorted(self.events.glob(f"events.out.tfevents.*{self.event_suffix}")):
