@@ -88,6 +88,13 @@ def test_numbers_that_no_double_holds_are_never_written() -> None:
         assert grammar.accepts(text), text
 
 
+def test_bounds_that_no_double_holds() -> None:
+    assert Range().at_least(10**400, False).terms(False) == []
+    assert Range().at_most(-math.inf, False).terms(False) == []
+    assert Range().at_most(10**400, False).terms(False) == Range().terms(False)
+    assert Range().at_least(-math.inf, True).terms(True) == Range().terms(True)
+
+
 @pytest.mark.parametrize("n", [2, 4, 10, 20, 100, 1000])
 def test_multiples_of_a_part_of_one(n: int) -> None:
     grammar = ByteGrammar(f"start: N\nN: {' | '.join(Range().at_least(-2, False).at_most(2, True).steps(n))}")

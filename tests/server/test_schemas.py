@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
+from openai import pydantic_function_tool
 from openai.lib._parsing import type_to_response_format_param
 from pydantic import BaseModel, Field
 
@@ -84,6 +85,10 @@ def test_the_root_of_arguments_may_be_a_reference_or_branches(family: str) -> No
 
     tool = pydantic.TypeAdapter(Tree).json_schema()
     assert "$ref" in tool  # so the library writes models that contain themselves
+    strict: Any = pydantic_function_tool(Tree, name="f")
+    constraint = Constraint(tools=[strict], tool_choice="required", parser=parser_for(family))
+    text = call(family, value=1, child={"value": 2, "child": None})
+    assert ByteGrammar(constraint.grammar({}) or "").accepts(text)
     both = {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {"type": "integer"}}, "required": ["b"]}]}
     both["$defs"] = {"A": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}}  # type: ignore[assignment]
     one = {"anyOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {"type": "integer"}}, "required": ["b"]}]}
@@ -306,6 +311,7 @@ def test_ids_and_anchors_in_the_parameters_of_a_tool(family: str) -> None:
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no value of finite length"),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no value of finite length"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "no value of finite length"),
+        ({"enum": [float("inf")], "multipleOf": 2}, "no value of finite length"),
         ({"minLength": "a"}, "minLength is 'a'; an integer from 0 on is expected"),
         ({"maximum": "a"}, "maximum is 'a'; a number is expected"),
         ({"required": "a"}, "required is 'a'; a list of names is expected"),

@@ -158,7 +158,9 @@ class GrammarCompiler:
         if matcher.is_error():
             raise GrammarError("the grammar cannot be compiled: {}", _reason(matcher.get_error()))
         grammar = Grammar(text, matcher, self.vocab_size, self._eos)
-        if not grammar.start().mask().any():
+        start = grammar.start()
+        start.mask()
+        if start.matcher.is_error():
             raise GrammarError("the grammar allows no token of this tokenizer at the start of an answer")
         self._grammars[text] = grammar
         if len(self._grammars) > MAX_GRAMMARS:
@@ -268,11 +270,11 @@ class Vocabulary:
 
 
 def _reason(message: str) -> str:
-    """Return an error message of llguidance in one line, without the lines of the grammar that follow it."""
+    """Return an error message of llguidance in one line, without the state or the lines of the grammar after it."""
     lines = []
     for line in message.strip().splitlines():
         number, bar, _ = line.partition(" | ")
-        if bar and number.strip().isdecimal():
+        if line.startswith("<state>") or (bar and number.strip().isdecimal()):
             break
         lines.append(line.strip())
     place, _, rest = " ".join(lines).partition(": ")

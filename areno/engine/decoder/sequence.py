@@ -313,6 +313,12 @@ class Sequence:
             Whether the sequence ends with this token. `finish_reason` is set then.
         """
         self.settle()
+        if self.grammar is not None:
+            self.grammar.accept(token)
+            if self.grammar.error:  # nothing was allowed, so the token that was drawn is no part of the sample
+                logger.warning("a sample of request %d ends early: %s", self.request.request_id, self.grammar.error)
+                self.finish_reason = "abort"
+                return True
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -323,28 +329,13 @@ class Sequence:
         if self.request.raw_logprobs:
             self.raw_logprobs.append(raw)
         n_new = len(self.logprobs)
-        if self.grammar is not None:
-            self.grammar.accept(token)
         ends_grammar = self.grammar is not None and self.grammar.finished  # with `ignore_eos`, too: nothing can follow
         has_stopped = token in self.stop_ids or ends_grammar
         if has_stopped or (self.stop_strings is not None and self._has_stop_string(self.stop_strings)):
             self.finish_reason = "stop"
         elif n_new >= self.max_new:
             self.finish_reason = "length"
-        if self.grammar is not None and self.grammar.error:
-            logger.warning("a sample of request %d ends early: %s", self.request.request_id, self.grammar.error)
-            self._drop_last()
-            self.finish_reason = "abort"
         return self.finish_reason is not None
-
-    def _drop_last(self) -> None:
-        """Drop a token that the grammar does not allow. It was sampled because no token is allowed."""
-        for values in (self.tokens, self.logprobs, self.versions):
-            values.pop()
-        if len(self.top_logprobs) > len(self.logprobs):
-            self.top_logprobs.pop()
-        if self.table is not None:
-            self.table.n_new[self.slot] -= 1
 
     def _has_stop_string(self, stop_strings: StopStrings) -> bool:
         """Return whether the completion, including the newest token, contains a stop string.

@@ -28,7 +28,7 @@ class Range:
     high_float: float = _LARGEST
 
     def at_least(self, bound: Any, exclusive: bool) -> Range:
-        if math.isinf(bound):
+        if isinstance(bound, float) and math.isinf(bound):
             return self if bound < 0 else replace(self, low=1, high=0, low_float=_LARGEST, high_float=-_LARGEST)
         whole = math.floor(bound) + 1 if exclusive else math.ceil(bound)
         limit, exact = _double(bound), Fraction(bound)
@@ -66,7 +66,8 @@ class Range:
 
     def _positive(self, integer: bool) -> list[str]:
         low, high = max(self.low or 0, 0), self.high
-        found = [f"/{_naturals(low, high)}/"] if high is None or low <= high else []
+        has_whole = low < 10**MAX_DIGITS and (high is None or low <= high)
+        found = [f"/{_naturals(low, high)}/"] if has_whole else []
         if integer or self.high_float < 0 or self.low_float > self.high_float:
             return found
         start, end = max(self.low_float, 0.0), self.high_float
@@ -122,7 +123,7 @@ def _free(n: int) -> str:
 def _naturals(low: int, high: int | None) -> str:
     """Return the regex of the integers from `low`, which is at least 0, to `high`."""
     end = 10**MAX_DIGITS - 1 if high is None else min(high, 10**MAX_DIGITS - 1)
-    low, parts = min(low, end), list[str]()
+    parts = list[str]()
     if low == 0:
         parts, low = ["0"], 1
     if low <= end:

@@ -262,7 +262,11 @@ class _Values(JsonRules):
                 literals = [None] if "null" in kinds and has_null else []
             for value in (value for value in literals if self.may_be(value, each)):
                 text = value if isinstance(value, str) else dump_json(value)
-                if END_PARAMETER not in text and is_same(self._known.typed(name, text), value):
+                if (
+                    END_PARAMETER not in text
+                    and PARAMETER not in text
+                    and is_same(self._known.typed(name, text), value)
+                ):
                     terms.append(self._lark.literal(text + _END))
         return f"({' | '.join(dict.fromkeys(terms))})" if terms else None
 

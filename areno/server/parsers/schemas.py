@@ -81,6 +81,7 @@ class Document:
         self._expanded: dict[int, list[Alternative] | None] = {}
         self._fixed: dict[int, frozenset[Any]] = {}
         self._made: dict[tuple[int, ...], Any] = {}
+        self._constants: dict[int, Any] = {}
         self._references = References(root)
         self.root = self._references.root
 
@@ -159,11 +160,9 @@ class Document:
         """Return the values of a property that is required and has few values, none otherwise."""
         found = self.alternatives(self.places_of(name, alternative)) if name in self.required(alternative) else []
         values = [self.literals(each) for each in found]
-        return (
-            frozenset(_identity(value) for of_one in values for value in of_one or ())
-            if None not in values
-            else frozenset()
-        )
+        if None in values:
+            return frozenset()
+        return frozenset(_identity(value) for of_one in values for value in of_one or ())
 
     def _are_disjoint(self, one: Sequence[Alternative], other: Sequence[Alternative], depth: int = 0) -> bool:
         return all(self.are_apart(a, b, depth) for a in one for b in other)
@@ -248,8 +247,9 @@ class Document:
             return False
         if isinstance(value, int | float):
             divisors = [schema["multipleOf"] for schema in parts(alternative) if "multipleOf" in schema]
-            exact = Fraction(repr(value))
-            return not self.range_of(alternative).holds(value) or any(exact % Fraction(repr(each)) for each in divisors)
+            return not self.range_of(alternative).holds(value) or any(
+                Fraction(repr(value)) % Fraction(repr(each)) for each in divisors
+            )
         word = "Length" if isinstance(value, str) else "Items" if isinstance(value, list) else "Properties"
         low, high = sizes(alternative, word)
         if len(value) < low or (high is not None and len(value) > high):
@@ -359,7 +359,7 @@ class Document:
         return ObjectForm({name: self._constant(each) for name, each in value.items()}, set(value))
 
     def _constant(self, value: Any) -> tuple[Place, ...]:
-        return ((self._made.setdefault((id(value),), {"const": value}), ""),)
+        return ((self._constants.setdefault(id(value), {"const": value}), ""),)
 
     def argument(self, name: str) -> list[Alternative]:
         """Return the alternatives of a property of the root, whichever form the object has."""

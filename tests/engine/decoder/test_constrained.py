@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.engine import Engine
-from areno.errors import EngineError
+from areno.errors import EngineError, GrammarError
 from areno.kernels.sampling.reference import allowed_tokens, sample_key, uniform
 from areno.server.grammar import compile_grammar
 from areno.types import GenerationRequest, SamplingParams
@@ -188,6 +188,17 @@ def test_a_dead_end_ends_the_sample(caplog: pytest.LogCaptureFixture) -> None:
     assert output.finish_reason == "abort"
     assert len(output.tokens) == len(output.logprobs) == 1  # what was drawn although nothing is allowed is no sample
     assert "a sample of request 44 ends early" in caplog.text
+
+
+def test_a_grammar_whose_first_text_the_tokenizer_cannot_write(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(GrammarError, match="allows no token of this tokenizer"):
+        decoder().submit(constrained(45, grammar="start: /[0-9]/"))
+    of = decoder()
+    of.submit(constrained(46, grammar='start: "5"'))  # a forced text is encoded, which gives the unknown token
+    [output] = run(of).values()
+    assert (output.finish_reason, output.tokens) == ("abort", [])
+    assert "doesn't satisfy the grammar; forced bytes: got '5'" in caplog.text
+    assert "<state>" not in caplog.text
 
 
 def test_bits_of_masks() -> None:
