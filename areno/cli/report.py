@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "folders of runs, or folders that stand for all runs below them"
     parser.add_argument("runs", nargs="+", metavar="RUN", help=help)
     parser.add_argument(
-        "-o", "--output", default="report.html", metavar="FILE", help="file to write (default: %(default)s)"
+        "-o",
+        "--output",
+        default="report.html",
+        metavar="FILE",
+        help="file to write, in place of an earlier one (default: %(default)s)",
     )
 
 
@@ -35,8 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     from areno.report.page import write_report
     from areno.tracking.reader import run_folders
 
-    folders = run_folders(arguments.runs)
+    folders, is_again = run_folders(arguments.runs), Path(arguments.output).expanduser().is_file()
     path = write_report(folders, arguments.output)
     count = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
-    print(f"{path}: {count}, {path.stat().st_size / 2**20:.1f} MiB; open it in a browser")
+    again = ", in place of the earlier file" if is_again else ""
+    print(f"{path}: {count}, {path.stat().st_size / 2**20:.1f} MiB{again}; open it in a browser")
     return 0

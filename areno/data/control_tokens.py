@@ -9,6 +9,7 @@ breaks are removed.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from bisect import bisect_right
@@ -17,6 +18,9 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
+logger = logging.getLogger("areno")
+
+_SHOWN_CHARS = 40
 _ROLES = (("system", "user", "assistant", "user"), ("user", "assistant"), ("user", "assistant", "tool"))
 
 
@@ -349,6 +353,19 @@ class ControlTokens:
                     ids[number] = name, [part.id for letter in name for part in backend.model.tokenize(letter)]
         plain.add_tokens(list(added.values()))
         return plain, aliases, ids | {plain.token_to_id(str(token)): ("", [number]) for number, token in added.items()}
+
+
+def note_unknown(tokenizer: Any, text: str, tokens: Sequence[int]) -> None:
+    """Log a warning, once for a tokenizer, if the tokens of a text have the token for what the vocabulary lacks."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown not in tokens or getattr(tokenizer, "told_of_unknown", False):
+        return
+    if unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return
+    tokenizer.told_of_unknown = True
+    words = (word for word in text.replace(BREAK, "").split() if unknown in tokenizer.encode(word))
+    told = "the vocabulary lacks a part of %r in a prompt, an answer or the name of a tool: the model reads %s there"
+    logger.warning(told, next(words, text)[:_SHOWN_CHARS], tokenizer.unk_token)
 
 
 def control_tokens(tokenizer: Any) -> ControlTokens:

@@ -22,7 +22,7 @@ from typing import Any, Generic
 import numpy as np
 
 from areno.data.chat_template import Prompt, assistant_spans, render, render_generation_prompt
-from areno.data.control_tokens import BREAK, control_tokens
+from areno.data.control_tokens import BREAK, control_tokens, note_unknown
 from areno.data.messages import check_rendered, template_messages
 from areno.data.row_schema import (
     Tie,
@@ -117,6 +117,13 @@ def encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
     Returns:
         The token ids of each text.
     """
+    found = _encoded(tokenizer, texts)
+    for (text, _), tokens in zip(texts, found, strict=True):
+        note_unknown(tokenizer, text, tokens)
+    return found
+
+
+def _encoded(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
     if not _encodes_by_backend(type(tokenizer)):
         return [_encode_text(tokenizer, text) for text in texts]
     out: list[list[int]] = [[] for _ in texts]

@@ -126,8 +126,8 @@ _CHARTS = {
     "Speed and memory": [
         Chart("Time of a step, by phase", (), stacked=True),
         Chart("Tokens per second", ("rollout/tokens_per_second", "train/tokens_per_second")),
-        Chart("Peak device memory, by phase", ("train/memory_gib",)),
-        Chart("Host memory", ("train/host_memory_gib",)),
+        Chart("Peak memory of a device or process, by phase", ("train/memory_gib",)),
+        Chart("Host memory of all processes", ("train/host_memory_gib",)),
     ],
 }
 _LOSS, _LOSS_OF_POLICY = "Loss", "Loss of the policy"  # a run has one of the two charts

@@ -266,7 +266,10 @@ def pack(value: Any) -> str:
     Args:
         value: A JSON value. Objects that JSON cannot express become their `str`.
     """
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    return _zipped(json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str))
+
+
+def _zipped(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
 
 
@@ -316,7 +319,7 @@ def render(data: dict[str, Any]) -> str:
     parts = {
         "TITLE": html.escape(f"areno: {names}"),
         "STYLE": _static("page.css"),
-        "PLOTLY": _plotly(),
+        "PLOTLY": _zipped(_plotly()),
         "DATA": _inside_script(without_nan({**data, "areno": __version__})),
         "SCRIPT": "".join(_static(f"{name}.js") for name in _SCRIPTS),
     }

@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from areno.data.chat_template import render
-from areno.data.control_tokens import BREAK, control_tokens
+from areno.data.control_tokens import BREAK, control_tokens, note_unknown
 from areno.data.messages import check_rendered, template_messages
 from areno.data.row_schema import bad_text
 from areno.errors import DataError
@@ -497,8 +497,10 @@ class Conversations:
         control = control_tokens(self.tokenizer)
         if not self.tokenizer.is_fast:
             tokens = control.encode(text[start:])
+            note_unknown(self.tokenizer, text[start:], tokens)
             return tokens, [(int(Source.TEMPLATE), len(tokens))] if tokens else []
         tokens, span_of = control.encode_with_spans(text[start:])
+        note_unknown(self.tokenizer, text[start:], tokens)
         return tokens, source_runs(places, len(tokens), span_of, start)
 
     def _places(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[tuple[int, int, int]]:

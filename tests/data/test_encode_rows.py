@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from areno.config.datasets import DatasetConfig
 from areno.data.ahead import CHUNK, EncodedAhead
-from areno.data.encode import encode_rows, pair_draft, prompt_draft, sft_draft
+from areno.data.encode import encode_rows, encode_texts, pair_draft, prompt_draft, sft_draft
 from areno.data.loader import row_loader
 from areno.data.row_schema import rows_at
 from areno.errors import DataError
@@ -205,3 +207,15 @@ def test_a_position_inside_an_epoch_continues_with_the_same_batches(tiny) -> Non
             wait_for_threads()  # so that rows of later batches are encoded, in the next epoch too
         resumed.load_state_dict(loader.state_dict())
         assert [seen(batch) for batch in resumed.epochs(3)] == whole[n:]
+
+
+def test_text_that_the_vocabulary_lacks_is_told_once(caplog):
+    model = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "look": 2, "at": 3}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", bos_token="<s>")
+    assert encode_texts(tokenizer, [("look at", False), ("look at_map now", False), ("x", False)])[1] == [2, 0, 0]
+    [told] = caplog.messages
+    assert told.startswith("the vocabulary lacks a part of 'at_map' in a prompt, an answer or the name of a tool")
+    of_bos = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<s>", bos_token="<s>")
+    encode_texts(of_bos, [("<s> look", False)])
+    assert len(caplog.messages) == 1, "a token of another use says nothing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -56,6 +57,27 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
             assert page.name == "404.html" or not address or (page.parent / address.split("?")[0]).exists(), address
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\(['\"]?(https?:)?//|@import", sheet.read_text(encoding="utf-8")), sheet.name
+
+
+@pytest.mark.slow
+def test_the_search_works_in_pages_that_are_opened_from_a_folder(site: Path) -> None:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("there is no Chromium to open a page in")
+    playwright, asked = pytest.importorskip("playwright.sync_api"), []
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.on("request", lambda request: None if request.url.startswith("file:") else asked.append(request.url))
+        page.goto((site / "coming_from/trl.html").as_uri())
+        page.keyboard.press("f")
+        page.locator(".md-search__input").wait_for(state="visible")
+        page.keyboard.type("partial rollout")
+        found = page.locator(".md-search-result__item a").first
+        found.wait_for()
+        assert "rollout_ahead.html" in (found.get_attribute("href") or "")
+        browser.close()
+    assert asked == []
 
 
 @pytest.mark.slow

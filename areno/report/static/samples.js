@@ -1,15 +1,17 @@
 // The samples: a table of all, and one with the others of its group in full.
 
 const PAGE = 200; // rows of the table that are shown at once
-async function unpacked(text) {
+async function unzipped(text) {
   const bytes = Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return JSON.parse(await new Response(stream).text());
+  return new Response(stream).text();
 }
+const unpacked = async (text) => JSON.parse(await unzipped(text));
 
 const COLUMNS = [
   ["step", 0], ["sample", 1], ["reward", 3], ["prompt", 8], ["completion", 9], ["advantage", 4], ["tokens", 5], ["ended by", 6],
 ];
+const isMinor = (place) => place === 4 || place === 6; // left out where there is little room: the cards have them
 const VALUES = { // what a token can be coloured by: the values of a sample, and the value that has the strongest colour
   "log-probability": [(sample) => sample.logprobs, -5],
   "advantage": [(sample) => sample.token_advantages || (isNumber(sample.advantage) ? sample.tokens.map(() => sample.advantage) : null), 2],
@@ -98,11 +100,11 @@ function list() {
     list();
   };
   const head = COLUMNS.map(([name, place]) =>
-    el("th", { "data-key": name, class: place > 7 ? null : "number", onclick: sortBy(place) }, name + (browser.sort === place ? (browser.ascending ? " ▲" : " ▼") : "")));
+    el("th", { "data-key": name, class: place > 7 ? "text" : isMinor(place) ? "number minor" : "number", onclick: sortBy(place) }, name + (browser.sort === place ? (browser.ascending ? " ▲" : " ▼") : "")));
   const rows = lines.slice(0, browser.most).map((line) => {
     const chosen = browser.chosen && browser.chosen[0] === line[0] && browser.chosen[1] === line[1];
     return el("tr", { class: chosen ? "sample chosen" : "sample", onclick: () => choose(line) },
-      ...COLUMNS.map(([, place]) => place > 7 ? el("td", { class: "text", title: line[place] }, line[place]) : el("td", { class: "number" }, cellOf(line[place]))));
+      ...COLUMNS.map(([, place]) => place > 7 ? el("td", { class: "text", title: line[place] }, line[place]) : el("td", { class: isMinor(place) ? "number minor" : "number" }, cellOf(line[place]))));
   });
   const more = lines.length > browser.most ? el("button", { onclick: () => { browser.most += 5 * PAGE; list(); } }, "show more") : null;
   by("list").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)), ...(more ? [more] : []));
@@ -156,6 +158,7 @@ function card(at, sample, chosen) {
   if (sample.status && sample.status !== "ok") facts.push(`${sample.status}: ${sample.message || ""}`);
   if (sample.trajectory) facts.push(`${sample.trajectory.turns.length} turn${sample.trajectory.turns.length === 1 ? "" : "s"}`, ...sample.trajectory.rows.map(trained));
   const body = sample.trajectory ? conversation(sample.trajectory.turns) : [coloured(sample)];
+  if (sample.trajectory) body.push(el("div", { class: "facts" }, "single tokens: ", el("code", {}, `areno replay ${DATA.runs[browser.run].path} --step ${browser.chosen[0]} --sample ${at} --row 0`)));
   return el("div", { class: chosen ? "card chosen" : "card" }, el("div", { class: "facts" }, facts.join(" · ")), ...body);
 }
 

@@ -56,8 +56,8 @@ _ROWS = (
     Row("learning rate", "train/lr"),
     Row("tokens/s, rollout", "rollout/tokens_per_second"),
     Row("tokens/s, training", "train/tokens_per_second"),
-    Row("memory (GiB)", "train/memory_gib"),
-    Row("host memory (GiB)", "train/host_memory_gib"),
+    Row("peak memory (GiB)", "train/memory_gib"),
+    Row("host memory, all (GiB)", "train/host_memory_gib"),
 )
 
 _PART = "rollout/reward/"  # the beginning of the names of the parts of a reward
