@@ -301,9 +301,10 @@ class TrainSequence:
             teacher reads the same tokens.
         response_start: Index of the first token after the prompt that `teacher_prompt` replaces. None stands for the
             first trained token.
-        teacher_top: (tokens, logprobs) of a teacher that runs elsewhere: for each position of the row, the ids of the J
-            most likely next tokens given the earlier tokens, and their log-probabilities at the temperature of
-            training, each of shape (tokens of the row, J). Only entries of trained tokens are read.
+        teacher_top: (tokens, logprobs) of a teacher that runs elsewhere: for each token of the row, the ids of the J
+            most likely tokens in its place given the tokens before it, and their log-probabilities at the temperature
+            of training, each of shape (tokens of the row, J). So entry t is the distribution from which `tokens[t]`
+            comes, as for `logprobs`, and not the one of the token after it. Only entries of trained tokens are read.
         reward: Reward of the whole row.
         eos_token_id: For scripts that pad rows themselves. areno packs rows and does not read it.
         weights: Factor on the policy loss of each token, such as the importance weight of a stale sample. None is 1.

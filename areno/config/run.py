@@ -385,6 +385,11 @@ class EngineConfig(Section):
         """Return whether sequence parallel is set together with exact."""
         return self.exact and self.sequence_parallel is True
 
+    @forbid("sequence_parallel", "is true, but tp_size=1 has no ranks that share tokens; leave one of them out")
+    def nothing_is_shared(self) -> bool:
+        """Return whether sequence parallel is set without tensor parallel."""
+        return self.sequence_parallel is True and self.tp_size == 1
+
     @check
     def copies_divide_world(self) -> Iterator[Problem]:
         """Report tp_size or cp_size if they do not divide the devices."""

@@ -1,4 +1,4 @@
-"""Fits learning-rate schedules to the length of a run, and warns of settings that do not fit it or the algorithm."""
+"""Fits learning-rate schedules to the length of a run, and warns of settings that do not fit it, or have no effect."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from areno.config.experiments import ExperimentConfig
 from areno.config.models import ROWS_COUNTED, OptimizerConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
-from areno.engine.spec import RoleSpec
+from areno.engine.spec import EngineSpec, RoleSpec
 from areno.plan.plan import TrainerPlan
+from areno.schema.fields import changed
 
 _EARLY, _LATE = 0.9, 2.0  # lr_decay_steps outside of this range, relative to the updates, causes a warning
 
@@ -70,6 +71,21 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
         size = max(1, size // config.rows_per_item())  # the two rows of a pair stay together
         each = -(-rows // (size * actor.gradient_accumulation_steps))
     return {"actor": max(0, n_steps - first) * each, **found}
+
+
+def device_warnings(config: ExperimentConfig, spec: EngineSpec) -> Iterator[str]:
+    """Yield warnings about settings that have no effect on the devices of a run.
+
+    Args:
+        config: Settings of the run.
+        spec: The engine of the run.
+    """
+    if config.engine.zero_stage == 2 and spec.layout.dp_size == 1:
+        yield "engine.zero_stage=2 has no effect: the run has one copy of the model, which shares no gradients"
+    if not spec.devices[0].startswith("cuda"):
+        offloads = [key for key, value in changed(config) if value is True and key.endswith("offload")]
+        if offloads:
+            yield f"{' and '.join(offloads)} has no effect: the models of a CPU are in host memory already"
 
 
 def staleness_warnings(config: ExperimentConfig) -> Iterator[str]:

@@ -42,7 +42,7 @@ from areno.plan.plan import (
     whole_model,
 )
 from areno.plan.roles import check_plan, experiment_roles
-from areno.plan.schedule import schedule_warnings, staleness_warnings, with_schedules
+from areno.plan.schedule import device_warnings, schedule_warnings, staleness_warnings, with_schedules
 from areno.rewards.judge_readers import EndpointReader, Reader, RoleReader
 from areno.rewards.pool import RewardPool
 from areno.run import tuning
@@ -359,9 +359,10 @@ class Setup(Generic[Config]):
             trackers=self._trackers,
             inputs=inputs,
         )
-        for text in (
-            (*schedule_warnings(config, run.progress.total_steps), *staleness_warnings(config)) if trains else ()
-        ):
+        said = [*device_warnings(config, plan.spec)]
+        if trains:
+            said += [*schedule_warnings(config, run.progress.total_steps), *staleness_warnings(config)]
+        for text in said:
             logger.warning("%s", text)
         return run
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from areno.errors import ConfigError
 from areno.models.registry import load_config
 from tests.helpers.layouts import compare as compare_engines
 from tests.helpers.layouts import folder_with, other_losses, policy_steps
@@ -68,4 +69,6 @@ def test_who_shares_tokens() -> None:
     assert of(sequence_parallel=True)
     assert not of(sequence_parallel=False)
     assert not of(exact=True)
-    assert not of(tp_size=1, sequence_parallel=True)
+    assert not of(tp_size=1)
+    with pytest.raises(ConfigError, match="sequence_parallel: is true, but tp_size=1 has no ranks that share tokens"):
+        of(tp_size=1, sequence_parallel=True)

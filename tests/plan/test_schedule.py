@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import areno
 from areno.config.models import OptimizerConfig
+from areno.engine.spec import EngineSpec, RoleSpec
 from areno.engine.train.optimizer import DECAY_STEPS, learning_rate
 from areno.errors import ConfigError
 from areno.launch.compose import load
-from areno.plan.schedule import n_updates, schedule_warnings
+from areno.plan.schedule import device_warnings, n_updates, schedule_warnings
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
@@ -45,6 +47,25 @@ def test_a_run_that_ends_before_the_steps_that_were_asked_for() -> None:
     assert "ends after 12 steps and not after total_train_steps=100, since total_train_epochs=3 ends it" in told
     config.total_train_n_seqs = 9
     assert "total_train_epochs=3 and total_train_n_seqs=9" in next(schedule_warnings(config, 12))
+
+
+def test_settings_without_effect_on_the_devices_of_a_run() -> None:
+    settings = ["engine.zero_stage=2", "enable_offload=true", "critic.offload=true"]
+    config = load(PPOConfig, "quickstart_ppo", settings)
+
+    def told(*devices: str, **engine: int) -> list[str]:
+        layout = replace(config.engine, world_size=len(devices), **engine)
+        return list(device_warnings(config, EngineSpec(actor=RoleSpec(path=""), devices=[*devices], engine=layout)))
+
+    zero = "engine.zero_stage=2 has no effect: the run has one copy of the model, which shares no gradients"
+    text = " has no effect: the models of a CPU are in host memory already"
+    assert told("cpu") == [zero, f"enable_offload and critic.offload{text}"]
+    assert told("cuda:0") == told("cuda:0", "cuda:1", tp_size=2) == [zero]
+    assert told("cuda:0", "cuda:1") == []
+    config = load(PPOConfig, "quickstart_ppo", ["engine.zero_stage=1", "critic.offload=true"])
+    assert told("cpu") == [f"critic.offload{text}"]
+    config = load(PPOConfig, "quickstart_ppo", [])
+    assert told("cpu") == []
 
 
 def test_profiles_of_steps_that_a_run_does_not_have() -> None:
