@@ -124,7 +124,7 @@ def _check_options(arguments: argparse.Namespace, config: Any, names: Mapping[st
 def _check_lengths(found: Forecast) -> None:
     """Raise an error if the assumed lengths are more than the model or the settings of the run allow."""
     config, lengths = found.config, found.lengths
-    context, most = found.footprint.models[0].config.max_position_embeddings, config.train_dataset.max_length
+    context, most = found.footprint.models[0].config.max_position_embeddings, config.train_dataset.longest
     row, limit = lengths.prompt + lengths.answer, Key("train_dataset.max_length")
     if row > context:
         text = "is {}, with answers of {} tokens, but the context of the model has {} tokens"

@@ -43,9 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag in train_flags.flags().values():
         _add(groups[flag.heading], flag)
     more = parser.add_argument_group("Settings", "the settings of the recipes, and the task that they belong to")
-    config_name = more.add_argument(
-        "--config-name", default=TASK, metavar="NAME", help=f"name of the task (default {TASK})"
-    )
+    config_name = more.add_argument("--config-name", metavar="NAME", help=f"name of the task (default {TASK})")
+    more.add_argument("--config", metavar="FILE", help="task file, in place of --config-dir and --config-name")
     more.add_argument("--config-dir", metavar="DIR", help="folder with your own task files")
     more.add_argument("--resume", metavar="RUN", help="resume the run in this folder")
     more.add_argument("--cfg", choices=["job"], help="print the configuration and do not start a run")
@@ -108,6 +107,10 @@ def settings_of(arguments: argparse.Namespace, complete: bool = False) -> tuple[
     Raises:
         ConfigError: Flags or settings are wrong.
     """
+    from areno.launch.command import name_config
+
+    name_config(arguments)
+    arguments.config_name = arguments.config_name or TASK
     algorithm = _algorithm(arguments)
     own_task = arguments.config_name != TASK or arguments.resume is not None
     given = {name: value for name, value in vars(arguments).items() if name.startswith("--") and value is not None}

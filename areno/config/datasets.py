@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -103,13 +104,18 @@ class DatasetConfig(Section):
     )
     shuffle: bool = setting(True, help="Shuffle the rows anew in every epoch. The order depends on seed")
     drop_last: bool = setting(True, help="Skip the last batch of an epoch if it has fewer rows than batch_size")
-    max_length: int = setting(
+    max_length: int | None = setting(
         1024,
         help="Largest number of tokens of a prompt (RL) or of a row (SFT, DPO). Longer prompts or rows are "
-        "skipped, and their number is logged",
+        "skipped, and their number is logged. null: the context length of the model",
         gt=0,
         flag="--max-prompt-tokens",
     )
+
+    @property
+    def longest(self) -> int:
+        """The value of max_length, or a very large number if it is null."""
+        return self.max_length or sys.maxsize
 
     @property
     def is_given(self) -> bool:

@@ -12,7 +12,7 @@ from areno.config.reward import RewardConfig
 from areno.config.rollout import AgentConfig, GenerationConfig, RolloutConfig, TuneConfig
 from areno.config.teacher import Divergence, TeacherConfig
 from areno.errors import ConfigError, Key, Problem
-from areno.schema.fields import Needs, check, forbid, setting, source_check
+from areno.schema.fields import Needs, Unused, check, forbid, setting, source_check
 
 
 @dataclass(kw_only=True)
@@ -444,10 +444,12 @@ class KLExperimentConfig(PolicyExperimentConfig):
         """Return whether a KL penalty is set without a reference model."""
         return self.actor.kl_ctl > 0 and self.ref is None
 
-    @forbid("ref", "is loaded but not used, since actor.kl_ctl is 0; set actor.kl_ctl or ref=null")
-    def unused_reference(self) -> bool:
-        """Return whether a reference model is set without a KL penalty."""
-        return self.ref is not None and self.actor.kl_ctl == 0
+    @check
+    def unused_reference(self) -> Iterator[Problem]:
+        """Report a reference model without a KL penalty."""
+        if self.ref is not None and self.actor.kl_ctl == 0:
+            text, key = "is loaded but not used, since {} is 0; set {} or ref=null", Key("actor.kl_ctl")
+            yield Unused("ref", text, key, key)
 
 
 @dataclass(kw_only=True)

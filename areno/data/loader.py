@@ -381,7 +381,7 @@ def row_loader(
     """
     draft = partial(_draft, kind, tokenizer, enable_thinking, step_separator, teacher)
     encode = partial(encode_rows, tokenizer, draft=draft)
-    limit, limit_key = config.max_length, f"{key}.max_length"
+    limit, limit_key = config.longest, f"{key}.max_length"
     room = kind in ("prompt", "rw", "prm")
     if context_len is not None and context_len - room < limit:
         limit, limit_key = context_len - room, context_key

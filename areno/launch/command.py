@@ -97,7 +97,7 @@ def run(
     Raises:
         SystemExit: A single run failed, or the options are wrong. The error was printed.
     """
-    args = _parser(command).parse_intermixed_args(arguments)
+    args = _parsed(command, arguments)
     try:
         if greet and not (args.help or args.cfg or args.info):
             _show_life(command, args)
@@ -172,8 +172,35 @@ def options_of(command: str, arguments: Sequence[str], algorithm: Algorithm) -> 
     Returns:
         (name of the task, folder of task files or None, settings as key=value).
     """
-    args = _parser(command).parse_intermixed_args(arguments)
+    args = _parsed(command, arguments)
     return args.config_name or algorithm.default, absolute(args.config_dir), args.overrides
+
+
+def _parsed(command: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line of a recipe. Raises SystemExit if its options are wrong."""
+    args = _parser(command).parse_intermixed_args(arguments)
+    try:
+        name_config(args)
+    except ConfigError as error:
+        raise SystemExit(_report(error)) from error
+    return args
+
+
+def name_config(args: argparse.Namespace) -> None:
+    """Replace the option --config FILE by --config-dir and --config-name.
+
+    Raises:
+        ConfigError: The other two are given, too, or there is no such YAML file.
+    """
+    if args.config is None:
+        return
+    file = Path(args.config).expanduser()
+    if args.config_name or args.config_dir:
+        text = "stands for --config-dir {} --config-name {}; leave those two out"
+        raise ConfigError(Problem("--config", text, file.parent, file.stem))
+    if file.suffix != ".yaml" or not file.is_file():
+        raise ConfigError(Problem("--config", "is {}; a file that ends in .yaml is expected", args.config))
+    args.config_dir, args.config_name = str(file.parent), file.stem
 
 
 def _show_life(command: str, args: argparse.Namespace) -> None:
@@ -189,6 +216,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="version", version=f"areno {__version__}")
+    parser.add_argument("--config")
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--resume")

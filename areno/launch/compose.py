@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,8 +44,10 @@ from areno.files.paths import absolute, root
 from areno.launch import yaml_files
 from areno.launch.hints import hint
 from areno.launch.hydra import SearchPath, check_references, checked_files, delete, explain, quoted, resolved
+from areno.launch.idle import is_idle, leave_out
 from areno.schema.build import both_names, build, current_key, with_defaults
-from areno.schema.fields import Section, dependents
+from areno.schema.fields import Section, Unused, dependents
+from areno.schema.values import value_at
 
 T = TypeVar("T", bound=Section)
 
@@ -79,6 +81,7 @@ class Composition:
             no variant is chosen.
         output_dir: Folder of the run or the sweep. None if the settings that name the folder are wrong.
         given: Dotted keys of the settings that the YAML files and the command line set.
+        files: Dotted keys of the settings that each YAML file sets.
     """
 
     data: dict[str, Any]
@@ -87,6 +90,7 @@ class Composition:
     variant: tuple[str, Path] | None = None
     output_dir: Path | None = None
     given: frozenset[str] = frozenset()
+    files: Collection[Collection[str]] = ()
 
     def build(self, cls: type[T], sources: bool = True) -> T:
         """Check all values and construct the configuration.
@@ -101,7 +105,20 @@ class Composition:
         Raises:
             ConfigError: There are problems. The error lists all of them.
         """
-        return build(cls, self.data, self.problems, lambda key: hint(key, self.variant), sources)
+
+        def hint_of(key: str) -> str:
+            return hint(key, self.variant, cls, lambda key: value_at(self.data, key))
+
+        try:
+            return build(cls, self.data, self.problems, hint_of, sources)
+        except ConfigError as error:
+            idle = [p for p in error.problems if isinstance(p, Unused) and is_idle(p, self.data, self.files)]
+            if not idle:
+                raise
+            for problem in idle:
+                delete(self.data, problem.key)
+                delete(self.raw, problem.key)
+            return self.build(cls, sources)
 
 
 @dataclass
@@ -260,7 +277,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self._counts = itertools.count(2)
         self._composed: DictConfig | None = None
         self._in_files: list[Problem] = []  # settings that a file has under two names
-        self._keys_of_files: set[str] = set()
+        self._keys_of_files: dict[Path, set[str]] = {}
         self._listed: set[str] | None = None  # groups in the defaults of the files; None: not looked up yet
 
     def __enter__(self) -> HydraSession:
@@ -274,7 +291,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         # HydraConfig is global, so it is restored: a later session must not see the value of this session.
         with ExitStack() as opened:
             opened.callback(setattr, HydraConfig.instance(), "cfg", HydraConfig.instance().cfg)
-            opened.enter_context(checked_files(self.cls, self._in_files, self._keys_of_files))
+            opened.enter_context(checked_files(self.cls, self.config_name, self._in_files, self._keys_of_files))
             folder = str(root() / "conf")
             opened.enter_context(initialize_config_dir(config_dir=folder, job_name=self._job_name, version_base="1.3"))
             self._opened = opened.pop_all()
@@ -565,11 +582,13 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         for key in self._command_line.deletions:
             if not (delete(data, key) | delete(raw, key)):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))
+        found += leave_out(self.cls, data, raw)
         raw = with_defaults(self.cls, {str(key): value for key, value in raw.items()})
         file = yaml_files.variants(self.config_dir).get(choices.get("variant", ""))
         variant = (choices["variant"], file) if file else None
-        given = frozenset({*self._keys_of_files, *self._command_line.values})
-        return Composition(data, raw, found, variant, given=given)
+        files = tuple(map(frozenset, self._keys_of_files.values()))
+        given = frozenset({*itertools.chain(*files), *self._command_line.values})
+        return Composition(data, raw, found, variant, given=given, files=files)
 
     def _without_effect(self, group: str) -> Iterator[Problem]:
         """Yield a problem for each override that has no effect because a section is null.

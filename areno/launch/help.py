@@ -24,6 +24,7 @@ usage: {command} [--config-name NAME] [key=value ...]
 options:
   --config-name, -cn NAME   name of a task or experiment file (default: {default})
   --config-dir, -cd DIR     folder of your own YAML files, which is searched first
+  --config FILE             task file, in place of --config-dir and --config-name
   --resume FOLDER           go on with the run in this folder, with its own settings and the changes that follow
   --multirun, -m            run every combination of the values that are given as a,b;
                             with hydra.launcher.n_jobs=4, four at a time

@@ -1,16 +1,22 @@
 """Hints that are added to errors about unknown settings.
 
-`hint` recognises settings of other algorithms, and settings of AReaL that areno does not have (`NOT_HERE`).
+`hint` recognises settings of other algorithms, names of other tools (`other_tools.COUNTERPARTS`), and settings of AReaL
+that areno does not have (`NOT_HERE`).
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from areno.api.algorithms import algorithm_names, get_algorithm
 from areno.files.small_yaml import plain_yaml
-from areno.schema.fields import rows
+from areno.launch.other_tools import COUNTERPARTS
+from areno.schema.fields import Section, rows
 
 _OWN_ENGINE = "areno has an engine of its own; see the settings of engine and rollout"
 _OWN_PROCESSES = "areno starts its processes itself; see engine.world_size and engine.tp_size"
@@ -137,36 +143,91 @@ NOT_HERE = {
 """Dotted key -> the end of the message. `key=value` stands for a value that the setting does not take."""
 
 
-def hint(key: str, variant: tuple[str, Path] | None = None) -> str:
+def hint(
+    key: str,
+    variant: tuple[str, Path] | None = None,
+    cls: type[Section] | None = None,
+    value_of: Callable[[str], Any] = lambda key: None,
+) -> str:
     """Return a hint that an error about an unknown setting ends with.
 
     Args:
         key: Dotted key of the unknown setting. Or `key=value`, for a known setting that does not accept this value.
         variant: (name, file) of the choice `variant=name`, whose YAML file may set the key. None if no variant is
             chosen.
+        cls: The configuration of the algorithm, whose settings a hint may name. None: those of any algorithm.
+        value_of: Returns the value that the user gave for a dotted key.
 
     Returns:
         The hint, which begins with "; ". "" if there is no hint.
     """
+    here = _keys(cls) if cls is not None else all_keys()
+    section, _, name = key.partition(".")
+    if section in ("actor", "ref", "critic", "rollout") and name == "backend" and (layout := _layout(value_of(key))):
+        return f"; areno has an engine of its own, which does the same with {layout}"
+    if key == "actor.importance_sampling_level" and "actor.eps_clip" in here:
+        return "; gspo always takes the ratio of a sequence, and grpo has this setting"
+    if found := [ours for ours in counterparts(key) if ours in here]:
+        return f"; here it is {listed(found)}"
     if key in NOT_HERE:
-        return f"; {NOT_HERE[key]}"
+        return f"; {NOT_HERE[key]}" if _fits(NOT_HERE[key], here) else "; this algorithm has nothing like it"
     names = _recipes_with(key)
     told = f"; it is a setting of {listed(names)}" if names else ""
-    section, _, name = key.partition(".")
     for other in ("actor", "gconfig"):
-        if not told and section in ("actor", "ref", "critic") and _recipes_with(f"{other}.{name}"):
+        if not told and section in ("actor", "ref", "critic") and f"{other}.{name}" in here:
             told = f"; {section} has none of its own, see {other}.{name}"
+    told = told or ("; this algorithm has nothing like it" if counterparts(key) else "")
     return told + (f"; variant={variant[0]} sets it" if variant and _sets(variant[1], key) else "")
 
 
+def counterparts(key: str) -> tuple[str, ...]:
+    """Return the settings that have the meaning of a name in another tool. Empty for an unknown name."""
+    name = key.removeprefix("actor_rollout_ref.")
+    section, _, inner = name.partition(".")
+    plain = inner if section in ("actor", f"{section}.optimizer") else name.removeprefix("actor.optimizer.")
+    return COUNTERPARTS.get(name) or COUNTERPARTS.get(plain.removeprefix("optimizer.")) or ()
+
+
+def _layout(backend: Any) -> str:
+    """Return the settings of devices for a backend of AReaL, such as fsdp:d4t2. "" if there are none."""
+    runs = ["".join(run) for _, run in itertools.groupby(str(backend).partition(":")[2], str.isdigit)]
+    if not runs or len(runs) % 2 or not all(size.isdigit() for size in runs[1::2]):
+        return ""
+    sizes = dict(zip(runs[::2], map(int, runs[1::2]), strict=True))
+    copies, tp, cp = sizes.pop("d", 1), sizes.pop("t", 1), sizes.pop("c", 1)
+    if any(size > 1 for size in sizes.values()):  # pipelines and experts have no counterpart
+        return ""
+    more = "".join(f" engine.{name}_size={size}" for name, size in (("tp", tp), ("cp", cp)) if size > 1)
+    return f"engine.world_size={copies * tp * cp}{more}"
+
+
+def _fits(text: str, here: frozenset[str]) -> bool:
+    """Return whether an algorithm has a setting that a hint names, or the hint names none."""
+    words = "".join(letter if letter.isalnum() or letter in "._" else " " for letter in text).split()
+    named = [key for key in words if key in all_keys()]
+    return not named or any(key in here for key in named)
+
+
+@cache
+def _keys(cls: type[Section]) -> frozenset[str]:
+    return frozenset(row.key for row in rows(cls))
+
+
+@cache
+def _keys_of(algorithm: str) -> frozenset[str]:
+    """Return the settings of an algorithm. Empty for one that cannot be imported."""
+    with suppress(Exception):  # the message is about the user's key, and not about a package that is broken
+        return _keys(get_algorithm(algorithm).config)
+    return frozenset()
+
+
+def all_keys() -> frozenset[str]:
+    """Return the settings of all algorithms."""
+    return frozenset().union(*map(_keys_of, algorithm_names()))
+
+
 def _recipes_with(key: str) -> list[str]:
-    """Return the names of the algorithms that have a setting. Algorithms that cannot be imported are left out."""
-    found = []
-    for name in algorithm_names():
-        with suppress(Exception):  # the message is about the user's key, and not about a package that is broken
-            if any(row.key == key for row in rows(get_algorithm(name).config)):
-                found.append(name)
-    return found
+    return [name for name in algorithm_names() if key in _keys_of(name)]
 
 
 def _sets(file: Path, key: str) -> bool:

@@ -118,15 +118,18 @@ class SearchPath(SearchPathPlugin):
 
 
 @contextmanager
-def checked_files(cls: type[Section], problems: list[Problem], keys: set[str]) -> Iterator[None]:
+def checked_files(cls: type[Section], name: str, problems: list[Problem], keys: dict[Path, set[str]]) -> Iterator[None]:
     """Check each YAML file before Hydra reads it, and give renamed settings in it their current names.
+
+    A task file without a defaults list gets the list [recipe, _self_].
 
     Hydra has no hook for this, so the class that reads files is replaced in Hydra's registry during the `with` block.
 
     Args:
         cls: The dataclass of the configuration, which declares the earlier names of renamed settings.
         problems: List to which a problem is added for each setting that a file sets under both names.
-        keys: Set to which the dotted key of each value in the files is added.
+        name: Name of the task file.
+        keys: Receives the dotted keys of the values of each file.
 
     Raises:
         ConfigError: Within the block, if a file is too large or its key `hydra` is not a section.
@@ -148,11 +151,14 @@ def checked_files(cls: type[Section], problems: list[Problem], keys: set[str]) -
             if not isinstance(section, (dict, DictConfig)):  # Hydra assumes that it is a section
                 raise ConfigError("{}: hydra: is {}; a section is expected", path, show(section))
             if isinstance(found.config, DictConfig):
+                if self._normalize_file_name(config_path) == f"{name}.yaml" and "defaults" not in found.config:
+                    own: Any = OmegaConf.to_container(found.config)
+                    found.config = OmegaConf.create({"defaults": ["recipe", "_self_"], **own})
                 package = found.header.get("package") or os.path.dirname(config_path).replace("/", ".")
                 place = "" if package == "_global_" else package
                 found.config = renamed_keys(cls, found.config, place, problems)
                 values: Any = OmegaConf.to_container(found.config)
-                keys.update(flat(values, f"{place}." if place else ""))
+                keys[path] = set(flat(values, f"{place}." if place else ""))
             return found
 
     types["file"] = CheckedFiles

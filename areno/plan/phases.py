@@ -43,7 +43,7 @@ class Lengths:
             prompt: Tokens of a prompt, or None.
             answer: Tokens of an answer, or None.
         """
-        limit = min(config.train_dataset.max_length, context_len)
+        limit = min(config.train_dataset.longest, context_len)
         if not isinstance(config, PolicyExperimentConfig):
             prompt = min(limit, 512) // 2 if prompt is None else prompt
             return Lengths(prompt=prompt, answer=prompt if answer is None else answer)

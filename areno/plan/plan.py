@@ -433,10 +433,10 @@ def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
         config: Settings of the run.
         context_len: Context length of the model.
     """
-    uses = [(config.gconfig, config.train_dataset.max_length)]
+    uses = [(config.gconfig, config.train_dataset.longest)]
     if config.valid_dataset is not None:
         sampled = config.eval_gconfig or config.gconfig
-        uses += [(sampled, of_set.max_length) for of_set in config.valid_dataset.by_name().values()]
+        uses += [(sampled, of_set.longest) for of_set in config.valid_dataset.by_name().values()]
     if config.agent.fn is not None:  # a conversation may fill the context
         uses = [(gconfig, context_len) for gconfig, _ in uses]
     return max(

@@ -145,7 +145,7 @@ class Limits:
         context = shape_of(config.actor.path, "actor.path").max_position_embeddings
         longest = longest_sequence(config, context)
         answer = max(1, min(config.gconfig.max_new_tokens, longest - 1))
-        most = longest if config.agent.fn is not None else config.train_dataset.max_length
+        most = longest if config.agent.fn is not None else config.train_dataset.longest
         return Limits(max(1, min(most, longest - answer)), answer)
 
     @property

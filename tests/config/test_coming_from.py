@@ -21,6 +21,8 @@ import pytest
 
 from areno.api.algorithms import get_algorithm, own_algorithms
 from areno.launch.compose import load
+from areno.launch.hints import NOT_HERE, hint
+from areno.schema.fields import rows
 from tests.helpers import warm_python
 from tests.helpers.agent_model import made
 from tests.helpers.pages import (
@@ -66,6 +68,27 @@ def test_our_settings_exist_and_have_these_defaults(page: Path) -> None:
                 n_defaults += 1
     assert not wrong, "\n".join(wrong)
     assert n_defaults > 40
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_errors_name_the_settings_of_the_page(page: Path) -> None:
+    """Who types a name of the other tool is told a setting that the page has beside it."""
+    untold, n_told = [], 0
+    for recipe, text in sections(page):
+        cls = get_algorithm(recipe or "grpo").config
+        for cells in (cells for cells in of_tables(text) if len(cells) == 3):
+            beside = {code.partition("=")[0] for code in codes(cells[1])}
+            for code in codes(cells[0]) if any(map(is_setting, codes(cells[1]))) else []:
+                key = code.partition("=")[0].replace("….", "actor_rollout_ref.")
+                here = {row.key for row in rows(cls)}
+                if not key.replace(".", "").replace("_", "").isalnum() or key in here or f"actor.{key}" in here:
+                    continue
+                told = hint(key, cls=cls)
+                n_told += 1
+                is_told = key in NOT_HERE or any(name in told for name in beside)
+                untold += [] if is_told else [f"{key}: {told} and not {sorted(beside)}"]
+    assert not untold, "\n".join(untold)
+    assert n_told > 5
 
 
 def test_variants_that_are_named_exist() -> None:

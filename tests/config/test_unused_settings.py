@@ -179,7 +179,7 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
     ("recipe", "key", "message"),
     [
         ("gspo", "critic.warmup_steps=1", "critic: unknown key; it is a setting of ppo"),
-        ("gspo", "actor.beta=1", "actor.beta: unknown key; it is a setting of dpo"),
+        ("gspo", "actor.beta=1", "actor.beta: unknown key; here it is actor.kl_ctl"),
         (
             "dpo",
             "gconfig.n_samples=1",
@@ -196,13 +196,8 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
             "variant=m2po",
             "actor.reduction: unknown key; it is a setting of grpo and ppo; variant=m2po sets it",
         ),
-        ("gspo", "actor.fsdp.offload_params=true", "actor.fsdp: unknown key; areno has an engine of its own"),
+        ("gspo", "actor.fsdp.offload_params=true", "actor.fsdp.offload_params: unknown key; here it is actor.offload"),
         ("ppo", "critic.megatron.ddp.x=1", "critic.megatron: unknown key; areno has an engine of its own"),
-        (
-            "gspo",
-            "cluster.name_resolve.type=nfs",
-            "cluster.name_resolve: unknown key; with scheduler.type=ray",
-        ),
         (
             "gspo",
             "actor.dtype=float16",

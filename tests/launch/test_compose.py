@@ -148,7 +148,7 @@ def test_an_experiment_builds_on_a_task(work):
 def test_errors_of_files_are_one_line(work):
     (work / "my/broken.yaml").write_text("a: [1\nb: 2\n")
     (work / "my/group.yaml").write_text(TASK.replace("- recipe", "- recipe\n  - actor: qwen3-0.6c"))
-    (work / "my/bare.yaml").write_text("experiment_name: x\n")
+    (work / "my/bare.yaml").write_text("defaults: [_self_]\nexperiment_name: x\n")
     (work / "my/parent.yaml").write_text(TASK.replace("- recipe", "- recipe\n  - nosuch"))
     for name, expected in {
         "smal": "--config-name: there is no 'smal'; there are .*did you mean small",

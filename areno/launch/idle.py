@@ -1,0 +1,128 @@
+"""Settings that ask for nothing. They are left out, so that the configuration is the one without them.
+
+Files of other tools name what is off: when to write states that are not written, the estimator of a KL that is 0, the
+name of the run in each section. A contradiction is still an error, unless the file itself says that the feature is off.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from areno.errors import Problem
+from areno.launch.hints import NOT_HERE, all_keys, counterparts, hint
+from areno.launch.hydra import delete
+from areno.launch.other_tools import EQUAL, HOLDS, PARTS
+from areno.schema.build import earlier_names, with_defaults
+from areno.schema.fields import Section, Unused, rows
+from areno.schema.values import value_at
+
+logger = logging.getLogger("areno.launch")
+
+_OFF = (None, False, 0, "", "off", "disabled", [], {})
+_AS_DEFAULT: dict[str, tuple[object, ...]] = {
+    "perf_tracer": (None,),
+    "perf_tracer.session_tracer": (None,),
+    "perf_tracer.save_interval": (0,),
+    "scheduler.type": (None,),
+    "tokenizer_path": ("",),
+}
+"""Setting -> values that other tools have for our default."""
+
+
+def leave_out(cls: type[Section], data: dict[str, Any], *copies: dict[str, Any]) -> list[Problem]:
+    """Remove the settings that ask for nothing, and log the parts of another tool that areno does not have.
+
+    Args:
+        cls: The dataclass of the configuration.
+        data: Nested values, which are changed.
+        copies: The same settings in other forms, which are changed, too.
+
+    Returns:
+        A problem for each setting in a section of another tool that has another name here.
+    """
+    known, whole = {row.key for row in rows(cls)} | earlier_names(cls).keys(), with_defaults(cls, data)
+    parts, problems = list[str](), list[Problem]()
+    for key, value in [*_unknown(data, known)]:
+        section = key.rpartition(".")[0]
+        if key in PARTS:
+            parts += [] if _is_off(value) else [key]
+        elif _says_nothing(key, value, whole):
+            pass
+        elif section and section not in known and not known.isdisjoint(counterparts(key)):
+            problems.append(Problem(key, f"unknown key{hint(key, cls=cls)}"))
+        else:
+            continue
+        _drop(key, data, *copies)
+    for key, values in _AS_DEFAULT.items():
+        section, _, name = key.rpartition(".")
+        inside = value_at(data, section) if section else data
+        if isinstance(inside, Mapping) and name in inside and any(_same(inside[name], value) for value in values):
+            _drop(key, data, *copies)
+    if parts:
+        _warn_of_parts(", ".join(parts))
+    return problems
+
+
+@cache
+def _warn_of_parts(names: str) -> None:
+    logger.warning("left out, since areno has no such parts: %s", names)
+
+
+def _unknown(data: Mapping[str, Any], known: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of each unknown setting, those inside of an unknown section first."""
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in PARTS:
+            yield from _unknown(value, known, f"{key}.")
+        if key not in known and not (isinstance(value, Mapping) and value and key not in PARTS):
+            yield key, value
+
+
+def _says_nothing(key: str, value: Any, whole: Mapping[str, Any]) -> bool:
+    """Return whether a name of another tool has a value that is off here, or is that of our setting."""
+    section, _, name = key.partition(".")
+    ours = EQUAL.get(key) or (f"actor.{name}" if section in ("ref", "critic") else "")
+    if any(_same(value, each) for each in HOLDS.get(key, ())) or (ours and _same(value, value_at(whole, ours))):
+        return True
+    engine = str(value_at(whole, "rollout.backend") or section)
+    if section in ("sglang", "vllm") and not engine.startswith(section):
+        return True  # the other engine decodes
+    of_others = (key, section, f"{section}.{name.partition('.')[0]}")
+    return _is_off(value) and (key in all_keys() or bool(counterparts(key)) or any(k in NOT_HERE for k in of_others))
+
+
+def _is_off(value: Any) -> bool:
+    return any(_same(value, off) for off in _OFF)
+
+
+def _same(value: Any, other: Any) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _drop(key: str, *forms: dict[str, Any]) -> None:
+    """Remove a key, and the section around it if it is empty then."""
+    for data in forms:
+        delete(data, key)
+    section = key.rpartition(".")[0]
+    if section and value_at(forms[0], section) == {}:
+        _drop(section, *forms)
+
+
+def is_idle(problem: Unused, data: Mapping[str, Any], files: Collection[Collection[str]]) -> bool:
+    """Return whether a setting without effect asks for nothing.
+
+    It does if its value is off, or if the same file says that the other setting is off.
+
+    Args:
+        problem: The problem of the setting.
+        data: Nested values of the configuration.
+        files: The dotted keys of each file.
+    """
+    if _is_off(value_at(data, problem.key)):
+        return True
+    own = [keys for keys in files if problem.other in keys]
+    inside = any(key == problem.key or key.startswith(f"{problem.key}.") for keys in own for key in keys)
+    return inside and _is_off(value_at(data, problem.other))
