@@ -232,6 +232,6 @@ def test_what_the_settings_need() -> None:
     config = load(GSPOConfig, "prompts", given)
     assert config.brings_rows()
     with pytest.raises(ConfigError, match=r"reward\.workers: is 3, but reward\.fn is null, so no function is called"):
-        load(GSPOConfig, "prompts", [*given, "reward.workers=3"])
+        load(GSPOConfig, "prompts", [*given, "reward.workers=3"], sources=True)
     with pytest.raises(ConfigError, match=r"train_dataset\.path: missing"):
-        load(GSPOConfig, "prompts", [*given, "agent.fn=agent.py"])
+        load(GSPOConfig, "prompts", [*given, "agent.fn=agent.py"], sources=True)
