@@ -131,7 +131,7 @@ def _is_not_about_a_client(record: logging.LogRecord) -> bool:
 
 
 _logger.addFilter(_is_not_about_a_client)  # the tracebacks would fill the log
-END_ANSWERS = web.AppKey("end_answers", Callable[[], object])
+END_ANSWERS: web.AppKey[Callable[[], object]] = web.AppKey("end_answers")
 """Function of an application that ends the requests in progress with an error, once the time of a shutdown is over."""
 _MIN_GRACE_S = 0.01  # aiohttp takes 0 for no limit at all
 _ERROR_S = 1.0  # for requests that are ended to send their error
