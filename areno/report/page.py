@@ -24,6 +24,7 @@ from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines,
 
 SAMPLE_BYTES = 8 * 2**20  # of all compressed samples in the page
 _ROUNDING = 1e-6  # largest absolute value of a loss that is 0 by construction
+MAX_STEPS = 2_000  # whose samples are read
 SHOWN_CHARS = 120  # of prompt and completion in the table of samples
 _TOKEN_VALUES = ("tokens", "logprobs", "train_logprobs", "token_advantages")
 _INDEX = ("reward", "advantage", "response_tokens", "finish_reason", "status")
@@ -145,8 +146,8 @@ def _pair(steps: Sequence[int], values: Sequence[float]) -> list[list[Any]]:
 def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
     """Return the samples of a run in a packed form, which is gzipped JSON in base64.
 
-    If the samples do not fit, the per-token values are left out first. Then whole steps are left out at equal
-    distances, except for the first and the last step.
+    Of a long run, about MAX_STEPS steps at equal distances are read. If their samples do not fit, the per-token values
+    are left out first. Then whole steps are left out at equal distances. The first and the last step always stay.
 
     Args:
         run: The run.
@@ -158,9 +159,10 @@ def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
         "steps": step -> packed list of the samples of this step.
         "left_out": sentence about the samples that did not fit, or "".
     """
-    steps = run.sampled_steps()
-    if not steps:
+    all_steps = run.sampled_steps()
+    if not all_steps:
         return {"index": "", "steps": {}, "left_out": ""}
+    steps = [*all_steps[: -1 : -(-len(all_steps) // MAX_STEPS)], all_steps[-1]]
     index, sizes, slim = [], {}, {}
     packed: dict[int, str] = {}
     for step in steps:
@@ -172,12 +174,14 @@ def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
         sizes[step] = len(slim[step])
     left = most_bytes - len(pack(index))
     full = sum(map(len, packed.values())) <= left
-    left_out = ""
+    kept = detailed = steps
     if not full:
         kept = _evenly(steps, sizes, left)
         detailed = _evenly(kept, {step: len(packed[step]) - sizes[step] for step in kept}, left - _total(sizes, kept))
         packed = {step: packed[step] if step in detailed else slim[step] for step in kept}
-        left_out = f"{len(steps) - len(kept)} of {len(steps)} steps are without samples"
+    left_out = ""
+    if not full or steps != all_steps:
+        left_out = f"{len(all_steps) - len(kept)} of {len(all_steps)} steps are without samples"
         left_out += f" and {len(kept) - len(detailed)} without the values of single tokens, to keep this page small"
     shown = set(packed)
     return {"index": pack([line for line in index if line[0] in shown]), "steps": packed, "left_out": left_out}

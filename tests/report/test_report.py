@@ -90,7 +90,7 @@ def test_all_samples_can_be_read_back(tmp_path):
     assert index[5][:4] == [2, 1, 0, 1]
 
 
-def test_a_report_that_is_too_big_says_what_is_missing(tmp_path):
+def test_a_report_that_is_too_big_says_what_is_missing(tmp_path, monkeypatch):
     run = RunReader(make_run(tmp_path, "a", 0, 40, n_samples=10))
     whole = packed_samples(run, 2**30)
     size = sum(map(len, whole["steps"].values()))
@@ -100,6 +100,12 @@ def test_a_report_that_is_too_big_says_what_is_missing(tmp_path):
     least = packed_samples(run, len(whole["index"]) + size // 4)
     assert {1, 40} <= least["steps"].keys()
     assert sum(map(len, least["steps"].values())) <= size // 4
+    monkeypatch.setattr("areno.report.page.MAX_STEPS", 3)
+    few = packed_samples(run, 10**9)
+    n_steps = len(run.sampled_steps())
+    assert len(few["steps"]) <= 4
+    assert {min(few["steps"]), max(few["steps"])} == {run.sampled_steps()[0], run.sampled_steps()[-1]}
+    assert few["left_out"].startswith(f"{n_steps - len(few['steps'])} of {n_steps} steps are without samples and 0")
     assert {line[0] for line in unpacked(least["index"])} == set(least["steps"])
 
 
