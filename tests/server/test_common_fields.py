@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from typing import Any
 
 import httpx2
@@ -99,15 +100,17 @@ def test_the_effort_of_reasoning_is_the_templates(
     effort: str | None,
     rendered: str | None,
 ) -> None:
-    monkeypatch.setattr(proxy.server.chat.conversations.tokenizer, "chat_template", template)
+    content = f"hello {zlib.crc32(template.encode())}: "  # the prompts of other templates are cached
+    own = "{% for message in messages %}{{ message.content }}{% endfor %}" + template
+    monkeypatch.setattr(proxy.server.chat.conversations.tokenizer, "chat_template", own)
     fields: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    fields["messages"] = [{"role": "user", "content": template}]  # the prompts of other templates are cached
+    fields["messages"] = [{"role": "user", "content": content}]
     if rendered is None:
         with pytest.raises(openai.BadRequestError, match="reasoning_effort is") as caught:
             chat(client, **fields)
         assert caught.value.param == "reasoning_effort"
     else:
-        assert prompt_of(proxy, client, **fields) == rendered
+        assert prompt_of(proxy, client, **fields) == content + rendered
 
 
 def test_the_effort_of_reasoning_beside_the_variables_of_the_template(proxy: SessionProxy, client: OpenAI) -> None:
