@@ -297,6 +297,23 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return file_of
 
 
+def same_weights(folder: Path, other: Path) -> bool:
+    """Return whether a model folder has the tensors of another one, rounded to its types. Stops at a difference.
+
+    Raises:
+        CheckpointError: A folder cannot be read.
+    """
+    files, others = tensor_files(folder), tensor_files(other)
+    for name, file in files.items():
+        if name not in others:
+            return False
+        with opened(file) as own, opened(others[name]) as theirs:
+            tensor = own.get_tensor(name)
+            if not tensor.equal(theirs.get_tensor(name).to(tensor.dtype)):
+                return False
+    return True
+
+
 def _indexed_files(index: Path) -> list[str]:
     """Return the names of the weight files that an index file lists.
 

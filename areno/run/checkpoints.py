@@ -419,6 +419,11 @@ class Saver:
         """
         return step in (self.saved_step, self._unfinished_step)
 
+    @property
+    def newest(self) -> Path | None:
+        """Folder of the newest complete checkpoint. None before the first."""
+        return None if self.saved_step is None else self._path(self.saved_step)
+
     def was_interrupted(self, step: int) -> bool:
         """Return whether the previous process of this run ended while it wrote the checkpoint of this step.
 

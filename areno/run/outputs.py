@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from areno.config.experiments import ExperimentConfig
 from areno.config.models import PolicyConfig
-from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.errors import ArenoError, EngineError, Key, Problem
 from areno.run.progress import RunProgress
@@ -48,6 +48,7 @@ class RunTexts:
             if rows have this field.
         facts: Name -> text, printed at the start of the run. Empty prints nothing.
         token_text: Returns the text of a token id, for recorded samples.
+        is_untrained: Returns whether a checkpoint has the weights that the run began with.
     """
 
     headline: Sequence[str] = ()
@@ -55,6 +56,7 @@ class RunTexts:
     unanswered: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     token_text: Callable[[int], str] = str
+    is_untrained: Callable[[Path], bool] = lambda folder: False
 
 
 class RunOutputs(AbstractContextManager["RunOutputs"]):
@@ -222,6 +224,19 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         if n:
             text = "%d of %d samples of this run have no reward and are not trained%s"
             logger.warning(text, n, n_samples, self._how_to_score(key))
+
+    def closing_note(self, checkpoint: Path | None) -> str:
+        """Warn if the last checkpoint is the model that the run began with, and return a note on it. "" otherwise."""
+        if checkpoint is None or not self._texts.is_untrained(checkpoint):
+            return ""
+        config, lr = self.config, self.config.actor.optimizer.lr
+        why = f"actor.optimizer.lr={lr:g} changes them by less than their data type holds; raise it, or train longer"
+        if isinstance(config, CriticExperimentConfig) and self._progress.step <= config.critic.warmup_steps:
+            why = f"critic.warmup_steps={config.critic.warmup_steps} took all steps; lower it, or train longer"
+        elif lr == 0:
+            why = "actor.optimizer.lr is 0"
+        logger.warning("no stored weight differs from the start: %s", why)
+        return f"no stored weight differs from the start ({why})"
 
     def check_learned(self) -> None:
         """Raise an error if no step of the run had a reward, or if it skipped updates and has never applied one."""

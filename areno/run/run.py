@@ -337,6 +337,8 @@ class Run:
         self.recovery.write_now(self.step)
         self._compare_with_forecast()
         self.outputs.warn_of_unscored()
+        if note := self.outputs.closing_note(self.saver.newest):
+            changes.append(note)
         log_done(self.step, self.progress.seconds, ", ".join(changes), self.folder)
         self._has_ended = True
         self.recovery.check_last(self.step)

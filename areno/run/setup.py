@@ -27,8 +27,9 @@ from areno.data.teacher_rows import teacher_rows
 from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.engine import Engine
 from areno.engine.spec import EngineSpec, RoleSpec
-from areno.errors import ConfigError, Key, Problem, WorkerLost, all_of, keys_renamed
+from areno.errors import CheckpointError, ConfigError, Key, Problem, WorkerLost, all_of, keys_renamed
 from areno.files.paths import model_setting
+from areno.models.folder import same_weights
 from areno.models.registry import load_config
 from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
@@ -346,6 +347,7 @@ class Setup(Generic[Config]):
             unanswered="" if self.rewards is None or self.agents is not None else without_answers(self.loader),
             facts=facts(config, plan, self.roles, self.loader) if trains else {},
             token_text=token_text,
+            is_untrained=partial(_is_untrained, plan.spec),
         )
         evaluator = Evaluator(config, self.valid_loaders, self._loop.measure)
         inputs = self._fingerprints(plan) if trains else {}
@@ -429,6 +431,15 @@ def _check_config(config: ExperimentConfig, loop: LoopKind) -> None:
         raise ConfigError(f"config is a {given}; {name} needs a {loop.needs.__name__}")
     if loop.needs is PolicyExperimentConfig and loop.trains and isinstance(config, CriticExperimentConfig):
         raise ConfigError(f"{given} is for PPOTrainer, not for {name}: its critic would not be used")
+
+
+def _is_untrained(spec: EngineSpec, checkpoint: Path) -> bool:
+    """Return whether a checkpoint has the weights of the model that the run began with. False if this is not known."""
+    if spec.actor.lora is not None or spec.actor.random_init:
+        return False
+    with contextlib.suppress(CheckpointError):  # such as weights that the user has moved away meanwhile
+        return same_weights(checkpoint, Path(spec.actor.path))
+    return False
 
 
 def with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:

@@ -339,3 +339,25 @@ def test_saved_files_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(files) > 3
     assert all(synced[file.stat().st_ino] == file.stat().st_size for file in files)
     assert (tmp_path / "out").stat().st_ino in synced
+
+
+def test_equal_weights_are_found_in_the_type_of_the_first_folder(tmp_path: Path) -> None:
+    """A step that bfloat16 does not hold is no difference; another tensor is one."""
+    weights = {"a": torch.full((3,), 0.02), "b": torch.arange(4.0)}
+    folders = {}
+    for name, tensors in {
+        "start": weights,
+        "moved": {**weights, "a": weights["a"] + 1e-6},
+        "far": {**weights, "a": weights["a"] + 1e-3},
+        "more": {**weights, "c": torch.zeros(1)},
+    }.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            folder = folders[name, dtype] = tmp_path / f"{name}-{dtype}"
+            folder.mkdir()
+            save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, folder / "model.safetensors")
+    start = folders["start", torch.float32]
+    same = {key: hub.same_weights(folder, start) for key, folder in folders.items()}
+    assert {key for key, is_same in same.items() if is_same} == {
+        *(("start", dtype) for dtype in (torch.float32, torch.bfloat16)),
+        ("moved", torch.bfloat16),
+    }

@@ -149,13 +149,20 @@ def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
     assert any(value != 0 for row in played.critic_rows[1] for value in row.values or [])
     assert not {"train/loss", "time/train", "train/ratio_mean"} & played.names()
     warning = "critic.warmup_steps=2 takes all 2 steps of this run, so its checkpoint is the untrained policy"
-    assert warning in (tmp_path / "two/logs/run.log").read_text()
+    lines = (tmp_path / "two/logs/run.log").read_text().splitlines()
+    assert warning in "\n".join(lines)
+    untrained = (
+        "no stored weight differs from the start (critic.warmup_steps=2 took all steps; lower it, or train longer)"
+    )
+    assert untrained in lines[-1]
     assert {"train/critic_loss", "train/explained_variance", "time/train_critic", "time/values"} <= played.names()
 
     played = fitted(ppo_config(tmp_path, total_train_steps=3, **how), tmp_path / "three", digits)
     end = load_file(tmp_path / "three/checkpoints/latest/model.safetensors")
     assert sum(not torch.equal(start[name], end[name]) for name in start) > 20
-    assert "so its checkpoint is the untrained" not in (tmp_path / "three/logs/run.log").read_text()
+    said = (tmp_path / "three/logs/run.log").read_text()
+    assert "so its checkpoint is the untrained" not in said
+    assert "no stored weight differs" not in said
     assert len(played.rows) == 1
     assert len(played.series("train/loss")) == 1
     assert len(played.series("train/critic_loss")) == 3
