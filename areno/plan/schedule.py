@@ -80,6 +80,12 @@ def device_warnings(config: ExperimentConfig, spec: EngineSpec) -> Iterator[str]
         config: Settings of the run.
         spec: The engine of the run.
     """
+    is_ahead = isinstance(config, PolicyExperimentConfig) and config.prompts_ahead > 0
+    if is_ahead and config.rollout.speculation == "on":
+        yield (
+            "rollout.speculation=on drafts nothing in training: samples that continue in later steps "
+            "(rollout.prompts_ahead, rollout.max_head_offpolicyness) have no drafts; only evaluations have them"
+        )
     if config.engine.zero_stage == 2 and spec.layout.dp_size == 1:
         yield "engine.zero_stage=2 has no effect: the run has one copy of the model, which shares no gradients"
     if not spec.devices[0].startswith("cuda"):

@@ -68,6 +68,18 @@ def test_settings_without_effect_on_the_devices_of_a_run() -> None:
     assert told("cpu") == []
 
 
+def test_drafts_of_samples_that_continue_in_later_steps_are_said_to_be_off() -> None:
+    def told(*settings: str) -> list[str]:
+        config = load(GSPOConfig, "quickstart", ["rollout.speculation=on", *settings])
+        layout = replace(config.engine, world_size=1)
+        return list(device_warnings(config, EngineSpec(actor=RoleSpec(path=""), devices=["cpu"], engine=layout)))
+
+    [text] = told("rollout.prompts_ahead=2")
+    assert text.startswith("rollout.speculation=on drafts nothing in training")
+    assert told("rollout.max_head_offpolicyness=1", "actor.use_decoupled_loss=true") == [text]
+    assert told() == []
+
+
 def test_profiles_of_steps_that_a_run_does_not_have() -> None:
     steps = ["perf_tracer.enabled=true", "perf_tracer.profile_steps=[2,80,90]", "+memory_profiler.profile_steps=[70]"]
     config = load(GSPOConfig, "quickstart", ["total_train_steps=70", *steps])
