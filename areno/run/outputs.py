@@ -124,8 +124,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         facts = {"run": os.path.relpath(self.folder), **self._texts.facts}
         facts |= {"steps": str(self._progress.total_steps), "metrics": os.path.relpath(files.events)}
         settings = settings_shown(self.config, overrides_of(self.folder))
-        log = f"{os.path.relpath(self.folder / 'logs/run.log')} has the stages and train_stats of each step, too"
-        log = f"{log} (here with stats_logger.console=full)"
+        log = f"{os.path.relpath(self.folder / 'logs/run.log')}, with all stages (stats_logger.console=full)"
         log_start(facts | {"log": log} | {name: _shortened(of) for name, of in settings.items()})
         if self.display is not None:
             self.display.start(facts | settings)

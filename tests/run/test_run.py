@@ -30,7 +30,7 @@ def test_the_folder_of_the_metrics_is_told_at_the_start(path, tmp_path, monkeypa
         start(tmp_path / "run", facts={"model": "m"}, stats_logger=stats_logger).close()
     [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("run: ")]
     assert line.startswith(f"run: run; model: m; steps: 20; metrics: {path or 'run/tensorboard'}")
-    stages = "run/logs/run.log has the stages and train_stats of each step, too (here with stats_logger.console=full)"
+    stages = "run/logs/run.log, with all stages (stats_logger.console=full)"
     assert f"; log: {stages}" in line
 
 
