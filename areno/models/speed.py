@@ -1,8 +1,9 @@
 """The time that phases of a training step take, estimated from the shape of a model and the rates of a device.
 
 The estimate adds the parts of a phase: matrix products at a share of the measured rate of large products, keys and
-values at a share of the copy rate, element-wise work in bytes, and the time in which the host launches kernels. The
-constants are fitted to measurements of models with 0.6B to 32B parameters on an H100 and an H200. Imports no torch.
+values at a share of the copy rate, element-wise work and logits in bytes, the time in which the host launches kernels,
+and the time in which the host works on rows while the device waits. The constants are fitted to measurements of models
+with 25M to 32B parameters on an H100 and an H200. Imports no torch.
 """
 
 from __future__ import annotations
@@ -56,13 +57,16 @@ _KV = 0.76  # share of the copy rate at which decode attention reads keys and va
 _TRAIN_BYTES, _FORWARD_BYTES = 276, 57  # bytes of element-wise work per token, layer and element of the residual stream
 _ADAPTER_BYTES = 8  # the same for the products of adapters in training
 _DELTA_BYTES = 506  # the same, per element of the values, for the gated delta rule in training
+_HEAD_BYTES = {True: 21, False: 8}  # bytes per predicted token and token of the vocabulary: training, scoring
 _LOGIT_BYTES = 12  # bytes per row and token of the vocabulary, to sample from logits
 _ADAPTER_LAYER_S = 25e-6  # additional time of a layer with adapters
 _LAYER_S = 36e-6  # time between the kernels of a layer in a decode step, which CUDA graphs launch
 _LAUNCH_S = {True: 3e-3, False: 1e-3}  # time in which the host launches a layer's kernels: training, scoring
 _SEARCH_S = 14e-6  # time in which the host looks for the shared prefix of a row, and lays the row out
-_BETWEEN_S = 0.008  # time between two micro-batches in which the device waits
+_BETWEEN_S = 0.005  # time between two micro-batches in which the device waits
 _SUM_S, _SUMS = 9e-6, {True: 9, False: 4}  # a tensor-parallel sum in decoding; exchanges of a layer: training, scoring
+_NUMBER_S = 55e-9  # time in which the host checks, packs and sends a number of a row of a pass, or reads it back
+_SAMPLED_S = 1e-6  # time of the host per sampled token: reading it, its text and its reward, advantages, records
 _UPDATE_BYTES = {"adam": 30.0, "adam_8bit": 18.0, "sgd": 14.0}  # bytes per trained parameter of an optimizer step
 
 
@@ -117,6 +121,7 @@ def device_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates:
     attention = (3.5 if work.trains else 1) * cost.attn_flops * pairs
     rule = (3 if work.trains else 1) * cost.rule_flops * n
     n_bytes = float(n) * layers * size * (_TRAIN_BYTES if work.trains else _FORWARD_BYTES)
+    n_bytes += float(work.n_predicted) * config.vocab_size * _HEAD_BYTES[work.trains]
     if frozen and work.trains:
         n_bytes += float(n) * layers * size * _ADAPTER_BYTES
     if config.delta is not None:
@@ -141,6 +146,17 @@ def pass_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: R
     exchanged = _SUMS[work.trains] * 2.0 * work.n_tokens * config.hidden_size * (1 - 1 / work.tp_size)
     seconds = device_seconds(config, cost, work, rates) + config.num_layers * exchanged / rates.link_bytes_s
     return max(seconds, launched) + n_micro_batches * _BETWEEN_S
+
+
+def host_seconds(n_tokens: float, n_numbers: int, n_sampled: float = 0.0) -> float:
+    """Estimate the time in which the host works on rows, and the devices wait.
+
+    Args:
+        n_tokens: Number of tokens of the rows.
+        n_numbers: Number of values that a row brings and gets for each of its tokens, such as log-probabilities.
+        n_sampled: Number of sampled tokens.
+    """
+    return _NUMBER_S * n_numbers * n_tokens + _SAMPLED_S * n_sampled
 
 
 def host_tokens(config: TransformerConfig, cost: Cost, *, trains: bool) -> tuple[int, float]:

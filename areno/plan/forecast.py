@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from areno.config.experiments import ExperimentConfig, HeadName, ReferencedExperimentConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
-from areno.config.teacher import is_teacher
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
 from areno.engine.footprint import Footprint, Model, footprint_of
 from areno.engine.memory import RESERVE
@@ -31,13 +30,23 @@ from areno.models.speed import (
     Rates,
     RolloutWork,
     device_seconds,
+    host_seconds,
     pass_seconds,
     rollout_seconds,
     update_seconds,
 )
 from areno.plan.hardware import Hardware
 from areno.plan.lora import lora_of
-from areno.plan.phases import Lengths, Phase, Rows, questions_of_step, rows_of_step, shared_decoder
+from areno.plan.phases import (
+    Lengths,
+    Phase,
+    Rows,
+    questions_of_step,
+    rows_of_role,
+    rows_of_step,
+    shared_decoder,
+    values_per_token,
+)
 from areno.plan.plan import actor_of, longest_sequence
 from areno.plan.roles import experiment_roles
 
@@ -292,7 +301,7 @@ class _Step:
             mb_spec = self.config.critic.mb_spec
         if mb_spec.max_tokens_per_mb is not None:
             return mb_spec.max_tokens_per_mb
-        row = self._rows(name).each
+        row = rows_of_role(self.config, self.lengths, name, self.roles).each
         if mb_spec.mini_bs is not None:
             return mb_spec.mini_bs * row
         if self.config.actor.gradient_accumulation_steps is not None and phase == TRAIN:
@@ -348,7 +357,9 @@ class _Step:
             n_logits = max(max_running, verification_rows(max_running))
         found = self._decoded("rollout", work, model, self.cache, self.room_of_cache, n_logits)
         dropped_s = _DROPPED_S if config.rollout.drop_rollout_state and self.hardware.is_cuda else 0.0
-        return replace(found, seconds=found.seconds + dropped_s)
+        values = found.n_tokens * values_per_token(config) if isinstance(config, CriticExperimentConfig) else 0
+        host_s = host_seconds(values, 1, found.n_tokens)
+        return replace(found, seconds=found.seconds + dropped_s + host_s)
 
     def _written(self) -> Phase:
         """Return the phase in which the judge writes replies, each as long as reward.judge.max_tokens allows."""
@@ -398,29 +409,15 @@ class _Step:
             least=sum(terms.values()),
         )
 
-    def _rows(self, name: str) -> Rows:
-        """Return the rows that the model `name` scores or trains. A judge reads a row for each label of a question."""
-        config, lengths, n_rows = self.config, self.lengths, rows_of_step(self.config)
-        if not isinstance(config, PolicyExperimentConfig):
-            return Rows(n=n_rows, lengths=lengths, n_same=1)
-        if name == "reward":
-            return Rows(n=config.rows_per_step, lengths=lengths, n_same=config.gconfig.n_samples)
-        if is_teacher(name):  # the fields of rows are not read, so that each teacher is assumed to have as many
-            n_rows = -(-n_rows // sum(map(is_teacher, self.roles)))
-        if name != "judge":
-            return Rows(n=n_rows, lengths=lengths, n_same=config.trained_per_prompt)
-        asked, n_labels = questions_of_step(config, self.lengths), len(config.reward.judge.names)
-        return replace(asked, n=asked.n * n_labels, n_same=n_labels)
-
     def _pass(self, name: str, phase: str) -> Phase:
         """Return the phase in which the model `name` scores or trains the rows of a step."""
-        model, rows, role = self._model(name), self._rows(name), self.roles[name]
-        lengths, row, n_each = rows.lengths, rows.each, -(-rows.n // self.layout.data_size)
+        model, role = self._model(name), self.roles[name]
+        rows = rows_of_role(self.config, self.lengths, name, self.roles)
+        row, n_each = rows.each, -(-rows.n // self.layout.data_size)
         budget = self.budget(name, phase)
-        shared_lens = (lengths.prompt,) * self._n_sharing(model, rows, n_each, phase, budget)
+        shared_lens = (rows.lengths.prompt,) * self._n_sharing(model, rows, n_each, phase, budget)
         n_tokens = -(-(n_each * row - sum(shared_lens)) // self.layout.cp_size)
-        share = lengths.answer / row if phase == TRAIN else 1.0
-        head = 0.0 if model.config.head != "lm" else share
+        head = 0.0 if model.config.head != "lm" else rows.lengths.answer / row  # logits of answers alone
         in_batch = min(budget, n_tokens)
         terms, n_recomputed, least = self._pass_terms(name, phase, budget, n_tokens, int(head * in_batch))
         cost = Cost.of(model.config, self.footprint.itemsize, model.adapters if phase == TRAIN else None)
@@ -448,6 +445,7 @@ class _Step:
             seconds += self._updates(name) * update_seconds(trained / shards, role.optimizer.type, self.hardware.rates)
         if phase == TRAIN and name == "actor":
             seconds += self._teaching(work)
+        seconds += host_seconds(rows.n * row, values_per_token(self.config) if phase == TRAIN else 2)
         if phase == TRAIN:
             named, clock = f"train {name}", "train" if name == "actor" else f"train_{name}"
         else:

@@ -7,12 +7,13 @@ and the peaks of memory that a run has recorded. Imports no torch.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from areno.config.experiments import ExperimentConfig
-from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.run import Layout
+from areno.config.teacher import is_teacher
 from areno.engine.spec import SharedDecoder
 from areno.models.config import TransformerConfig
 
@@ -145,6 +146,35 @@ def rows_of_step(config: ExperimentConfig) -> int:
     if isinstance(config, PolicyExperimentConfig):
         return config.train_dataset.batch_size * config.trained_per_prompt
     return config.train_dataset.batch_size * config.rows_per_item()
+
+
+def rows_of_role(config: ExperimentConfig, lengths: Lengths, name: str, roles: Collection[str]) -> Rows:
+    """Return the rows that a model scores or trains in a step. A judge reads a row for each label of a question.
+
+    Args:
+        config: Settings of the run.
+        lengths: The assumed lengths.
+        name: Name of the model's role.
+        roles: Names of all roles.
+    """
+    n_rows = rows_of_step(config)
+    if not isinstance(config, PolicyExperimentConfig):
+        return Rows(n=n_rows, lengths=lengths, n_same=1)
+    if name == "reward":
+        return Rows(n=config.rows_per_step, lengths=lengths, n_same=config.gconfig.n_samples)
+    if is_teacher(name):  # the fields of rows are not read, so that each teacher is assumed to have as many
+        n_rows = -(-n_rows // sum(map(is_teacher, roles)))
+    if name != "judge":
+        return Rows(n=n_rows, lengths=lengths, n_same=config.trained_per_prompt)
+    asked, n_labels = questions_of_step(config, lengths), len(config.reward.judge.names)
+    return replace(asked, n=asked.n * n_labels, n_same=n_labels)
+
+
+def values_per_token(config: ExperimentConfig) -> int:
+    """Return how many values a row to train on has for each token: ids and masks, and of samples log-probabilities."""
+    if not isinstance(config, PolicyExperimentConfig):
+        return 2
+    return 8 if isinstance(config, CriticExperimentConfig) else 5
 
 
 def questions_of_step(config: PolicyExperimentConfig, lengths: Lengths) -> Rows:
