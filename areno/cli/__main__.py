@@ -84,13 +84,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"areno {words[0]}", allow_abbrev=False)
     module = _fill(parser, words[0])
     # parse_intermixed_args lets flags and other words alternate, but it cannot print the help of every parser.
-    parse = parser.parse_args if {"-h", "--help"} & set(words) else parser.parse_intermixed_args
-    if words[0] in _WITH_COMMAND:
+    parse = parser.parse_known_intermixed_args
+    if words[0] in _WITH_COMMAND or {"-h", "--help"} & set(words):
         parse = parser.parse_known_args
     try:
-        arguments = parse(words[1:])
-        if isinstance(arguments, tuple):
-            arguments, arguments.command = arguments
+        arguments, others = parse(words[1:])
+        if words[0] in _WITH_COMMAND:
+            arguments.command = others
+        elif others:
+            from areno.cli.train_flags import unknown_flags
+
+            raise ConfigError(unknown_flags(parser, others))
         if words[0] in _SLOW and not _SILENT & set(words) and sys.stderr.isatty():
             print(f"areno {__version__}: {words[0]} starts ...", file=sys.stderr, flush=True)
         interrupts.end()

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with keys_renamed(names.get):
         found = predict(config, n_devices)
-        _check_lengths(found)
+        _check_lengths(found, arguments)
     ways = [] if found.fits else ways_to_fit(found, predict)
     if arguments.json:
         print(json.dumps(as_json(algorithm.name, found, ways), indent=2))
@@ -121,14 +121,17 @@ def _check_options(arguments: argparse.Namespace, config: Any, names: Mapping[st
         raise ConfigError(problems)
 
 
-def _check_lengths(found: Forecast) -> None:
+def _check_lengths(found: Forecast, arguments: argparse.Namespace) -> None:
     """Raise an error if the assumed lengths are more than the model or the settings of the run allow."""
     config, lengths = found.config, found.lengths
     context, most = found.footprint.models[0].config.max_position_embeddings, config.train_dataset.longest
     row, limit = lengths.prompt + lengths.answer, Key("train_dataset.max_length")
     if row > context:
-        text = "is {}, with answers of {} tokens, but the context of the model has {} tokens"
-        raise ConfigError(Problem("--prompt-tokens", text, lengths.prompt, lengths.answer, context))
+        named = {"--prompt-tokens": arguments.prompt_tokens, "--answer-tokens": arguments.answer_tokens}
+        given = [f"{name} {value}" for name, value in named.items() if value is not None]
+        text = "a prompt of {} and an answer of {} tokens are more than the {} tokens of the model's context{}"
+        said = f" ({' and '.join(given)})" if given else ""
+        raise ConfigError(Problem("", text, lengths.prompt, lengths.answer, context, said))
     if not isinstance(config, PolicyExperimentConfig):
         if row > most:
             text = "is {}, with answers of {} tokens, but a row has at most {} tokens ({})"
@@ -145,7 +148,7 @@ def _command(words: Sequence[str]) -> tuple[Algorithm, tuple[str, Path | None, l
     Accepts `areno train ...`, `python -m areno.recipes.NAME ...`, `NAME ...` and the flags of `areno train` alone.
     """
     from areno.api.algorithms import algorithm_names, get_algorithm
-    from areno.cli import train
+    from areno.cli import train, train_flags
     from areno.launch.command import options_of
 
     left = [word for word in words if word != "--"]
@@ -166,7 +169,9 @@ def _command(words: Sequence[str]) -> tuple[Algorithm, tuple[str, Path | None, l
         return algorithm, (name, config_dir, settings, {})
     parser = argparse.ArgumentParser(prog="areno plan", allow_abbrev=False)
     train.add_arguments(parser)
-    parsed = parser.parse_intermixed_args(left[1:] if left[:1] == ["train"] else left)
+    parsed, others = parser.parse_known_intermixed_args(left[1:] if left[:1] == ["train"] else left)
+    if others:
+        raise ConfigError(train_flags.unknown_flags(parser, others))
     algorithm, settings, names_of = train.settings_of(parsed)
     config_dir = Path(parsed.config_dir) if parsed.config_dir else None
     return algorithm, (parsed.config_name, config_dir, settings, names_of)

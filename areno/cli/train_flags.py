@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,8 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from areno.api.algorithms import get_algorithm, own_algorithms
 from areno.config.models import OptimizerConfig
-from areno.errors import Problem
-from areno.launch.hints import listed
+from areno.errors import Problem, did_you_mean
+from areno.launch.hints import counterparts, listed
 from areno.schema.fields import Row, Section, rows
 
 logger = logging.getLogger("areno.cli")
@@ -154,6 +155,19 @@ def flags() -> dict[str, Flag]:
         for row in rows(get_algorithm(recipe).config):
             for flag in _flags_of(row):
                 found.setdefault(flag.name, flag).keys.setdefault(recipe, []).append(row)
+    return found
+
+
+def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[Problem]:
+    """Return a problem for each word that a parser does not know, with the flags that may be meant."""
+    known = [option for action in vars(parser)["_actions"] for option in action.option_strings]
+    names = {row.key: flag.name for flag in flags().values() for of_recipe in flag.keys.values() for row in of_recipe}
+    found = []
+    for word in [word.partition("=")[0] for word in words if word.startswith("-")] or words:
+        settings = counterparts(word.lstrip("-").replace("-", "_"))
+        meant = [name for key in settings if (name := names.get(key)) in known]
+        hint = f"; here it is {' or '.join(meant)}" if meant else did_you_mean(word, known)
+        found.append(Problem(word, f"there is no such flag{hint}"))
     return found
 
 

@@ -237,7 +237,7 @@ def _prompt_problem(row: Row, field: str = "prompt") -> str | None:
     if isinstance(prompt, str):
         return None if prompt else f"field {field} is empty"
     if not isinstance(prompt, Sequence):
-        return f"field {field} is {describe_value(prompt, field in row)}, not text or messages"
+        return _not_text(field, prompt, field in row)
     problem = messages_problem(prompt)
     if problem is None and prompt[-1]["role"] == "assistant":
         problem = "ends with an assistant message, so there is nothing left to answer"
@@ -317,7 +317,7 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
     answers: dict[str, Any] = {name: row.get(name) for name in ("chosen", "rejected")}
     for name, answer in answers.items():
         if not isinstance(answer, str) and (isinstance(answer, Mapping) or not isinstance(answer, Sequence)):
-            raise DataError(f"field {name} is {describe_value(answer, name in row)}, not text or messages")
+            raise DataError(_not_text(name, answer, name in row))
     chosen, rejected = answers.values()
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError("of the fields chosen and rejected one is text and one is messages; give both in one form")
@@ -477,7 +477,7 @@ def _check_answer(answer: Any, name: str, present: bool) -> None:
     if isinstance(answer, str):
         return
     if isinstance(answer, Mapping) or not isinstance(answer, Sequence):
-        raise DataError(f"field {name} is {describe_value(answer, present)}, not text or messages")
+        raise DataError(_not_text(name, answer, present))
     if problem := messages_problem(answer):
         raise DataError(f"field {name} {problem}")
     if answer[0]["role"] != "assistant":
@@ -545,6 +545,13 @@ def json_problem(error: ValueError | RecursionError) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at character {error.colno}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+
+
+def _not_text(field: str, value: Any, present: bool) -> str:
+    """Return the problem of a field that is neither text nor messages."""
+    if value is None and not present:
+        return f"field {field} is missing; text or messages are expected"
+    return f"field {field} is {describe_value(value, present)}, not text or messages"
 
 
 def describe_value(value: Any, present: bool = True) -> str:

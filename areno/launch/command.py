@@ -33,7 +33,7 @@ from areno.files.interrupts import Terminated, signal_handlers, terminate
 from areno.files.paths import absolute
 from areno.files.user_code import describe_error
 from areno.launch import help, yaml_files
-from areno.launch.hints import listed
+from areno.launch.hints import counterparts, listed
 from areno.schema.build import with_defaults
 from areno.schema.fields import Missing
 from areno.tracking.run_folder import TUNED
@@ -173,17 +173,28 @@ def options_of(command: str, arguments: Sequence[str], algorithm: Algorithm) -> 
         (name of the task, folder of task files or None, settings as key=value).
     """
     args = _parsed(command, arguments)
+    if args.multirun:
+        raise ConfigError(Problem("-m", "starts a sweep, and {} is about one run; leave it out", command))
     return args.config_name or algorithm.default, absolute(args.config_dir), args.overrides
 
 
 def _parsed(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line of a recipe. Raises SystemExit if its options are wrong."""
-    args = _parser(command).parse_intermixed_args(arguments)
+    args, others = _parser(command).parse_known_intermixed_args(arguments)
     try:
+        if others:
+            raise ConfigError([_no_option(word) for word in others])
         name_config(args)
     except ConfigError as error:
         raise SystemExit(_report(error)) from error
     return args
+
+
+def _no_option(word: str) -> Problem:
+    option, _, _ = word.partition("=")
+    settings = counterparts(option.lstrip("-").replace("-", "_"))
+    meant = f", here {' or '.join(f'{key}=...' for key in settings)}" if settings else ""
+    return Problem(option, f"there is no such option; settings are given as key=value{meant}")
 
 
 def name_config(args: argparse.Namespace) -> None:

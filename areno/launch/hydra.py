@@ -29,6 +29,7 @@ from areno.errors import ConfigError, Problem, did_you_mean
 from areno.files.durable import delay_interrupts
 from areno.files.paths import read_start, root
 from areno.files.small_yaml import MAX_BYTES, YamlFault, checked_text
+from areno.launch import yaml_files
 from areno.schema.build import Consequence, with_current_names
 from areno.schema.fields import Section
 from areno.schema.values import flat, show
@@ -88,8 +89,11 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException):
         options = sorted(error.options or ())
         choices = f"; there are {', '.join(options)}" if options else ""
-        name = (error.missing_cfg_file or "").rsplit("/", 1)[-1].removesuffix(".yaml")
-        return f"{lines[0].rstrip('.')}{choices}{did_you_mean(name, options)}"
+        folder, _, name = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
+        close = (
+            did_you_mean(name, options) if options else did_you_mean(folder, yaml_files.groups(SearchPath.config_dir))
+        )
+        return f"{lines[0].rstrip('.')}{choices}{close}"
     if not lines and error.__cause__ is not None:
         return explain(error.__cause__)
     if len(lines) > 1 and lines[0].endswith(":"):  # "In 'task': ValidationError raised while composing config:"

@@ -132,8 +132,8 @@ def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:
         if config.total_train_n_seqs is not None:
             limit += f" and total_train_n_seqs={config.total_train_n_seqs}"
         yield (
-            f"the run ends after {n_steps} steps and not after total_train_steps={config.total_train_steps}, since "
-            f"{limit} ends it before"
+            f"the run ends after at most {n_steps} steps and not after total_train_steps={config.total_train_steps}, "
+            f"since {limit} ends it before"
         )
     profiles = {"perf_tracer": config.perf_tracer.profile_steps or []}
     if config.memory_profiler is not None:

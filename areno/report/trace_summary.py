@@ -112,6 +112,8 @@ def summarise(run: str | Path, n_samples: int = 5) -> TraceSummary:
         ArenoError: The run has no trace, its trace has no whole step, or a file is damaged.
     """
     files = trace_files(Path(run).expanduser() / FOLDER)
+    if not Path(run).expanduser().is_dir():
+        raise ArenoError("there is no folder {}", run)
     if not files:
         raise ArenoError("{} has no trace; set perf_tracer.enabled=true to write one", run)
     steps: dict[int, StepTimes] = {}

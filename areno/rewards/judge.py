@@ -81,6 +81,14 @@ class Task:
     opens_thoughts: bool = False
 
 
+def check_fields(config: JudgeConfig, row: Mapping[str, Any]) -> None:
+    """Raise DataError if a row lacks a field that the question of the judge names."""
+    named = fields_of(config.question) - set(ANSWERS)
+    if missing := [name for name in sorted(named) if row.get(name) is None]:
+        text = "a row has no field {}, which the question of the judge names; add it to the dataset, or set {}"
+        raise DataError(text, missing[0], Key(f"{KEY}.{'rubric' if config.template is None else 'template'}"))
+
+
 class Judging(AbstractContextManager["Judging"]):
     """Judges the samples of a rollout as they arrive. Use it as a context manager.
 
@@ -157,9 +165,7 @@ class Judging(AbstractContextManager["Judging"]):
             answer = ""
         prompt = task.prompt if isinstance(task.prompt, str) else _conversation(task.prompt)
         known = {**row, "solutions": record.solutions, "prompt": prompt}
-        if missing := [name for name in sorted(self._named) if known.get(name) is None]:
-            text = "a row has no field {}, which the question of the judge names; add it to the dataset, or set {}"
-            raise DataError(text, missing[0], Key(f"{KEY}.{'rubric' if self._config.template is None else 'template'}"))
+        check_fields(self._config, known)
         return _Answer(without_thoughts(answer), {name: _text(known[name]) for name in self._named})
 
     @property

@@ -44,6 +44,7 @@ from areno.plan.plan import (
 )
 from areno.plan.roles import check_plan, experiment_roles
 from areno.plan.schedule import device_warnings, schedule_warnings, staleness_warnings, with_schedules
+from areno.rewards.judge import check_fields
 from areno.rewards.judge_readers import EndpointReader, Reader, RoleReader
 from areno.rewards.pool import RewardPool
 from areno.run import tuning
@@ -319,6 +320,9 @@ class Setup(Generic[Config]):
                 name, gconfig = "eval_gconfig", config.eval_gconfig
             if gconfig.max_tokens:
                 limit, limit_key = gconfig.max_tokens, f"{name}.max_tokens"
+        if isinstance(config, PolicyExperimentConfig) and config.reward.judge.is_set:
+            with contextlib.suppress(KeyError, TypeError):  # a row of another form has an error of its own
+                check_fields(config.reward.judge, rows[0])
         return row_loader(
             self._loop.kind,
             rows,

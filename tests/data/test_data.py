@@ -169,7 +169,7 @@ def test_a_cell_of_megabytes(tmp_path):
         (
             "prompt",
             {"question": "x", "answer": "y"},
-            r"prompt is missing, not text or messages.*has question, answer.*loader",
+            r"prompt is missing; text or messages are expected.*has question, answer.*loader",
         ),
         ("prompt", {"prompt": ""}, "prompt is empty"),
         ("prompt", {"prompt": 3}, "prompt is int 3"),

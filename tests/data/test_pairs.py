@@ -76,9 +76,9 @@ HI, BYE = [user("hi"), assistant("a")], [user("bye"), assistant("a")]
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "x", "chosen": "a"}, "field rejected is missing, not text or messages"),
+        ({"prompt": "x", "chosen": "a"}, "field rejected is missing; text or messages are expected"),
         ({"prompt": "x", "chosen": 3, "rejected": "b"}, "field chosen is int 3, not text or messages"),
-        ({"chosen": "a", "rejected": "b"}, "field prompt is missing, not text or messages"),
+        ({"chosen": "a", "rejected": "b"}, "field prompt is missing; text or messages are expected"),
         ({"prompt": "x", "chosen": "a", "rejected": [assistant("b")]}, "one is text and one is messages; give both in"),
         ({"chosen": HI, "rejected": BYE}, "begin with different messages; give a prompt, or conversations that share"),
         ({"chosen": HI, "rejected": HI[:1]}, "field rejected has nothing after the 1 messages that both begin with"),

@@ -150,12 +150,14 @@ def test_errors_of_files_are_one_line(work):
     (work / "my/group.yaml").write_text(TASK.replace("- recipe", "- recipe\n  - actor: qwen3-0.6c"))
     (work / "my/bare.yaml").write_text("defaults: [_self_]\nexperiment_name: x\n")
     (work / "my/parent.yaml").write_text(TASK.replace("- recipe", "- recipe\n  - nosuch"))
+    (work / "my/misspelt.yaml").write_text(TASK.replace("- recipe", "- recipe\n  - actr: qwen3-0.6b"))
     for name, expected in {
         "smal": "--config-name: there is no 'smal'; there are .*did you mean small",
         "broken": r"my/broken\.yaml: line 2: ",
         "group": "actor/qwen3-0.6c.*there are llama3.2-1b.*did you mean qwen3-0.6b",
         "bare": "bare: its defaults must begin with `- recipe`",
         "parent": "nosuch",
+        "misspelt": "actr/qwen3-0.6b'; did you mean actor",
     }.items():
         with pytest.raises(ConfigError, match=expected) as caught:
             load(name=name)

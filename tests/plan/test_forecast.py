@@ -407,7 +407,10 @@ def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
             "--device h200 --ckpt Qwen/Qwen3-8B --prompt-tokens 2000",
             "is 2000, but a prompt has at most 1024 tokens (--max",
         ),
-        ("--device h200 --ckpt Qwen/Qwen3-8B --prompt-tokens 50000", "but the context of the model has 40960 tokens"),
+        (
+            "--device h200 --ckpt Qwen/Qwen3-8B --prompt-tokens 50000",
+            "tokens of the model's context (--prompt-tokens 50000)",
+        ),
         ("--device h200 sft --prompt-tokens 40", "is 40, with answers of 40 tokens, but a row has at most 64 tokens"),
         ("--devices 2 --ckpt Qwen/Qwen3-8B engine.world_size=4", "--devices: is 2, but engine.world_size=4"),
         ("--device h200 --ckpt Qwen/Qwen3-8B engine.tp_size=2", "engine.tp_size: is 2, which does not divide the"),

@@ -44,7 +44,7 @@ def test_a_run_that_ends_before_the_steps_that_were_asked_for() -> None:
     config = load(GSPOConfig, "quickstart", ["total_train_steps=100", "total_train_epochs=3"])
     assert list(schedule_warnings(config, 100)) == []
     [told] = schedule_warnings(config, 12)
-    assert "ends after 12 steps and not after total_train_steps=100, since total_train_epochs=3 ends it" in told
+    assert "ends after at most 12 steps and not after total_train_steps=100, since total_train_epochs=3 ends it" in told
     config.total_train_n_seqs = 9
     assert "total_train_epochs=3 and total_train_n_seqs=9" in next(schedule_warnings(config, 12))
 

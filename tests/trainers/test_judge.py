@@ -16,7 +16,7 @@ from areno.api import get_algorithm
 from areno.api.trainer import Trainer
 from areno.cli.__main__ import main
 from areno.config.judge import JudgeConfig
-from areno.errors import ArenoError, CheckpointError, ConfigError
+from areno.errors import ArenoError, CheckpointError, ConfigError, DataError
 from areno.files.interrupts import Stop
 from areno.launch.compose import load
 from areno.plan.forecast import forecast
@@ -46,6 +46,13 @@ def test_a_model_that_is_no_judge_is_named_by_its_setting(tmp_path):
         (scores / file.name).write_bytes(file.read_bytes())
     with pytest.raises(CheckpointError, match=r"expected a causal language model .* in reward\.judge\.path$"):
         play("grpo", tmp_path / "run", *role(scores, "reward.judge.rubric=correct"))
+
+
+def test_a_question_names_fields_that_rows_have(tmp_path):
+    words = ["reward.judge.template='{prompt} {completion} {topic}'", f"reward.judge.labels={LABELS}"]
+    with pytest.raises(DataError, match="a row has no field topic, which the question of the judge names"):
+        play("grpo", tmp_path / "run", *role(MODEL, *words))
+    assert not (tmp_path / "run").exists()  # before a model is loaded
 
 
 @pytest.mark.slow

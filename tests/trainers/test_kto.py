@@ -134,8 +134,8 @@ def test_settings_and_rows_of_kto_that_do_not_fit(tmp_path):
     for row, message in (
         ({**LABELLED[0], "label": "yes"}, "field label is str 'yes', not true or false"),
         ({"prompt": "1+1=", "response": "2"}, "field label is missing, not true or false"),
-        ({"prompt": "1+1=", "label": True}, "field response is missing, not text or messages"),
-        ({"response": "2", "label": True}, "field prompt is missing, not text or messages"),
+        ({"prompt": "1+1=", "label": True}, "field response is missing; text or messages are expected"),
+        ({"response": "2", "label": True}, "field prompt is missing; text or messages are expected"),
         ({"prompt": "1+1=", "response": [{"role": "user", "content": "x"}], "label": True}, "begins with a message of"),
     ):
         with pytest.raises(DataError, match=message):
