@@ -391,6 +391,15 @@ class DistillExperimentConfig(PolicyExperimentConfig):
         le=1,
     )
 
+    @source_check
+    def evaluation_without_rewards(self) -> Iterator[Problem]:
+        """Report an evaluation without rewards."""
+        if self.valid_dataset is not None and not (self.reward.fn or self.reward.has_model) and self.agent.fn is None:
+            yield Problem(
+                "valid_dataset",
+                "is set, but there is no reward to evaluate; set reward.fn, reward.path or reward.judge.path",
+            )
+
 
 @dataclass(kw_only=True)
 class PairedPolicyExperimentConfig(PolicyExperimentConfig):

@@ -25,7 +25,7 @@ from areno.config.policy_experiments import DistillExperimentConfig
 from areno.config.teacher import SAMPLED, TeacherConfig
 from areno.errors import Problem
 from areno.launch import run_recipe
-from areno.schema.fields import build_check, forbid, setting, source_check
+from areno.schema.fields import build_check, forbid, setting
 
 if TYPE_CHECKING:
     from areno.trainers.distill import DistillTrainer
@@ -117,15 +117,6 @@ class DistillConfig(DistillExperimentConfig):
     def replaced_prompts(self) -> bool:
         """Return whether prompts would be replaced because of rewards that do not train."""
         return self.rollout.dynamic_sampling
-
-    @source_check
-    def evaluation_without_rewards(self) -> Iterator[Problem]:
-        """Report an evaluation without rewards."""
-        if self.valid_dataset is not None and not (self.reward.fn or self.reward.has_model) and self.agent.fn is None:
-            yield Problem(
-                "valid_dataset",
-                "is set, but there is no reward to evaluate; set reward.fn, reward.path or reward.judge.path",
-            )
 
 
 def loop() -> type[DistillTrainer]:

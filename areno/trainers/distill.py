@@ -12,6 +12,7 @@ import numpy as np
 from areno.config.experiments import LossFn
 from areno.config.policy_experiments import DistillExperimentConfig
 from areno.data.encode import encode_rows, sft_draft
+from areno.errors import ConfigError
 from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.run.setup import RewardFns
@@ -54,6 +55,8 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
         reward_fn: RewardFns | None = None,
         trackers: Sequence[Tracker] = (),
     ):
+        if reward_fn is None and (problems := list(config.evaluation_without_rewards())):
+            raise ConfigError(problems)
         rows = {"train_dataset": train_dataset, "valid_dataset": valid_dataset}
         super().__init__(config, loss_fn=loss_fn, run_dir=run_dir, reward_fn=reward_fn, trackers=trackers, **rows)
 

@@ -379,7 +379,7 @@ def test_settings_that_contradict(settings: list[str], message: str) -> None:
     words = [f"{key}={value}" for key, value in given.items()]
     base = [word for word in (*SHORT, *DISTILL) if not word.startswith("valid_dataset") or "valid" not in message]
     with pytest.raises(ConfigError, match=message):
-        load(get_algorithm("distill").config, "quickstart_distill", [*base, *words, *settings])
+        load(get_algorithm("distill").config, "quickstart_distill", [*base, *words, *settings], sources=True)
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def test_the_resolved_configuration_of_a_run_makes_the_same_sets(tmp_path):
 )
 def test_what_is_wrong_with_sets_or_with_early_stopping(overrides, problems):
     with pytest.raises(ConfigError) as caught:
-        load(GSPOConfig, "quickstart", overrides)
+        load(GSPOConfig, "quickstart", overrides, sources=True)
     found = {problem.key: problem.message for problem in caught.value.problems}
     assert found.keys() == problems.keys()
     assert all(found[key].startswith(text) for key, text in problems.items()), found
