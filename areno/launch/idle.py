@@ -32,7 +32,7 @@ _AS_DEFAULT: dict[str, tuple[object, ...]] = {
 """Setting -> values that other tools have for our default."""
 
 
-def leave_out(cls: type[Section], data: dict[str, Any], *copies: dict[str, Any]) -> list[Problem]:
+def leave_out(cls: type[Section], data: dict[str, Any], *copies: dict[Any, Any]) -> list[Problem]:
     """Remove the settings that ask for nothing, and log the parts of another tool that areno does not have.
 
     Args:
