@@ -582,7 +582,8 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         for key in self._command_line.deletions:
             if not (delete(data, key) | delete(raw, key)):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))
-        found += leave_out(self.cls, data, raw)
+        asked = {group for group in self._command_line.chosen if choices.get(group) != "null"}
+        found += leave_out(self.cls, data, raw, asked=asked)
         raw = with_defaults(self.cls, {str(key): value for key, value in raw.items()})
         file = yaml_files.variants(self.config_dir).get(choices.get("variant", ""))
         variant = (choices["variant"], file) if file else None

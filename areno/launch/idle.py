@@ -32,20 +32,26 @@ _AS_DEFAULT: dict[str, tuple[object, ...]] = {
 """Setting -> values that other tools have for our default."""
 
 
-def leave_out(cls: type[Section], data: dict[str, Any], *copies: dict[Any, Any]) -> list[Problem]:
+def leave_out(
+    cls: type[Section], data: dict[str, Any], *copies: dict[Any, Any], asked: Collection[str] = ()
+) -> list[Problem]:
     """Remove the settings that ask for nothing, and log the parts of another tool that areno does not have.
 
     Args:
         cls: The dataclass of the configuration.
         data: Nested values, which are changed.
         copies: The same settings in other forms, which are changed, too.
+        asked: Sections that the command line asks for, whose settings stay if areno has no such section here.
 
     Returns:
         A problem for each setting in a section of another tool that has another name here.
     """
     known, whole = {row.key for row in rows(cls)} | earlier_names(cls).keys(), with_defaults(cls, data)
     parts, problems = list[str](), list[Problem]()
+    stays = {name for name in asked if not any(f"{key}.".startswith(f"{name}.") for key in known)}
     for key, value in [*_unknown(data, known)]:
+        if key.partition(".")[0] in stays:
+            continue
         section = key.rpartition(".")[0]
         if key in PARTS:
             parts += [] if _is_off(value) else [key]

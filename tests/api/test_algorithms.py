@@ -124,8 +124,8 @@ def test_a_checkout_that_is_not_installed_has_the_algorithms_of_areno() -> None:
     assert tuple(algorithm_names()) == tuple(own_algorithms()) == tuple(sorted(BUILT_IN))
     assert get_algorithm("sft").name == "sft"
     with pytest.raises(ConfigError) as caught:
-        load(get_algorithm("gspo").config, "quickstart", ["actor.beta=1"])
-    assert str(caught.value) == "actor.beta: unknown key; it is a setting of dpo, kto and online_dpo"
+        load(get_algorithm("gspo").config, "quickstart", ["pairs_per_prompt=1"])
+    assert str(caught.value) == "pairs_per_prompt: unknown key; it is a setting of online_dpo"
 
 
 @pytest.mark.usefixtures("not_installed")
@@ -141,8 +141,8 @@ def test_a_package_that_does_not_import_does_not_hide_a_mistake(monkeypatch: pyt
     broken = EntryPoint("broken", "no_such_module:ALGORITHM", "areno.algorithms")
     found = algorithms.installed() | {"broken": broken}
     monkeypatch.setattr(algorithms, "installed", lambda: found)
-    with pytest.raises(ConfigError, match=r"^actor\.beta: unknown key; it is a setting of dpo, kto and online_dpo$"):
-        load(GSPOConfig, "quickstart", ["actor.beta=1"])
+    with pytest.raises(ConfigError, match=r"^pairs_per_prompt: unknown key; it is a setting of online_dpo$"):
+        load(GSPOConfig, "quickstart", ["pairs_per_prompt=1"])
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,10 @@ def given_by(kind: str, reward: object) -> float:
     tokens = {"areno": {"session": "s"}, "choices": [{"message": {"role": "assistant", "content": "a"}}]}
     turns = [AgentTrajectoryTurn(item, [{"role": "user", "content": "a"}], tokens)]
     how = {"reward": 0.0, "parts": {"a": reward}} if kind == "part" else {"reward": reward}
-    [[turn]] = plain_results(AgentTrajectory(turns, **how), [item])  # type: ignore[arg-type]
+    [found] = plain_results(AgentTrajectory(turns, **how), [item])  # type: ignore[arg-type]
+    if isinstance(found, BadTrajectory):
+        raise found
+    [turn] = found
     return turn["reward"][1]["a"] if kind == "part" else turn["reward"][0]
 
 
