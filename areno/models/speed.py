@@ -57,16 +57,19 @@ _KV = 0.76  # share of the copy rate at which decode attention reads keys and va
 _TRAIN_BYTES, _FORWARD_BYTES = 276, 57  # bytes of element-wise work per token, layer and element of the residual stream
 _ADAPTER_BYTES = 8  # the same for the products of adapters in training
 _DELTA_BYTES = 506  # the same, per element of the values, for the gated delta rule in training
-_HEAD_BYTES = {True: 21, False: 8}  # bytes per predicted token and token of the vocabulary: training, scoring
+_HEAD_BYTES = {True: 20, False: 8}  # bytes per predicted token and token of the vocabulary: training, scoring
 _LOGIT_BYTES = 12  # bytes per row and token of the vocabulary, to sample from logits
 _ADAPTER_LAYER_S = 25e-6  # additional time of a layer with adapters
 _LAYER_S = 36e-6  # time between the kernels of a layer in a decode step, which CUDA graphs launch
 _LAUNCH_S = {True: 3e-3, False: 1e-3}  # time in which the host launches a layer's kernels: training, scoring
 _SEARCH_S = 14e-6  # time in which the host looks for the shared prefix of a row, and lays the row out
-_BETWEEN_S = 0.005  # time between two micro-batches in which the device waits
+_BETWEEN_S = 0.004  # time between two micro-batches in which the device waits
 _SUM_S, _SUMS = 9e-6, {True: 9, False: 4}  # a tensor-parallel sum in decoding; exchanges of a layer: training, scoring
-_NUMBER_S = 55e-9  # time in which the host checks, packs and sends a number of a row of a pass, or reads it back
-_SAMPLED_S = 1e-6  # time of the host per sampled token: reading it, its text and its reward, advantages, records
+_ROW_S, _NUMBER_S = 15e-6, 55e-9  # time in which the host packs and sends a row of a pass, and a number of the row
+# Time of the host for a sample and for a sampled token: reading them, text, reward, advantages and records. A critic
+# doubles the former.
+_SAMPLE_S, _SAMPLED_S = 80e-6, 0.8e-6
+_UPDATE_S = 5e-3  # time between the last micro-batch of an update and the next one: norm of the gradient, optimizer
 _UPDATE_BYTES = {"adam": 30.0, "adam_8bit": 18.0, "sgd": 14.0}  # bytes per trained parameter of an optimizer step
 
 
@@ -148,15 +151,25 @@ def pass_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: R
     return max(seconds, launched) + n_micro_batches * _BETWEEN_S
 
 
-def host_seconds(n_tokens: float, n_numbers: int, n_sampled: float = 0.0) -> float:
-    """Estimate the time in which the host works on rows, and the devices wait.
+def host_seconds(n_rows: int, n_numbers: float) -> float:
+    """Estimate the time in which the host packs the rows of a pass, and the devices wait.
 
     Args:
-        n_tokens: Number of tokens of the rows.
-        n_numbers: Number of values that a row brings and gets for each of its tokens, such as log-probabilities.
-        n_sampled: Number of sampled tokens.
+        n_rows: Number of rows.
+        n_numbers: Number of values that the rows bring and get, such as the log-probabilities of their tokens.
     """
-    return _NUMBER_S * n_numbers * n_tokens + _SAMPLED_S * n_sampled
+    return _ROW_S * n_rows + _NUMBER_S * n_numbers
+
+
+def sampled_seconds(n_samples: int, n_tokens: float, has_critic: bool) -> float:
+    """Estimate the time in which the host works on the samples of a rollout, and the devices wait.
+
+    Args:
+        n_samples: Number of samples.
+        n_tokens: Number of sampled tokens.
+        has_critic: Whether advantages are computed from the values of a critic.
+    """
+    return (1 + has_critic) * _SAMPLE_S * n_samples + _SAMPLED_S * n_tokens
 
 
 def host_tokens(config: TransformerConfig, cost: Cost, *, trains: bool) -> tuple[int, float]:
@@ -191,7 +204,7 @@ def update_seconds(n_trained: float, optimizer: str, rates: Rates) -> float:
         optimizer: Type of the optimizer, such as "adam".
         rates: Rates of one device.
     """
-    return _UPDATE_BYTES[optimizer] * n_trained / rates.copy_bytes_s
+    return _UPDATE_S + _UPDATE_BYTES[optimizer] * n_trained / rates.copy_bytes_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from areno.models.speed import (
     host_seconds,
     pass_seconds,
     rollout_seconds,
+    sampled_seconds,
     update_seconds,
 )
 from areno.plan.hardware import Hardware
@@ -357,8 +358,8 @@ class _Step:
             n_logits = max(max_running, verification_rows(max_running))
         found = self._decoded("rollout", work, model, self.cache, self.room_of_cache, n_logits)
         dropped_s = _DROPPED_S if config.rollout.drop_rollout_state and self.hardware.is_cuda else 0.0
-        values = found.n_tokens * values_per_token(config) if isinstance(config, CriticExperimentConfig) else 0
-        host_s = host_seconds(values, 1, found.n_tokens)
+        has_critic = isinstance(config, CriticExperimentConfig)
+        host_s = sampled_seconds(config.rows_per_step, found.n_tokens, has_critic)
         return replace(found, seconds=found.seconds + dropped_s + host_s)
 
     def _written(self) -> Phase:
@@ -445,7 +446,7 @@ class _Step:
             seconds += self._updates(name) * update_seconds(trained / shards, role.optimizer.type, self.hardware.rates)
         if phase == TRAIN and name == "actor":
             seconds += self._teaching(work)
-        seconds += host_seconds(rows.n * row, values_per_token(self.config) if phase == TRAIN else 2)
+        seconds += host_seconds(rows.n, rows.n * row * (values_per_token(self.config) if phase == TRAIN else 1))
         if phase == TRAIN:
             named, clock = f"train {name}", "train" if name == "actor" else f"train_{name}"
         else:

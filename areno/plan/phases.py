@@ -171,10 +171,10 @@ def rows_of_role(config: ExperimentConfig, lengths: Lengths, name: str, roles: C
 
 
 def values_per_token(config: ExperimentConfig) -> int:
-    """Return how many values a row to train on has for each token: ids and masks, and of samples log-probabilities."""
+    """Return how many numbers the host packs for each token of a row to train on, such as log-probabilities."""
     if not isinstance(config, PolicyExperimentConfig):
-        return 2
-    return 8 if isinstance(config, CriticExperimentConfig) else 5
+        return 1
+    return 6 if isinstance(config, CriticExperimentConfig) else 4
 
 
 def questions_of_step(config: PolicyExperimentConfig, lengths: Lengths) -> Rows:

@@ -80,8 +80,8 @@ def device_warnings(config: ExperimentConfig, spec: EngineSpec) -> Iterator[str]
         config: Settings of the run.
         spec: The engine of the run.
     """
-    is_ahead = isinstance(config, PolicyExperimentConfig) and config.prompts_ahead > 0
-    if is_ahead and config.rollout.speculation == "on":
+    is_policy = isinstance(config, PolicyExperimentConfig)
+    if is_policy and config.prompts_ahead > 0 and config.rollout.speculation == "on":
         yield (
             "rollout.speculation=on drafts nothing in training: samples that continue in later steps "
             "(rollout.prompts_ahead, rollout.max_head_offpolicyness) have no drafts; only evaluations have them"
