@@ -126,7 +126,7 @@ def test_error_in_a_row_names_it(plain):
 
 def test_rows_are_encoded_once(plain):
     class Counting:
-        chat_template = None
+        chat_template = unk_token_id = None
         calls = 0
 
         def encode(self, text):

@@ -34,8 +34,9 @@ def test_the_folder_of_the_metrics_is_told_at_the_start(path, tmp_path, monkeypa
     assert f"; log: {stages}" in line
 
 
-def test_the_line_at_the_start_is_short(tmp_path, caplog):
+def test_the_line_at_the_start_is_short(tmp_path, caplog, monkeypatch):
     """However many settings differ from their defaults; config.yaml has all of them."""
+    monkeypatch.chdir(tmp_path)  # the line has the folder's path from here
     optimizer = OptimizerConfig(
         lr=1e-3, lr_scheduler_type="linear", min_lr_ratio=0.5, weight_decay=0.5, gradient_clipping=2.0, beta1=0.5
     )

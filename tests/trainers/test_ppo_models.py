@@ -37,7 +37,8 @@ from tests.helpers.ppo_runs import (
 def test_reward_of_a_model_a_function_or_both(
     tmp_path: Path, models: dict[str, Path], with_model: bool, with_function: bool
 ) -> None:
-    reward = RewardConfig(path=str(models["reward"]) if with_model else None, workers=1)
+    path = str(models["reward"]) if with_model else None
+    reward = RewardConfig(path=path, workers=1) if with_function else RewardConfig(path=path)
     config = ppo_config(tmp_path, reward=reward, **without_reference())
     played = fitted(config, tmp_path / "run", digits if with_function else None)
     expected = [with_model * hf_score(models["reward"], row) + with_function * digits_of(row) for row in played.rows[0]]
