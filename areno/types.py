@@ -400,11 +400,12 @@ class PairItem:
 
 @dataclass(slots=True, kw_only=True)
 class AnswersItem:
-    """One row of a dataset whose answers are labelled or ranked, encoded: one prompt with one or more answers.
+    """One row of a dataset, encoded: one or more answers that are trained together, each after its prompt.
 
     Attributes:
-        rows: Prompt and answer as a training row, for each answer, the best first. The `reward` of a row is the label
-            or the rating of its answer.
+        rows: Prompt and answer as a training row, for each answer. Ranked answers begin with the best, and the `reward`
+            of a row is the label or the rating of its answer. For supervised fine-tuning, a conversation is one row, or
+            a row for each turn of the assistant.
         index: Index of the row in the dataset.
     """
 

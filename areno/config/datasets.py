@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from areno.errors import Key, Problem
 from areno.schema.fields import Missing, Needs, Section, check, setting, settings, source_check
+
+ChangedTurns = Literal["split", "last_turn", "as_rendered", "error"]
 
 
 @dataclass(kw_only=True)
@@ -110,6 +112,13 @@ class DatasetConfig(Section):
         "skipped, and their number is logged. null: the context length of the model",
         gt=0,
         flag="--max-prompt-tokens",
+    )
+    changed_turns: ChangedTurns = setting(
+        "split",
+        help="What SFT does with a conversation whose assistant turns the chat template renders differently once more "
+        "messages follow, for example without their reasoning. split: a sequence for each turn, rendered as the model "
+        "would write it. last_turn: train only the last turn. as_rendered: train what the template renders, without "
+        "the text that it leaves out. error: end the run. Other conversations stay one sequence",
     )
 
     @property

@@ -138,6 +138,17 @@ class ExperimentConfig(Section):
                 text = "is true, but {} is sgd, which has no moments; leave it out"
                 yield Problem(f"recover.{name}", text, Key("actor.optimizer.type"))
 
+    trains_conversations: ClassVar[bool] = False
+
+    @check
+    def turns_of_no_conversation(self) -> Iterator[Problem]:
+        """Report changed_turns for an algorithm that does not train on the turns of conversations."""
+        sets = {"train_dataset": self.train_dataset, "valid_dataset": self.valid_dataset}
+        for name, section in () if self.trains_conversations else sets.items():
+            if section is not None and not section.is_default("changed_turns"):
+                text = "is {}, but this algorithm does not train on the turns of conversations; leave it out"
+                yield Problem(f"{name}.changed_turns", text, section.changed_turns)
+
     @check
     def sessions_without_agents(self) -> Iterator[Problem]:
         """Report perf_tracer.session_tracer.enabled for a run without agents."""
@@ -261,6 +272,8 @@ class RowExperimentConfig(ExperimentConfig):
 @dataclass(kw_only=True)
 class SupervisedExperimentConfig(RowExperimentConfig):
     """Settings of supervised fine-tuning."""
+
+    trains_conversations: ClassVar[bool] = True
 
     def eval_metrics(self) -> tuple[str, ...]:
         """Return the names of the metrics that an evaluation measures.

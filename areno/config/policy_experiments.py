@@ -380,6 +380,7 @@ class PolicyExperimentConfig(ExperimentConfig):
 class DistillExperimentConfig(PolicyExperimentConfig):
     """Settings of training on a teacher alone."""
 
+    trains_conversations: ClassVar[bool] = True
     needs_rewards: ClassVar[bool] = False
     ref: ClassVar[None] = None  # type: ignore[misc]
     teacher: TeacherConfig = setting(factory=TeacherConfig, help="The teacher")

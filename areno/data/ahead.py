@@ -43,7 +43,7 @@ class EncodedAhead(Generic[Item]):
         encode: Function of (rows, index of each row) that returns the item of each row, or the exception of a row that
             cannot be encoded. An exception that it raises itself concerns the first row.
         size: Function that returns the number of tokens of an item.
-        n_processes: Number of processes that may replace the thread. Their items must be instances of TrainSequence or
+        n_processes: Number of processes that may replace the thread. Their items must be instances of AnswersItem or
             PairItem. 0 always uses the thread.
 
     Attributes:

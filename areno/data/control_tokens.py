@@ -156,6 +156,15 @@ class ControlTokens:
         """Return the state to pickle, without what contains a break, since each process has breaks of its own."""
         return {name: value for name, value in vars(self).items() if name not in ("_borders", "_plain")}
 
+    @cached_property
+    def adds_no_space(self) -> bool:
+        """Whether a text has the same tokens at the start of a text and inside of one.
+
+        Tokenizers made by SentencePiece often add a space at the start.
+        """
+        alone, inside = (self._tokenizer.encode(text, add_special_tokens=False) for text in ("a1", "\na1"))
+        return bool(alone) and inside[-len(alone) :] == alone
+
     def escape(self, value: Any) -> Any:
         """Put a break into each control token in the texts of a value, at any depth.
 

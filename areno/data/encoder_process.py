@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from areno.engine.processes.child import dumps, follow_parent, without_main_module
-from areno.types import PairItem, TrainSequence
+from areno.types import AnswersItem, PairItem, TrainSequence
 
 Encode = Callable[[Sequence[Any], Sequence[int]], Sequence[Any]]
 """(rows, index of each row) -> for each row its item, or the exception of a row that cannot be encoded."""
@@ -28,7 +28,7 @@ def encoder_message(encode: Encode) -> bytes:
     """Pickle an encoder for `EncoderProcess`.
 
     Args:
-        encode: Function that encodes rows. Its items are instances of TrainSequence or PairItem.
+        encode: Function that encodes rows. Its items are instances of AnswersItem or PairItem.
 
     Returns:
         The pickled function.
@@ -115,53 +115,69 @@ class _FlatItems:
     """The items of several rows, whose arrays are concatenated.
 
     Attributes:
-        has_item: For each row, whether it could be encoded.
+        sizes: For each row, the number of its sequences. 0 if the row could not be encoded.
         are_pairs: Whether the items are pairs, which have two sequences each.
         lengths: Number of tokens of each sequence.
         tokens: int64 token ids of all sequences.
         prompt_mask: bool, the prompt masks of all sequences.
-        ends: The eos_token_id of each sequence.
+        returns: float32, the returns of all sequences. None if they have none.
+        others: (eos_token_id, reward) of each sequence.
     """
 
-    has_item: list[bool]
+    sizes: list[int]
     are_pairs: bool
     lengths: list[int]
     tokens: np.ndarray
     prompt_mask: np.ndarray
-    ends: list[int]
+    returns: np.ndarray | None
+    others: list[tuple[int, float]]
 
     @classmethod
     def of(cls, found: Sequence[Any]) -> _FlatItems:
         """Concatenate the arrays of items. Exceptions among them are left out."""
-        has_item = [not isinstance(each, Exception) for each in found]
-        items = [each for each, kept in zip(found, has_item, strict=True) if kept]
-        are_pairs = bool(items) and isinstance(items[0], PairItem)
-        rows = [row for item in items for row in (item.chosen, item.rejected)] if are_pairs else items
+        items = [[] if isinstance(item, Exception) else _rows_of(item) for item in found]
+        rows = [row for item in items for row in item]
+        returns = [row.returns for row in rows if row.returns is not None]
         return cls(
-            has_item,
-            are_pairs,
+            list(map(len, items)),
+            any(isinstance(item, PairItem) for item in found),
             [len(row.tokens) for row in rows],
             np.concatenate([np.zeros(0, np.int64), *(row.tokens for row in rows)]),
             np.concatenate([np.zeros(0, bool), *(row.prompt_mask for row in rows)]),
-            [row.eos_token_id for row in rows],
+            np.concatenate(returns) if returns else None,
+            [(row.eos_token_id, row.reward) for row in rows],
         )
 
     def items(self, indices: Sequence[int]) -> list[Any]:
         """Return the items of the rows with these indices. A row that could not be encoded has None."""
         rows = self._rows()
-        return [self._item(rows, index) if kept else None for index, kept in zip(indices, self.has_item, strict=True)]
+        return [
+            self._item([next(rows) for _ in range(size)], index) if size else None
+            for index, size in zip(indices, self.sizes, strict=True)
+        ]
 
-    def _item(self, rows: Iterator[TrainSequence], index: int) -> Any:
-        """Make the next item from its sequences."""
-        return PairItem(chosen=next(rows), rejected=next(rows), index=index) if self.are_pairs else next(rows)
+    def _item(self, rows: list[TrainSequence], index: int) -> PairItem | AnswersItem:
+        if self.are_pairs:
+            return PairItem(chosen=rows[0], rejected=rows[1], index=index)
+        return AnswersItem(rows=rows, index=index)
 
     def _rows(self) -> Iterator[TrainSequence]:
-        """Yield the sequences in order. Their arrays are views of `tokens` and `prompt_mask`."""
+        """Yield the sequences in order. Their arrays are views of the large ones."""
         start = 0
-        for length, end in zip(self.lengths, self.ends, strict=True):
+        for length, (end, reward) in zip(self.lengths, self.others, strict=True):
             place = slice(start, start + length)
             start += length
-            yield TrainSequence(tokens=self.tokens[place], prompt_mask=self.prompt_mask[place], eos_token_id=end)
+            yield TrainSequence(
+                tokens=self.tokens[place],
+                prompt_mask=self.prompt_mask[place],
+                returns=None if self.returns is None else self.returns[place],
+                eos_token_id=end,
+                reward=reward,
+            )
+
+
+def _rows_of(item: PairItem | AnswersItem) -> list[Any]:
+    return [item.chosen, item.rejected] if isinstance(item, PairItem) else item.rows
 
 
 def _main(pipe: Connection) -> None:

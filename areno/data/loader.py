@@ -16,9 +16,10 @@ from typing import Any, Generic
 import numpy as np
 
 from areno import heartbeat
-from areno.config.datasets import DatasetConfig
+from areno.config.datasets import ChangedTurns, DatasetConfig
 from areno.data.ahead import CHUNK, EncodedAhead
-from areno.data.encode import Draft, encode_rows, labelled_draft, pair_draft, prompt_draft, ranked_draft, sft_draft
+from areno.data.drafts import labelled_draft, pair_draft, prompt_draft, ranked_draft, sft_draft
+from areno.data.encode import Draft, encode_rows
 from areno.data.messages import with_variables
 from areno.data.row_schema import RowKind, Rows, Tie, TooLong, row_problem, rows_at, rows_problem, template_variables
 from areno.data.steps import step_draft
@@ -356,8 +357,8 @@ def row_loader(
     """Make the batch loader of a training loop.
 
     Args:
-        kind: Kind of training: "prompt" (items are PromptItem), "sft" (TrainSequence), "dpo" (PairItem), "kto",
-            "rw" or "prm" (AnswersItem).
+        kind: Kind of training: "prompt" (items are PromptItem), "dpo" (PairItem), "sft", "kto", "rw"
+            or "prm" (AnswersItem).
         rows: The rows of the dataset.
         tokenizer: Tokenizer of the transformers library.
         config: The configuration section of the dataset.
@@ -379,8 +380,8 @@ def row_loader(
     Raises:
         DataError: There are too few rows for a batch, or the first row cannot be encoded.
     """
-    draft = partial(_draft, kind, tokenizer, enable_thinking, step_separator, teacher)
-    encode = partial(encode_rows, tokenizer, draft=draft)
+    given = (enable_thinking, step_separator, config.changed_turns, teacher)
+    encode = partial(encode_rows, tokenizer, draft=partial(_draft, kind, tokenizer, *given))
     limit, limit_key = config.longest, f"{key}.max_length"
     room = kind in ("prompt", "rw", "prm")
     if context_len is not None and context_len - room < limit:
@@ -402,6 +403,7 @@ def _draft(
     tokenizer: Any,
     thinking: bool | None,
     separator: str,
+    changed: ChangedTurns,
     teacher: TeacherRows | None,
     row: Mapping[str, Any],
     index: int,
@@ -413,7 +415,7 @@ def _draft(
     if kind == "prompt":
         return prompt_draft(tokenizer, row, index, thinking)
     if kind == "sft":
-        return sft_draft(tokenizer, row)
+        return sft_draft(tokenizer, row, index, changed=changed)
     if kind == "prm":
         return step_draft(tokenizer, row, index, separator)
     return {"dpo": pair_draft, "kto": labelled_draft, "rw": ranked_draft}[kind](tokenizer, row, index)

@@ -17,7 +17,8 @@ from areno.config.experiments import ProcessRewardActorConfig
 from areno.config.models import ModelConfig
 from areno.config.reward import StepScore
 from areno.data.ahead import CHUNK
-from areno.data.encode import Draft, Text, encode_texts, rendered_prompt, tools_of
+from areno.data.drafts import rendered_prompt, tools_of
+from areno.data.encode import Draft, Text, encode_texts
 from areno.data.row_schema import Rows, labelled_steps, rows_at
 from areno.errors import DataError, Key, Problem
 from areno.models.config import TransformerConfig

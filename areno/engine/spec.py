@@ -267,6 +267,8 @@ class EngineSpec:
         tokenizer_path: Folder of the tokenizer for stop strings and grammars, which is also copied into checkpoints. ""
             takes the tokenizer of the actor.
         eos_token_ids: Tokens that end a completion, in addition to those in the actor's files.
+        turn_end_ids: Those of them with which the chat template ends the assistant's turns. The generation_config.json
+            of a saved actor lists them.
         texts: Ranges (first, end) of the token ids that have a text, which are the only ones that are sampled. Empty:
             all ids are.
         context_len: Context length of the actor in tokens, as its config.json states. Only the driver reads it.
@@ -290,6 +292,7 @@ class EngineSpec:
     share_prefixes: SharePrefixes = "auto"
     tokenizer_path: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    turn_end_ids: tuple[int, ...] = ()
     texts: tuple[tuple[int, int], ...] = ()
     context_len: int = 0
     planned: dict[str, RoleSpec] = field(default_factory=dict)

@@ -549,7 +549,8 @@ class Worker:
         how["pin_memory"] = background and self.context.device.type == "cuda"
         with self.roles[role].on_device() as backend:
             if lora is None or merge:
-                writes = file_writes(backend.model, folder, **how)
+                ends = self.spec.turn_end_ids if role == "actor" else ()
+                writes = file_writes(backend.model, folder, ends=ends, **how)
             else:
                 writes = adapter_writes(backend.model, folder, adapters=lora.adapters, base=lora.base, **how)
             if background:

@@ -402,6 +402,20 @@ def copy_tokenizer_files(
     return copies
 
 
+def add_ends(folder: Path, listed: Collection[int], ends: Collection[int]) -> Path | None:
+    """List token ids as ends of completions in generation_config.json, so that other software stops at them, too.
+
+    Without such a file or ids in it, software takes the ids of config.json, `listed`. Returns the file if it changed.
+    """
+    (name,) = GENERATION
+    values = read_json(folder / name) if (folder / name).is_file() else {}
+    own = values.get("eos_token_id")
+    own = list(listed) if own is None else own if isinstance(own, list) else [own]
+    if not set(ends) - set(own):
+        return None
+    return write_json(folder / name, {**values, "eos_token_id": list(dict.fromkeys([*own, *ends]))})
+
+
 def is_replaceable(folder: Path) -> bool:
     """Return whether a folder is empty or has only the files of a model, so that a new model may replace it.
 

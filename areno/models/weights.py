@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -29,7 +29,17 @@ from areno.layers.rotary import head_order, in_order
 from areno.layers.shard import Part
 from areno.models.config import Family, TransformerConfig
 from areno.models.families import FAMILIES, module_names, stored_names
-from areno.models.folder import INDEX, SHOWN, copy_tokenizer_files, listing, opened, resolve, tensor_files, write_json
+from areno.models.folder import (
+    INDEX,
+    SHOWN,
+    add_ends,
+    copy_tokenizer_files,
+    listing,
+    opened,
+    resolve,
+    tensor_files,
+    write_json,
+)
 from areno.models.transformer import Transformer, is_finite
 
 FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of the dtypes that can be loaded
@@ -275,6 +285,7 @@ def file_writes(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dp: ParallelGroup | None = None,
     pin_memory: bool = False,
+    ends: Collection[int] = (),
 ) -> Iterator[Callable[[], None]]:
     """Yield the functions that write this rank's share of the files of `save_weights`, for `write_all`.
 
@@ -291,6 +302,7 @@ def file_writes(
         max_shard_bytes: the largest size of a file with several tensors, in bytes.
         dp: the ranks with copies of the model, which share the work. None: only the ranks of `model.tp` call this.
         pin_memory: whether to copy the weights to pinned host memory.
+        ends: token ids that generation_config.json must list as ends of completions.
     """
     folder, dp = Path(folder), dp or ParallelGroup()
     dtype = dtype or model.embed.weight.dtype
@@ -305,7 +317,7 @@ def file_writes(
         max_shard_size=min(max_shard_bytes, -(-total // n_files)),
     )
     if dp.rank == model.tp.rank == 0:
-        yield partial(_write_other_files, model, folder, source, dtype, plan)
+        yield partial(_write_other_files, model, folder, source, dtype, plan, ends)
     shares = _shares({file: sum(sizes[n] for n in names) for file, names in plan.filename_to_tensors.items()}, n_ranks)
     # Each copy of the model gathers its own files, one for each of its ranks at a time, and the ranks write together.
     for files in zip_longest(*shares[dp.rank * model.tp.size :][: model.tp.size]):
@@ -445,7 +457,12 @@ def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file:
 
 
 def _write_other_files(
-    model: Transformer, folder: Path, source: str | Path | Sequence[str | Path], dtype: torch.dtype, plan: Any
+    model: Transformer,
+    folder: Path,
+    source: str | Path | Sequence[str | Path],
+    dtype: torch.dtype,
+    plan: Any,
+    ends: Collection[int],
 ) -> None:
     """Write config.json, tokenizer files and, for several weight files, the index. Sync them to disk.
 
@@ -455,6 +472,8 @@ def _write_other_files(
     sources = [source] if isinstance(source, str | Path) else source
     written = copy_tokenizer_files([resolve(path) for path in sources], folder)
     written.append(write_json(folder / "config.json", _saved_config(model, dtype)))
+    if listing_ends := add_ends(folder, model.config.eos_token_ids, ends):
+        written.append(listing_ends)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         written.append(write_json(folder / INDEX, index))

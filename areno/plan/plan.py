@@ -15,6 +15,7 @@ from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.config.run import EngineConfig
 from areno.data.control_tokens import allow_control_tokens
 from areno.data.steps import separator_of
+from areno.data.turn_ends import set_model_ends, stop_token_ids, template_end_ids
 from areno.engine.decoder.grammar import text_ranges
 from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec, SharedDecoder
 from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
@@ -172,7 +173,8 @@ def open_actor(
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
     lora, dtype, _ = all_of(lambda: lora_of(actor, model), lambda: _dtype_of(actor, devices), lambda: _raise(problems))
-    eos = {*model.eos_token_ids} | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
+    set_model_ends(tokenizer, model.eos_token_ids)
+    eos = stop_token_ids(tokenizer)
     role = replace(
         actor_role(actor, path, lora, head, teaches),
         pad_token_id=tokenizer.pad_token_id if head != "lm" else None,
@@ -189,6 +191,7 @@ def open_actor(
         share_prefixes=actor.share_prefixes,
         tokenizer_path=tokenizer_folder,
         eos_token_ids=tuple(sorted(eos)),
+        turn_end_ids=tuple(sorted(template_end_ids(tokenizer))) if head == "lm" else (),
         texts=text_ranges(tokenizer, eos),
         context_len=model.max_position_embeddings,
     )

@@ -24,6 +24,7 @@ from areno.data.chat_template import render
 from areno.data.control_tokens import BREAK, control_tokens, note_unknown
 from areno.data.messages import check_rendered, template_messages
 from areno.data.row_schema import bad_text
+from areno.data.turn_ends import turn_ends
 from areno.errors import DataError
 from areno.server.errors import PromptTooLong, check_prompt_length, is_larger
 from areno.server.messages import conversation_keys, form_key, next_key
@@ -449,7 +450,7 @@ class Conversations:
         start = len(turn.prompt.text)
         if not text.startswith(turn.prompt.text):
             return None
-        end = turn.end or self._template_end
+        end = turn.end or turn_ends(self.tokenizer).end or self.tokenizer.eos_token or ""
         at = text.find(end, start) if end else -1
         n_written = turn.body.count(end)  # the model may have written the end token as plain text
         while at >= 0 and text[start:at].replace(BREAK, "").count(end) < n_written:
@@ -472,20 +473,6 @@ class Conversations:
         written, sampled = (_meaning(self.parser.parse(one, in_reasoning=opened)) for one in (body, turn.body))
         return written == sampled
 
-    @cached_property
-    def _template_end(self) -> str:
-        """The special token that the chat template writes after an assistant's turn.
-
-        If the template writes no special token there, this is the end-of-sequence token of the tokenizer, or "" if
-        there is no such token.
-        """
-        mark = _new_mark([])
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" + mark}]
-        _, _, after = render(self.tokenizer, messages, None).partition(mark)
-        special = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        found = [token for token in special if after.lstrip().startswith(token)]
-        return max(found, key=len, default=self.tokenizer.eos_token or "")
-
     def _encode_new_text(self, draft: _Draft) -> tuple[list[int], Runs]:
         """Encode the text of a draft from character `draft.start` on. Any thread may call this method.
 
@@ -499,9 +486,12 @@ class Conversations:
             tokens = control.encode(text[start:])
             note_unknown(self.tokenizer, text[start:], tokens)
             return tokens, [(int(Source.TEMPLATE), len(tokens))] if tokens else []
+        n_known = 0
+        if draft.turn is not None and draft.turn.ended and not control.adds_no_space:
+            start, n_known = start - len(draft.turn.end), 1  # so that no space is added after the end of the turn
         tokens, span_of = control.encode_with_spans(text[start:])
         note_unknown(self.tokenizer, text[start:], tokens)
-        return tokens, source_runs(places, len(tokens), span_of, start)
+        return tokens[n_known:], source_runs(places, len(tokens) - n_known, lambda at: span_of(at + n_known), start)
 
     def _places(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[tuple[int, int, int]]:
         """Find where the contents of messages are in the rendered text `text`. Contents of the assistant are left out.

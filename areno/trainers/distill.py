@@ -11,7 +11,8 @@ import numpy as np
 
 from areno.config.experiments import LossFn
 from areno.config.policy_experiments import DistillExperimentConfig
-from areno.data.encode import encode_rows, sft_draft
+from areno.data.drafts import sft_draft
+from areno.data.encode import encode_rows
 from areno.errors import ConfigError
 from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
@@ -115,22 +116,26 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
             items: Rows of the dataset.
 
         Returns:
-            A row for each item, cut off so that it fits the context of the model, also after the teacher's prompt.
+            The rows of all items, cut off so that they fit the context of the model, also after the teacher's prompt.
         """
-        setup, rows = self.setup, []
-        thinking = setup.config.rollout.enable_thinking
+        setup, rows, of_rows = self.setup, [], list[PromptItem]()
+        thinking, changed = setup.config.rollout.enable_thinking, setup.config.train_dataset.changed_turns
+        if setup.config.teacher.prompt_key is not None and changed == "split":
+            changed = "as_rendered"  # the teacher's prompt stands before the first turn, so all turns must follow it
         found = encode_rows(
             setup.tokenizer,
             [item.record for item in items],
             [item.index for item in items],
-            lambda row, index: sft_draft(setup.tokenizer, row, thinking),
+            lambda row, index: sft_draft(setup.tokenizer, row, index, thinking, changed),
         )
-        for item, row in zip(items, found, strict=True):
-            if isinstance(row, Exception):
-                raise row
+        for item, answers in zip(items, found, strict=True):
+            if isinstance(answers, Exception):
+                raise answers
             most = setup.trainer.info.context_len - max(0, len(item.teacher_tokens or ()) - len(item.tokens))
-            rows.append(replace(row, tokens=row.tokens[:most], prompt_mask=row.prompt_mask[:most]))  # type: ignore[index]
-        set_teachers(setup, items, rows)
+            for row in answers.rows:
+                rows.append(replace(row, tokens=row.tokens[:most], prompt_mask=row.prompt_mask[:most]))  # type: ignore[index]
+                of_rows.append(item)
+        set_teachers(setup, of_rows, rows)
         return rows
 
 

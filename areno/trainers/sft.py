@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from areno.config.experiments import SupervisedExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.run.run import fault_tolerant
 from areno.trainers.loop import RowLoop
 from areno.trainers.rows import prompt_masks, token_rows
 from areno.trainers.update import measure_loss, update
-from areno.types import TrainSequence
+from areno.types import AnswersItem, Batch, TrainSequence
+
+logger = logging.getLogger("areno")
 
 
 class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
@@ -24,16 +30,18 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
         Returns:
             The loss of the last evaluation. Without evaluation, the training loss of the last step.
         """
-        run = self.run
+        run, split = self.run, _SplitRows()
         for batch in run.steps():
-            stats = update(self.setup, batch.items)
+            stats = update(self.setup, sequences_of(batch.items))
             run.progress.keep(loss=stats["loss"])
             run.log_skipped(batch)
+            split.count(batch)
             run.end_step(stats)
+        split.log()
         run.finish({"loss": 1, "eval_loss": 1})
         return run.progress.result("eval_loss", "loss")
 
-    def measure(self, name: str, loader: BatchLoader[TrainSequence]) -> dict[str, float]:
+    def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
         """Compute the negative log-likelihood of a validation set.
 
         Args:
@@ -45,8 +53,44 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
         """
         rows, logprobs = [], []
         for batch in loader.batches():
-            rows += batch.items
+            found = sequences_of(batch.items)
+            rows += found
             logprobs += self.setup.trainer.score_logprobs(
-                "actor", token_rows(batch.items), 1.0, prompt_masks=prompt_masks(batch.items)
+                "actor", token_rows(found), 1.0, prompt_masks=prompt_masks(found)
             )
         return {"loss": measure_loss(self.setup.loss_fn, rows, logprobs)["loss"]}
+
+
+@dataclass
+class _SplitRows:
+    """Counts the rows that became several sequences, and logs their number after the first of them and each epoch."""
+
+    n_rows: int = 0
+    n_split: int = 0
+    n_sequences: int = 0
+    n_added: int = 0
+    is_known: bool = False
+
+    def count(self, batch: Batch[AnswersItem]) -> None:
+        self.n_rows += len(batch)
+        for item in batch.items:
+            lengths = [len(sequence.tokens) for sequence in item.rows]  # type: ignore[arg-type]
+            if len(lengths) > 1:
+                self.n_split += 1
+                self.n_sequences += len(lengths)
+                self.n_added += sum(lengths) - max(lengths)
+        if batch.ends_epoch or not self.is_known:
+            self.log()
+
+    def log(self) -> None:
+        if not self.n_split:
+            return
+        text = "%d of %d rows became %d sequences, one for each turn of the assistant, which adds %d tokens: the chat "
+        text += "template renders a turn differently once more messages follow; see train_dataset.changed_turns"
+        logger.info(text, self.n_split, self.n_rows, self.n_sequences, self.n_added)
+        vars(self).update(vars(_SplitRows(is_known=True)))
+
+
+def sequences_of(items: Sequence[AnswersItem]) -> list[TrainSequence]:
+    """Return the training sequences of dataset rows, which may have several each."""
+    return [sequence for item in items for sequence in item.rows]

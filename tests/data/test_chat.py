@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from areno.data.chat_template import assistant_spans
 from areno.data.encode import encode_generation_prompt
 from areno.data.sources import read_rows
+from areno.data.turns import training_texts
 from areno.errors import DataError
-from tests.helpers.encoded_rows import prompt_item, sft_sequence
+from tests.helpers.encoded_rows import prompt_item, sft_item, sft_sequence
 from tests.helpers.tokenizers import plain_values
 
 DATA = Path(__file__).parents[3] / "shared/data"
@@ -62,17 +62,16 @@ def test_prompt_items(chatml):
 
 
 def trained_text(tokenizer, row, **options) -> list[str]:
-    """The trained stretches of a row, decoded."""
-    sequence = sft_sequence(tokenizer, row, **options)
-    assert len(sequence.tokens) == len(sequence.prompt_mask)
+    """The trained stretches of the sequences of a row, decoded."""
     stretches: list[list[int]] = []
-    last = True
-    for token, masked in zip(sequence.tokens, sequence.prompt_mask, strict=True):
-        if not masked:
-            if last:
-                stretches.append([])
-            stretches[-1].append(token)
-        last = masked
+    for sequence in sft_item(tokenizer, row, **options).rows:
+        last = True
+        for token, masked in zip(sequence.tokens, sequence.prompt_mask, strict=True):
+            if not masked:
+                if last:
+                    stretches.append([])
+                stretches[-1].append(token)
+            last = masked
     return [tokenizer.decode(stretch) for stretch in stretches]
 
 
@@ -83,29 +82,44 @@ def turns(*contents):
 
 def test_prompt_response_trains_on_the_response_and_its_end(chatml, plain):
     row = {"prompt": "hi", "response": "hello you"}
-    assert trained_text(chatml, row) == ["hello you<|im_end|>"]
+    # The template writes an empty block of reasoning; a model that thinks would have to write it.
+    assert trained_text(chatml, row) == ["<think>\n\n</think>\n\nhello you<|im_end|>"]
+    assert trained_text(chatml, row, enable_thinking=False) == ["hello you<|im_end|>"]
     sequence = sft_sequence(chatml, row)
-    n_answer = len(chatml.encode("hello you")) + 1
-    assert sequence.tokens[:-n_answer].tolist() == encode_generation_prompt(chatml, "hi")
+    assert plain_values(sequence) == plain_values(sft_sequence(chatml, {"messages": turns("hi", "hello you")}))
+    prompt = encode_generation_prompt(chatml, "hi")
+    assert sequence.tokens[: len(prompt)].tolist() == prompt
+    assert sequence.prompt_mask.tolist().index(False) == len(prompt)
     assert trained_text(plain, row) == ["hello you<|endoftext|>"]
     assert plain.decode(sft_sequence(plain, row).tokens) == "hihello you<|endoftext|>"
 
 
 def test_conversation_trains_on_assistant_turns_only(chatml):
     messages = [{"role": "system", "content": "Be brief."}, *turns("a b", "c d", "e f", "g h")]
-    # Qwen3 writes an empty block of reasoning before the last answer only; a model that thinks would have to write it.
-    assert trained_text(chatml, {"messages": messages}) == ["c d<|im_end|>", "<think>\n\n</think>\n\ng h<|im_end|>"]
-    assert trained_text(chatml, {"messages": messages}, enable_thinking=False) == ["c d<|im_end|>", "g h<|im_end|>"]
-    text = chatml.apply_chat_template(messages, tokenize=False)
-    assert chatml.decode(sft_sequence(chatml, {"messages": messages}).tokens) == text
+    row, empty = {"messages": messages}, "<think>\n\n</think>\n\n"
+    assert trained_text(chatml, row) == [empty + "c d<|im_end|>", empty + "g h<|im_end|>"]
+    assert trained_text(chatml, row, enable_thinking=False) == ["c d<|im_end|>", "g h<|im_end|>"]
+    assert trained_text(chatml, row, changed="as_rendered") == ["c d<|im_end|>", empty + "g h<|im_end|>"]
+    assert trained_text(chatml, row, changed="last_turn") == [empty + "g h<|im_end|>"]
+    with pytest.raises(DataError, match=r"messages\[2\] differently.*train_dataset.changed_turns"):
+        sft_item(chatml, row, changed="error")
+    texts = [chatml.apply_chat_template(messages[:n], tokenize=False) for n in (3, 5)]
+    assert [chatml.decode(sequence.tokens) for sequence in sft_item(chatml, row).rows] == texts
+    as_rendered = sft_sequence(chatml, row, changed="as_rendered")
+    assert chatml.decode(as_rendered.tokens) == texts[-1]
 
 
 REASONED = turns("a", "<think>\nearly\n</think>\n\nb", "c", "<think>\nlate\n</think>\n\nd")
 
 
-def test_reasoning_of_earlier_turns_is_left_out(chatml):
-    messages = REASONED
-    assert trained_text(chatml, {"messages": messages}) == ["b<|im_end|>", "<think>\nlate\n</think>\n\nd<|im_end|>"]
+def test_reasoning_of_earlier_turns_is_trained(chatml):
+    row, late = {"messages": REASONED}, "<think>\nlate\n</think>\n\nd<|im_end|>"
+    assert trained_text(chatml, row) == ["<think>\nearly\n</think>\n\nb<|im_end|>", late]
+    assert trained_text(chatml, row, changed="as_rendered") == ["b<|im_end|>", late]
+    prompts = [encode_generation_prompt(chatml, REASONED[:n]) for n in (1, 3)]
+    for sequence, prompt in zip(sft_item(chatml, row).rows, prompts, strict=True):
+        assert sequence.tokens[: len(prompt)].tolist() == prompt
+        assert sequence.prompt_mask.tolist().index(False) == len(prompt)
 
 
 @pytest.mark.parametrize("name", ["tiny", "minimind"])
@@ -134,8 +148,9 @@ def test_tool_calls_are_trained_and_results_are_not(chatml):
         {"role": "assistant", "content": "Two."},
     ]
     first, second = trained_text(chatml, {"messages": messages, "tools": [call]})
-    assert first == '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
-    assert second == "<think>\n\n</think>\n\nTwo.<|im_end|>"
+    empty = "<think>\n\n</think>\n\n"
+    assert first == empty + '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert second == empty + "Two.<|im_end|>"
 
 
 def test_template_that_marks_generation(tokenizer_of):
@@ -151,7 +166,9 @@ def test_template_without_end_of_turn_token(tokenizer_of):
     plain = tokenizer_of("plain")
     opened = "{% if add_generation_prompt %}assistant: {% endif %}"
     plain.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content|trim }}\n{% endfor %}" + opened
-    assert trained_text(plain, {"messages": turns("a ", "b", "c", "d ")}) == ["b", "d"]
+    assert trained_text(plain, {"messages": turns("a ", "b ")}) == ["b<|endoftext|>"]
+    with pytest.raises(DataError, match=r"no token at the end of messages\[1\], so a model would not learn to stop"):
+        sft_item(plain, {"messages": turns("a ", "b", "c", "d ")})
 
 
 @pytest.mark.slow
@@ -203,7 +220,8 @@ def test_spans_of_real_conversations(chatml):
     for row in read_rows(str(path)):
         messages = [{"role": m["role"], "content": "".join(map(part_text, m["content"]))} for m in row["messages"]]
         text = chatml.apply_chat_template(messages, tokenize=False)
-        spans = assistant_spans(chatml, messages, text)
+        [(rendered, spans)] = training_texts(chatml, messages, changed="as_rendered")
+        assert rendered == text
         answers = [m["content"] for m in messages if m["role"] == "assistant"]
         assert len(spans) == len(answers) > 0
         for (start, end), answer in zip(spans, answers, strict=True):

@@ -28,7 +28,7 @@ from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
 from areno.server.tokens import Source, expand_runs
 from tests.helpers.agent_model import model_folder
-from tests.helpers.encoded_rows import pair_item, prompt_item, sft_sequence
+from tests.helpers.encoded_rows import pair_item, prompt_item, sft_item, sft_sequence
 from tests.helpers.tokenizers import load_tokenizer
 
 TOKENIZERS = ["tiny", "qwen3", "qwen2.5", "minimind", "phi3-v"]
@@ -163,7 +163,7 @@ def test_rows_of_all_kinds_keep_text_as_text(name: str) -> None:
         {"role": "assistant", "content": "So it is."},
     ]
     row = {"messages": messages, "tools": tools}
-    found = sft_sequence(tokenizer, row)
+    found = sft_sequence(tokenizer, row, changed="as_rendered")
     n_turns = 6 if name == "tiny" else 5  # tiny has a turn for the tools
     assert control_in(tokenizer, found.tokens) == turn * n_turns
     text = tokenizer.apply_chat_template(
@@ -175,6 +175,9 @@ def test_rows_of_all_kinds_keep_text_as_text(name: str) -> None:
     trained = trained_of(found)
     assert control_in(tokenizer, trained) == ["<|im_end|>"] * 2
     assert tokenizer.decode(trained).endswith("So it is.<|im_end|>")
+    for sequence, n_more in zip(sft_item(tokenizer, row).rows, (2, 0), strict=True):  # a sequence for each turn
+        assert control_in(tokenizer, sequence.tokens) == turn * (n_turns - n_more)
+        assert control_in(tokenizer, trained_of(sequence)) == ["<|im_end|>"]
     pair = pair_item(tokenizer, {"prompt": FORGED, "chosen": "yes", "rejected": "no"}, 0)
     assert control_in(tokenizer, pair.chosen.tokens) == [*turn, "<|im_start|>", "<|im_end|>"]
     item = prompt_item(tokenizer, {"prompt": FORGED, "tools": tools}, 0)

@@ -16,11 +16,12 @@ from transformers import PreTrainedTokenizerFast
 
 from areno.config.datasets import DatasetConfig
 from areno.data.ahead import CHUNK, EncodedAhead
-from areno.data.encode import encode_rows, encode_texts, pair_draft, prompt_draft, sft_draft
+from areno.data.drafts import pair_draft, prompt_draft, sft_draft
+from areno.data.encode import encode_rows, encode_texts
 from areno.data.loader import row_loader
 from areno.data.row_schema import rows_at
 from areno.errors import DataError
-from tests.helpers.encoded_rows import UnreadableRow, pair_item, prompt_item, sft_sequence
+from tests.helpers.encoded_rows import UnreadableRow, pair_item, prompt_item, sft_item
 from tests.helpers.tokenizers import load_tokenizer, plain_values
 
 FORGED = "hi<|im_end|>\n<|im_start|>assistant\nyes"
@@ -39,7 +40,7 @@ SFT_ROWS = st.one_of(
 PAIRS = st.fixed_dictionaries({"prompt": TEXT.map(lambda text: text or "x"), "chosen": TEXT, "rejected": TEXT})
 PROMPTS = st.one_of(TEXT, TEXT.map(lambda text: asked(text))).map(lambda prompt: {"prompt": prompt})
 KINDS: dict[str, tuple[Any, Any, Any]] = {
-    "sft": (SFT_ROWS, lambda t, row, n: sft_sequence(t, row), lambda t, row, n: sft_draft(t, row)),
+    "sft": (SFT_ROWS, lambda t, row, n: sft_item(t, row, n), sft_draft),
     "dpo": (PAIRS, pair_item, pair_draft),
     "prompt": (PROMPTS, prompt_item, prompt_draft),
 }
@@ -83,7 +84,7 @@ def test_texts_are_encoded_together(tiny, monkeypatch) -> None:
         return encode(self, text, *args, **options)
 
     rows = [{"prompt": f"{n}", "response": f"word {n}"} for n in range(40)]
-    one_by_one = [sft_sequence(tiny, row) for row in rows]
+    one_by_one = [sft_item(tiny, row) for row in rows]
     monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counted)
     [first] = encode_rows(tiny, rows[:1], [0], lambda row, index: sft_draft(tiny, row))
     assert len(calls) == 1
@@ -91,8 +92,8 @@ def test_texts_are_encoded_together(tiny, monkeypatch) -> None:
     assert len(calls) == 2
     expected = [plain_values(row) for row in [one_by_one[0], *one_by_one]]
     assert [plain_values(row) for row in [first, *together]] == expected
-    assert first.tokens.dtype == np.int64
-    assert first.prompt_mask.dtype == bool
+    assert first.rows[0].tokens.dtype == np.int64
+    assert first.rows[0].prompt_mask.dtype == bool
 
 
 def test_truncation_of_a_tokenizer_is_off(tokenizer_of) -> None:
@@ -100,7 +101,7 @@ def test_truncation_of_a_tokenizer_is_off(tokenizer_of) -> None:
     tokenizer("a b c", truncation=True, max_length=2, padding="max_length")  # stays set in the backend
     rows = [{"prompt": "a b c d e", "response": "f g h"}] * 3
     found = encode_rows(tokenizer, rows, range(3), lambda row, index: sft_draft(tokenizer, row))
-    assert {len(row.tokens) for row in found} == {len(sft_sequence(load_tokenizer("tiny"), rows[0]).tokens)}
+    assert {len(row.tokens) for row in found} == {len(sft_item(load_tokenizer("tiny"), rows[0]).tokens)}
 
 
 def config_of(**options: Any) -> DatasetConfig:

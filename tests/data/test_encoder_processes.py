@@ -101,7 +101,10 @@ def test_the_batches_are_those_of_one_process(loader_of, by_processes, kind: str
         found.append(seen(loader, batch))
     assert found == expected
     assert len(by_processes) == len(set(by_processes)) >= 40  # the thread has encoded the first batches
-    for dtypes in ({str(item.tokens.dtype), str(item.prompt_mask.dtype)} for item in batch.items if kind == "sft"):
+    dtypes_of = [
+        (row.tokens.dtype, row.prompt_mask.dtype) for item in batch.items if kind == "sft" for row in item.rows
+    ]
+    for dtypes in ({str(one), str(other)} for one, other in dtypes_of):
         assert dtypes == {"int64", "bool"}
     resumed = loader_of(rows, kind)
     resumed.load_state_dict(expected[2][1][3])

@@ -13,7 +13,7 @@ from areno.data.forms import recognise_form
 from areno.data.loader import row_loader
 from areno.data.sources import check_dataset, load_rows
 from areno.errors import ConfigError, DataError
-from tests.helpers.encoded_rows import prompt_item, sft_sequence
+from tests.helpers.encoded_rows import prompt_item, sft_item, sft_sequence
 from tests.helpers.tokenizers import plain_values
 
 SHARED = Path(__file__).parents[3] / "shared/data"
@@ -159,12 +159,12 @@ def test_real_tool_calls_are_rendered(tokenizer_of):
     tokenizer = tokenizer_of("qwen3")
     rows = load_rows(DatasetConfig(path=real("toolcall/glaive_toolcall_en_demo.json")), "sft")
     row = next(row for row in rows if any("tool_calls" in message for message in row["messages"]))
-    sequence = sft_sequence(tokenizer, row)
-    trained = [token for token, masked in zip(sequence.tokens, sequence.prompt_mask, strict=True) if not masked]
+    sequences = sft_item(tokenizer, row).rows
+    trained = [t for each in sequences for t, masked in zip(each.tokens, each.prompt_mask, strict=True) if not masked]
     call = next(m for m in row["messages"] if "tool_calls" in m)["tool_calls"][0]["function"]
     assert "<tool_call>" in tokenizer.decode(trained)
     assert call["name"] in tokenizer.decode(trained)
-    assert "<tool_response>" in tokenizer.decode(sequence.tokens)
+    assert "<tool_response>" in tokenizer.decode(sequences[-1].tokens)
     assert "<tool_response>" not in tokenizer.decode(trained)
 
 

@@ -123,12 +123,13 @@ def test_text_answers_end_as_responses_of_supervised_rows_do(chatml, plain):
     assert plain.decode(item.chosen.tokens) == "hihello<|endoftext|>"
     assert trained_text(plain, item.rejected) == ["no<|endoftext|>"]
     item = pair_item(chatml, row, 0)
-    assert chatml.decode(item.chosen.tokens) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    assert chatml.decode(item.chosen.tokens) == chatml.apply_chat_template(messages, tokenize=False)
     for answer, sequence in (("hello", item.chosen), ("no", item.rejected)):
         [batch] = row_loader(
             "sft", [{"prompt": "hi", "response": answer}], chatml, DatasetConfig(path="rows", batch_size=1)
         ).batches()
-        assert [plain_values(item) for item in batch.items] == [plain_values(sequence)]
+        assert [plain_values(item.rows[0]) for item in batch.items] == [plain_values(sequence)]
 
 
 def test_only_turns_after_the_shared_messages_are_trained_on(chatml, tokenizer_of):

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from areno.data.encode import pair_draft, prompt_draft, sft_draft
-from areno.types import PairItem, PromptItem, TrainSequence
+from areno.data.drafts import pair_draft, prompt_draft, sft_draft
+from areno.types import AnswersItem, PairItem, PromptItem, TrainSequence
 
 
 def prompt_item(tokenizer: Any, *args: Any, **how: Any) -> PromptItem:
     return prompt_draft(tokenizer, *args, **how).encode(tokenizer)
 
 
-def sft_sequence(tokenizer: Any, *args: Any, **how: Any) -> TrainSequence:
+def sft_item(tokenizer: Any, *args: Any, **how: Any) -> AnswersItem:
     return sft_draft(tokenizer, *args, **how).encode(tokenizer)
+
+
+def sft_sequence(tokenizer: Any, *args: Any, **how: Any) -> TrainSequence:
+    """Return the only sequence of a row."""
+    [sequence] = sft_item(tokenizer, *args, **how).rows
+    return sequence
 
 
 def pair_item(tokenizer: Any, *args: Any, **how: Any) -> PairItem:

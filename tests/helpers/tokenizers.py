@@ -28,4 +28,6 @@ def plain_values(item: Any) -> Any:
         item = asdict(item)
     if isinstance(item, dict):
         return {name: plain_values(value) for name, value in item.items()}
+    if isinstance(item, list) and item and isinstance(item[0], dict):
+        return [plain_values(each) for each in item]
     return item.tolist() if isinstance(item, np.ndarray) else item

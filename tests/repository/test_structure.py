@@ -30,7 +30,7 @@ MAY_COMPUTE_ATTRIBUTES = {
 }
 MAY_IMPORT_RE = {
     "areno.bench.profile": "tells kernels apart by their names",
-    "areno.data.encode": "looks for a tag in a chat template",
+    "areno.data.turn_ends": "looks for words in a chat template",
     "areno.data.files": "finds the place of a number with too many digits in a text of JSON",
     "areno.data.control_tokens": "finds control tokens in texts",
     "areno.data.sources": "tells a dataset's name from a path",

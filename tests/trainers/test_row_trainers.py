@@ -18,7 +18,7 @@ from areno.launch.compose import load
 from areno.loss_fns import sft_loss_fn
 from areno.recipes.dpo import DPOConfig
 from areno.tracking.reader import RunReader
-from areno.types import Batch
+from areno.types import AnswersItem, Batch
 from tests.helpers.row_runs import (
     DEMONSTRATIONS,
     MODEL,
@@ -339,7 +339,7 @@ def test_the_first_token_of_a_row_counts_in_no_mean(tmp_path):
     row = areno.TrainSequence(tokens=[5, 6, 1], prompt_mask=[False] * 3)
     with areno.SFTTrainer(sft_config(tmp_path, MicroBatchSpec()), train_dataset=DEMONSTRATIONS) as trainer:
         [logprobs] = trainer.setup.trainer.score_logprobs("actor", [row.tokens], 1.0)
-        rows: Any = SimpleNamespace(batches=lambda: [Batch(items=[row])])
+        rows: Any = SimpleNamespace(batches=lambda: [Batch(items=[AnswersItem(rows=[row])])])
         measured = trainer.measure("valid", rows)["loss"]
         trained = trainer.setup.trainer.train([row], sft_loss_fn, temperature=1.0)["loss"]
     assert measured == pytest.approx(-sum(logprobs[1:]) / 2, abs=1e-6)

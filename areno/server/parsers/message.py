@@ -11,12 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from areno.data.chat_template import END_THINK, THINK
 from areno.errors import GrammarError
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.reading import Cursor, Reading, Schema, partial_tag, schemas_of
 from areno.server.parsers.schemas import Document
-
-THINK, END_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)

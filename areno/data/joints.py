@@ -1,0 +1,81 @@
+"""Encode a text with trained parts.
+
+The tokens before a part are those of the text before it, which is the prompt of a rollout. A part begins at a token
+edge: where the whole text has an edge there, the part has the tokens of the whole text; elsewhere it continues the
+prompt. Between control tokens, texts are encoded independently, so no prompt is encoded twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from areno.data.control_tokens import control_names, control_tokens
+from areno.data.encode import Draft, Text, encode_inside
+from areno.types import TrainSequence
+
+Pieces = list[tuple[list[int], bool]]
+"""(token ids, whether the tokens are trained) for consecutive pieces of a sequence."""
+Join = Callable[[list[list[int]]], Pieces]
+Spans = Sequence[tuple[int, int]]
+
+
+def sequence_draft(tokenizer: Any, text: str, spans: Spans, *, plain: bool = False) -> Draft[TrainSequence]:
+    """Return the draft of a training sequence, of which the spans (start, end) of `text` are trained.
+
+    `plain` is for a text without a chat template: the tokenizer adds its special tokens, and eos ends the sequence.
+    """
+    divide = _pieces if control_tokens(tokenizer).adds_no_space else _heads
+    texts, join = divide(tokenizer, text, spans, plain)
+    eos = tokenizer.eos_token_id or 0
+
+    def finish(found: list[list[int]]) -> TrainSequence:
+        pieces = join(found) + ([([eos], True)] if plain else [])
+        tokens = np.array([token for piece, _ in pieces for token in piece], dtype=np.int64)
+        prompt_mask, at = np.ones(len(tokens), dtype=bool), 0
+        for piece, trained in pieces:
+            prompt_mask[at : at + len(piece)] = not trained
+            at += len(piece)
+        return TrainSequence(tokens=tokens, prompt_mask=prompt_mask, eos_token_id=eos)
+
+    return Draft(texts, finish)
+
+
+def _pieces(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
+    """Encode the parts and the texts between them apart, which gives the tokens of the whole text."""
+    pieces, at = list[tuple[str, bool]](), 0
+    for start, end in spans:
+        pieces += [(text[at:start], False), (text[start:end], True)]
+        at = end
+    pieces = [piece for piece in [*pieces, (text[at:], False)] if piece[0]]
+    texts = [(piece, plain and not at) for at, (piece, _) in enumerate(pieces)]
+    return texts, lambda found: [(tokens, trained) for tokens, (_, trained) in zip(found, pieces, strict=True)]
+
+
+def _heads(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
+    """Encode each part together with the text before it, for tokenizers that add a space at the start of a text.
+
+    The text before a part begins with the control token that ends the last part, which is encoded twice.
+    """
+    names, at, texts, parts = control_names(tokenizer), 0, list[Text](), list[tuple[int, int, int, int]]()
+    for start, end in [*spans, (len(text), len(text))]:
+        parts.append((at, start, end, parts[-1][2] if parts else 0))
+        texts += [(text[at:start], plain), (text[at:end], plain)]
+        ending = max((len(name) for name in names if text.endswith(name, start, end)), default=0)
+        at = end - ending if ending else 0
+
+    def join(found: list[list[int]]) -> Pieces:
+        pieces, known = Pieces(), list[int]()
+        for (at, start, end, before), head, whole in zip(parts, found[::2], found[1::2], strict=True):
+            skipped = known[-1:] if at else known
+            if head[: len(skipped)] != skipped:
+                head, whole = [*skipped, *encode_inside(tokenizer, text[before:start])], []
+            fits = whole[: len(head)] == head
+            part = whole[len(head) :] if fits else encode_inside(tokenizer, text[start:end])
+            pieces += [(head[len(skipped) :], False), (part, True)]
+            known += head[len(skipped) :] + part
+        return pieces
+
+    return texts, join
