@@ -90,7 +90,7 @@ def _found(tokenizer: Any) -> TurnEnds:
     answer = {"role": "assistant", "content": _MARK}
     closing, continued = _after(tokenizer, answer), _after(tokenizer, answer, {"role": "user", "content": "c"})
     end = closing[: end_of_controls(closing, names, shared_length(closing, continued))]
-    if not end and (token := _first_control(continued, names)):
+    if not end and (token := first_control(continued, names)):
         follows["user"] = token
     function = {"name": "f", "arguments": {"a": _MARK}}
     calls = [{"id": "f00000000", "type": "function", "function": function}]
@@ -103,7 +103,7 @@ def _found(tokenizer: Any) -> TurnEnds:
     else:
         last = max((name for name in names if call_closing.rstrip().endswith(name)), key=len, default="")
         n_shared = shared_length(call_closing.rstrip(), answered)
-        following = _first_control(answered[n_shared:], names)
+        following = first_control(answered[n_shared:], names)
         if following and (not last or (is_model_end(tokenizer, following) and not is_model_end(tokenizer, last))):
             follows["tool"], last = following, ""
         call_closing, call_end = call_closing[call_closing.rfind(last) :] if last else "", last
@@ -136,12 +136,12 @@ def end_of_controls(text: str, names: Collection[str], n_shared: int) -> int:
         return 0
     at, name = min(places, key=lambda place: (place[0], -len(place[1])))
     end = at + len(name)
-    while (more := _first_control(text[end:], names, skip_space=False)) and end + len(more) <= n_shared:
+    while (more := first_control(text[end:], names, skip_space=False)) and end + len(more) <= n_shared:
         end += len(more)
     return end
 
 
-def _first_control(text: str, names: Collection[str], *, skip_space: bool = True) -> str:
+def first_control(text: str, names: Collection[str], *, skip_space: bool = True) -> str:
     """Return the control token with which a text begins, "" if there is none."""
     text = text.lstrip() if skip_space else text
     return max((name for name in names if text.startswith(name)), key=len, default="")

@@ -19,7 +19,7 @@ from areno.data.chat_template import END_THINK, THINK, render
 from areno.data.control_tokens import BREAK, control_names, control_tokens
 from areno.data.messages import check_rendered, template_messages
 from areno.data.row_schema import is_trained, shared_length
-from areno.data.turn_ends import end_of_controls, is_model_end, turn_ends
+from areno.data.turn_ends import end_of_controls, first_control, is_model_end, turn_ends
 from areno.errors import DataError, Key
 
 Spans = list[tuple[int, int]]
@@ -125,7 +125,7 @@ class _Conversation:
         text = self.render([*self.messages[:at], message])
         stop, end, closing = self._end(text, at, message)
         prompt, answer = self._divided(text[:stop], at)
-        return Turn(prompt, answer + (end or self._borrowed_end(at, message)), closing)
+        return Turn(prompt, answer + (end or self._borrowed_end(at, message, text[:stop])), closing)
 
     def _with_tags(self, at: int, message: Any) -> Iterator[Turn]:
         """Yield the turn with its reasoning in think tags, as the server reads it from models of any template."""
@@ -137,7 +137,7 @@ class _Conversation:
         if not message.get("tool_calls"):  # the template drops what is in tags
             prompt = self._prompt(at, self._thinking)
             answer = _continuation(prompt, _opening(prompt)[0] + content)
-            end = self._ends.end or self._borrowed_end(at, message)
+            end = self._ends.end or self._borrowed_end(at, message, "")
             if answer is not None:
                 yield Turn(prompt, answer + end, self._ends.closing[len(self._ends.end) :])
 
@@ -171,11 +171,13 @@ class _Conversation:
         n_end = end_of_controls(text[stop:], control_names(self.tokenizer), 0)
         return stop, text[stop : stop + n_end], text[stop + n_end :] if n_end else ""
 
-    def _borrowed_end(self, at: int, message: Any) -> str:
-        """Return the token that ends a turn if the template writes none: that of the next message, or eos."""
+    def _borrowed_end(self, at: int, message: Any, text: str) -> str:
+        """Return the token that ends a turn, after `text`, if the template writes none: the next one, or eos."""
         is_last = at + 1 == len(self.messages)
         role = self.messages[at + 1]["role"] if not is_last else "tool" if message.get("tool_calls") else "user"
         token = self._ends.following(role)
+        if not token and text and not is_last and (more := self.render(self.messages[: at + 2])).startswith(text):
+            token = first_control(more[len(text) :], control_names(self.tokenizer))
         if is_last and not (token and is_model_end(self.tokenizer, token)):
             token = self.tokenizer.eos_token
         if not token:

@@ -11,14 +11,14 @@ import pytest
 from transformers import AutoTokenizer
 
 _SHIPPED = Path(__file__).parents[1] / "tokenizers"
-_REAL = Path(__file__).parents[3] / "shared/data/tokenizers"
+_REAL = [Path(__file__).parents[3] / "shared/data" / name for name in ("tokenizers", "models")]
 
 
 def load_tokenizer(name: str) -> Any:
     """Load a tokenizer that comes with the tests (tiny, plain), or a real one; the test is skipped without that."""
-    folder = next((f / name for f in (_SHIPPED, _REAL) if (f / name).is_dir()), None)
+    folder = next((f / name for f in (_SHIPPED, *_REAL) if (f / name).is_dir()), None)
     if folder is None:
-        pytest.skip(f"the tokenizer {name} is not at {_REAL / name}")
+        pytest.skip(f"the tokenizer {name} is not at {_REAL[0] / name}")
     return AutoTokenizer.from_pretrained(folder)
 
 
