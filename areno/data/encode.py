@@ -126,6 +126,13 @@ def encode_inside(tokenizer: Any, text: str) -> list[int]:
     return encode_text(tokenizer, (text, False))
 
 
+def encode_insides(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Encode texts by `encode_inside`, together if the tokenizer adds no space."""
+    if control_tokens(tokenizer).adds_no_space:
+        return encode_texts(tokenizer, [(text, False) for text in texts])
+    return [encode_inside(tokenizer, text) for text in texts]
+
+
 def encode_text(tokenizer: Any, text: Text) -> list[int]:
     """Return the token ids of one text."""
     words, adds_special = text

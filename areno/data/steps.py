@@ -17,8 +17,9 @@ from areno.config.experiments import ProcessRewardActorConfig
 from areno.config.models import ModelConfig
 from areno.config.reward import StepScore
 from areno.data.ahead import CHUNK
+from areno.data.control_tokens import control_tokens
 from areno.data.drafts import rendered_prompt, tools_of
-from areno.data.encode import Draft, Text, encode_texts
+from areno.data.encode import Draft, Text, encode_insides
 from areno.data.row_schema import Rows, labelled_steps, rows_at
 from areno.errors import DataError, Key, Problem
 from areno.models.config import TransformerConfig
@@ -137,12 +138,13 @@ def step_draft(tokenizer: Any, row: Mapping[str, Any], index: int, separator: st
     """
     prompt, steps, labels = labelled_steps(row)
     rendered = rendered_prompt(tokenizer, prompt, None, tools_of(row))
-    texts: list[Text] = [(rendered, tokenizer.chat_template is None), (separator, False)]
-    texts += [(step.removesuffix(separator), False) for step in steps]
+    rest = [separator, *(step.removesuffix(separator) for step in steps)]
+    joins = control_tokens(tokenizer).adds_no_space
+    texts: list[Text] = [(rendered, tokenizer.chat_template is None), *((text, False) for text in rest if joins)]
 
     def finish(encoded: list[list[int]]) -> AnswersItem:
-        before, mark, *rest = encoded
-        tokens, ends = _joined(before, rest, mark)
+        before, mark, *found = encoded if joins else [*encoded, *encode_insides(tokenizer, rest)]
+        tokens, ends = _joined(before, found, mark)
         prompt_mask, returns = np.ones(len(tokens), bool), np.zeros(len(tokens), np.float32)
         prompt_mask[ends], returns[ends] = False, labels
         return AnswersItem(
@@ -186,8 +188,8 @@ class StepReader:
             For each answer, (token ids, index of the last token of each step).
         """
         of_answers = [split_steps(answer, self.separator) for answer in answers]
-        texts: list[Text] = [(self.separator, False), *((step, False) for steps in of_answers for step in steps)]
-        mark, *encoded = encode_texts(self.tokenizer, texts)
+        texts = [self.separator, *(step for steps in of_answers for step in steps)]
+        mark, *encoded = encode_insides(self.tokenizer, texts)
         rest, found = iter(encoded), []
         for prompt, steps in zip(prompts, of_answers, strict=True):
             tokens, ends = _joined(prompt, [next(rest) for _ in steps], mark)

@@ -37,6 +37,9 @@ SFT = [
     else {"messages": [{"role": "user", "content": f"<|im_{n}"}, {"role": "assistant", "content": f"answer {n}"}]}
     for n in range(80)
 ]
+SFT[8] = {
+    "messages": [{"role": ("user", "assistant")[n % 2], "content": f"turn {n}"} for n in range(4)]
+}  # two sequences
 PAIRS = [{"prompt": f"row {n}", "chosen": "yes " * (1 + n % 3), "rejected": f"no {n}"} for n in range(80)]
 
 

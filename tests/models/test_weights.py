@@ -9,6 +9,7 @@ import resource
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from areno.errors import CheckpointError
 from areno.layers.attention import PackedAttend
 from areno.models import folder as hub
+from areno.models.folder import add_ends
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights, write_tensors
@@ -79,6 +81,27 @@ def test_transformers_loads_what_we_save(kind: str, tied: bool, tmp_path: Path) 
     assert (tmp_path / "out/generation_config.json").read_bytes() == (
         tmp_path / "in/generation_config.json"
     ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("own", "config_ids", "ends", "expected"),
+    [
+        ({"eos_token_id": 5, "top_p": 0.9}, [5, 7], [7], {"eos_token_id": [5, 7], "top_p": 0.9}),
+        ({"eos_token_id": [5, 7]}, [5, 7], [7], {"eos_token_id": [5, 7]}),
+        ({"top_p": 0.9}, [5], [5], {"top_p": 0.9}),
+        ({"top_p": 0.9}, [5], [6], {"top_p": 0.9, "eos_token_id": [5, 6]}),
+        (None, [5], [6], {"eos_token_id": [5, 6]}),
+        (None, [5], [5], None),
+    ],
+)
+def test_the_ends_of_turns_are_listed(own: Any, config_ids: Any, ends: Any, expected: Any, tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    if own is not None:
+        file.write_text(json.dumps(own))
+    add_ends(tmp_path, config_ids, ends)
+    assert (json.loads(file.read_text()) if file.exists() else None) == expected
+    if expected is not None and "eos_token_id" in expected:
+        assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == expected["eos_token_id"]
 
 
 def test_small_shards_and_their_index(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +12,17 @@ import pytest
 import torch
 
 import areno
-from areno.config.datasets import ValidDatasetConfig
-from areno.config.models import MicroBatchSpec, ScoringRefConfig
+from areno.config.datasets import DatasetConfig, ValidDatasetConfig
+from areno.config.models import MicroBatchSpec, ModelConfig, ScoringRefConfig
 from areno.config.run import EngineConfig, EvaluatorConfig, RecoverConfig
 from areno.errors import ConfigError, DataError
 from areno.launch.compose import load
 from areno.loss_fns import sft_loss_fn
 from areno.recipes.dpo import DPOConfig
+from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
 from areno.types import AnswersItem, Batch
+from tests.helpers.agent_model import model_folder
 from tests.helpers.row_runs import (
     DEMONSTRATIONS,
     MODEL,
@@ -28,8 +32,10 @@ from tests.helpers.row_runs import (
     optimizer,
     quickstart_pairs,
     scalars,
+    settings,
     sft_config,
 )
+from tests.helpers.tokenizers import load_tokenizer
 
 # DPO -----------------------------------------------------------------------------------------------------------------
 
@@ -318,6 +324,35 @@ def test_evaluation_loss_of_a_script(tmp_path):
     assert losses[0] == pytest.approx(-sum(map(sum, logprobs)) / sum(map(len, logprobs)), abs=1e-5)
     assert len(losses) == 3
     assert result == losses[-1] < losses[1] < losses[0]
+
+
+@pytest.mark.slow
+def test_a_conversation_of_several_sequences_is_one_row(tmp_path, caplog):
+    """Batches and epochs count rows of the data, and a run continues at the right row."""
+    folder = model_folder(eos=383)  # its files list another end than its template writes
+    rows = [
+        {"messages": [{"role": ("user", "assistant")[at % 2], "content": f"{n} {at}"} for at in range(4)]}
+        for n in range(6)
+    ]
+
+    def losses(name: str, changed: str, steps: int | None = None) -> list[float]:
+        data = DatasetConfig(batch_size=2, max_length=256, changed_turns=changed)
+        actor = ModelConfig(path=folder, init_from_scratch=True, gradient_checkpointing=False, optimizer=optimizer())
+        how = settings(tmp_path, actor, train_dataset=data, total_train_epochs=2, total_train_steps=steps)
+        with areno.SFTTrainer(SFTConfig(**how), str(tmp_path / name), train_dataset=rows) as trainer:
+            trainer.fit()
+            assert trainer.run.step == (steps or 6)
+        return scalars(tmp_path / name)["train/loss"]
+
+    with caplog.at_level("INFO"):
+        whole = losses("split", "split")
+    text = r"2 of 2 rows became 4 sequences, one for each turn of the assistant, which adds \d+ tokens"
+    assert re.search(text, caplog.text)
+    assert losses("part", "split", 2) == whole[:2]
+    assert losses("part", "split") == whole
+    assert losses("rendered", "as_rendered") != whole
+    saved = json.loads((tmp_path / "split/checkpoints/latest/generation_config.json").read_text())
+    assert saved["eos_token_id"] == [383, load_tokenizer("tiny").convert_tokens_to_ids("<|im_end|>")]
 
 
 def test_two_runs_of_a_script_have_folders_of_their_own(tmp_path):
