@@ -306,6 +306,10 @@ class EngineSpec:
         """Return a copy of the spec without the actor's optimizer, for an engine that cannot train the actor."""
         return replace(self, actor=replace(self.actor, optimizer=None))
 
+    def turn_ends_of(self, role: str) -> tuple[int, ...]:
+        """Return the tokens that generation_config.json of a saved role must list."""
+        return self.turn_end_ids if role == "actor" else ()
+
     def keeps_routes(self, role: str) -> bool:
         """Return whether the decoder of a role returns the experts of each token, which only training needs.
 

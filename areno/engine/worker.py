@@ -549,8 +549,7 @@ class Worker:
         how["pin_memory"] = background and self.context.device.type == "cuda"
         with self.roles[role].on_device() as backend:
             if lora is None or merge:
-                ends = self.spec.turn_end_ids if role == "actor" else ()
-                writes = file_writes(backend.model, folder, ends=ends, **how)
+                writes = file_writes(backend.model, folder, ends=self.spec.turn_ends_of(role), **how)
             else:
                 writes = adapter_writes(backend.model, folder, adapters=lora.adapters, base=lora.base, **how)
             if background:

@@ -143,6 +143,13 @@ def test_sessions_of_an_algorithm_without_agents():
     assert text in problems("sft", "perf_tracer.session_tracer.enabled=true")
 
 
+def test_turns_of_an_algorithm_without_conversations():
+    text = "train_dataset.changed_turns: is error, but this algorithm does not train on the turns of conversations; "
+    for recipe in ("grpo", "dpo", "kto"):
+        assert text + "leave it out" in problems(recipe, "train_dataset.changed_turns=error")
+    assert not any("changed_turns" in each for each in problems("sft", "train_dataset.changed_turns=error"))
+
+
 def test_evaluation_settings_of_a_task_without_evaluation(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\nvalid_dataset: null\n")
     with pytest.raises(ConfigError) as caught:
