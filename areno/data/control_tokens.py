@@ -366,7 +366,7 @@ class ControlTokens:
 
 def note_unknown(tokenizer: Any, text: str, tokens: Sequence[int]) -> None:
     """Log a warning, once for a tokenizer, if the tokens of a text have the token for what the vocabulary lacks."""
-    unknown = tokenizer.unk_token_id
+    unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is None or unknown not in tokens or getattr(tokenizer, "told_of_unknown", False):
         return
     if unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
