@@ -93,7 +93,7 @@ def test_large_tables_are_those_in_memory(tmp_path, monkeypatch, form):
     monkeypatch.setattr(files, "LARGE_BYTES", 0)
     before = pa.total_allocated_bytes()
     rows = read_rows(str(path))
-    assert pa.total_allocated_bytes() == before
+    assert pa.total_allocated_bytes() <= before  # tables of earlier tests may be freed meanwhile
     assert list(rows) == list(in_memory)
 
 
