@@ -165,7 +165,7 @@ def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list
     found = []
     for word in [word.partition("=")[0] for word in words if word.startswith("-")] or words:
         settings = counterparts(word.lstrip("-").replace("-", "_"))
-        meant = [name for key in settings if (name := names.get(key)) in known]
+        meant = [names[key] for key in settings if names.get(key) in known]
         hint = f"; here it is {' or '.join(meant)}" if meant else did_you_mean(word, known)
         found.append(Problem(word, f"there is no such flag{hint}"))
     return found
