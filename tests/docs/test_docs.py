@@ -173,6 +173,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
 
     sums = [{"prompt": f"{a}+9=", "solutions": str(a + 9)} for a in range(11, 31)]
     pairs = [{"prompt": f"{a}+9=", "chosen": str(a + 9), "rejected": str(a - 1)} for a in range(11, 31)]
+    pairs += [{"prompt": "1+1=", "chosen": "2", "rejected": "2"}] * 20
     answers = [{"prompt": f"{a}+9=", "response": str(a + 9)} for a in range(11, 31)]
     steps = [{"prompt": f"{a}+9=", "completions": [str(a + 9)], "labels": [a % 2 == 0]} for a in range(11, 31)]
     labels = [{**row, "label": number % 2 == 0} for number, row in enumerate(answers)]
@@ -185,6 +186,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         "sapo": ("grpo", "quickstart", ["variant=sapo"]),
         "dapo": ("grpo", "quickstart", ["variant=dapo", "eval_gconfig.greedy=false", "eval_gconfig.n_samples=4"]),
         "ppo": ("ppo", "quickstart_ppo", ["critic.warmup_steps=0", *decoupled]),
+        "kl": ("grpo", "quickstart", ["variant=reinforce_pp", "ref=default", "actor.kl_ctl=0.1"]),
         "dpo": ("dpo", "quickstart_dpo", []),
         "orpo": ("dpo", "quickstart_dpo", ["actor.loss_type=orpo", "actor.label_smoothing=0"]),
         "kto": ("kto", "quickstart_kto", []),
