@@ -45,7 +45,9 @@ def files(folder: str | Path = "out") -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
 
 
-def fails(capsys: pytest.CaptureFixture[str], message: str, code: int, *overrides: str, **how) -> str:
+def fails(
+    capsys: pytest.CaptureFixture[str], message: str, code: int, *overrides: str, begins: bool = False, **how
+) -> str:
     """Run it and hold it to the rule: the message is one line, nothing is left of the run, no process either."""
     before = children()
     assert run(*overrides, **how) == code
@@ -54,8 +56,10 @@ def fails(capsys: pytest.CaptureFixture[str], message: str, code: int, *override
     assert last.startswith("error: "), error
     assert re.search(message, last), last
     assert "Traceback" not in error
-    begun = any(name.endswith("metrics.jsonl") for name in files()) if Path("out").exists() else False
-    assert begun or not Path("out").exists(), files()  # a run that has begun a step keeps its log
+    if begins:  # a run that has begun a step keeps its log
+        assert [name for name in files() if name.endswith("/logs/run.log")], files()
+    else:
+        assert not Path("out").exists(), files()
     assert set(children()) <= set(before)
     return error
 

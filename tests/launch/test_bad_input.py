@@ -382,8 +382,9 @@ def test_rewards(capsys, source, code, message):
         write("reward.py", source)
     timeout_s = 0.5 if "sleep" in (source or "") else 60  # nobody else must be late
     if message.endswith("$"):
-        message = message.removesuffix("$") + r"(\. Where it fails: areno reward reward\.py .*)?$"
-    fails(capsys, f"reward.fn: .*{message}", code, "reward.fn=reward.py", f"reward.timeout_s={timeout_s}")
+        message = message.removesuffix("$") + r"\. Where it fails: areno reward reward\.py --data \S+$"
+    settings = ["reward.fn=reward.py", f"reward.timeout_s={timeout_s}"]
+    fails(capsys, f"reward.fn: .*{message}", code, *settings, begins=code == 1)
 
 
 @pytest.mark.slow
