@@ -68,8 +68,8 @@ def run(main, *arguments, name="small"):
         return end.code
 
 
-def load(*overrides, name="small", cls=GSPOConfig):
-    return compose.load(cls, name, list(overrides), Path("my"))
+def load(*overrides, name="small", cls=GSPOConfig, sources=False):
+    return compose.load(cls, name, list(overrides), Path("my"), sources)
 
 
 def problems_of(*overrides, **kwargs):

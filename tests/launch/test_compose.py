@@ -23,6 +23,7 @@ from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.schema.build import build
 from areno.tracking.reader import RunReader
+from areno.tracking.run_folder import METRICS
 from tests.helpers.played import TASK, Main, load, problems_of, run, task_folder
 
 REPO = Path(__file__).parents[2]
@@ -98,7 +99,7 @@ def test_optional_sections_are_groups(work):
     (work / "my/with_ref.yaml").write_text(TASK.replace("- recipe", "- recipe\n  - ref: default") + "ref: {path: x}\n")
     assert load("actor.kl_ctl=0.1", name="with_ref").ref.path == "x"
     assert load("ref=null", name="with_ref").ref is None
-    assert problems_of("valid_dataset=default")[0].startswith("valid_dataset.path: missing")
+    assert problems_of("valid_dataset=default", sources=True)[0].startswith("valid_dataset.path: missing")
     assert "ref: is chosen more than once" in problems_of("ref=default", "ref=null")[0]
     greedy = ["eval_gconfig=greedy", "+valid_dataset.path=x", "gconfig.n_samples=4", "gconfig.max_new_tokens=7"]
     sampled = load(*greedy).eval_gconfig
@@ -186,6 +187,9 @@ def test_an_earlier_run_is_not_overwritten(work, capsys, monkeypatch):
     monkeypatch.setattr("time.strftime", lambda *_: "now")
     main = Main()
     assert run(main, "trial_name=one") == 0
+    metrics = work / "outputs/test/one" / METRICS
+    metrics.parent.mkdir()
+    metrics.write_text("{}\n")
     assert run(main, "trial_name=one", "seed=5") == 2
     assert "trial_name" in capsys.readouterr().err
     assert len(main.calls) == 1

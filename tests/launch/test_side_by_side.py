@@ -251,8 +251,7 @@ def test_a_sweep_side_by_side_that_is_interrupted_and_goes_on(tmp_path: Path) ->
     assert done.stdout.count("actor.optimizer.lr: is nan; a finite number is expected") == 4
     one = subprocess.run(command("one", 1), stdout=subprocess.PIPE, timeout=200, **given)
     assert (
-        done.stdout[done.stdout.index("     run  ") :].replace("two/", "one/")
-        == one.stdout[one.stdout.index("     run  ") :]
+        done.stdout[done.stdout.index(" run  ") :].replace("two/", "one/") == one.stdout[one.stdout.index(" run  ") :]
     )
     for name in ("sweep.csv", "sweep.json"):
         two = (sweep / name).read_text().replace(str(tmp_path / "two"), str(tmp_path / "one"))

@@ -299,7 +299,7 @@ def test_several_runs_on_the_screen_and_on_paper(tmp_path, browser):
     assert first["y"] + first["height"] < 900
     assert page.locator("#numbers tbody tr").count() == 2
     assert page.locator("#numbers thead th").count() == 7
-    assert page.locator("#numbers svg polyline").count() == 18
+    assert page.locator("#numbers svg polyline").count() == 12
     assert page.locator("#numbers tbody tr").first.inner_text().count("best 0.6 at step 6") == 6
 
     page.emulate_media(color_scheme="dark")

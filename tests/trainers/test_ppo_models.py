@@ -138,7 +138,7 @@ def test_offloaded_roles_give_the_same_numbers(tmp_path: Path, models: dict[str,
             tmp_path,
             critic={"offload": offload},
             ref=RefConfig(path=str(models["lm"]), offload=offload),
-            reward=RewardConfig(path=str(models["reward"]), offload=offload, workers=1),
+            reward=RewardConfig(path=str(models["reward"]), offload=offload),
             total_train_steps=2,
         )
         fitted(config, tmp_path / str(offload))
