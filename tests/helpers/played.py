@@ -12,6 +12,7 @@ from areno.api import Algorithm
 from areno.errors import ConfigError
 from areno.launch import command, compose
 from areno.recipes.gspo import GSPOConfig, loop
+from areno.tracking.run_folder import METRICS
 
 SMALL = ["experiment_name=test", "actor.path=model", "train_dataset.path=rows.jsonl", "reward.fn=math"]
 TASK = """\
@@ -47,14 +48,17 @@ class Played(Algorithm):
 class Main:
     """A loop that remembers its calls, fails on the seeds it is told to, and returns lr * seed."""
 
-    def __init__(self, failures=None):
-        self.calls = []
+    def __init__(self, failures=None, steps=False):
+        self.calls, self.steps = [], steps
         self.failures = failures or {}
 
     def __call__(self, config, run_dir):
         self.calls.append((config, run_dir))
         if config.seed in self.failures:
             raise self.failures[config.seed]
+        if self.steps:
+            (run_dir / METRICS).parent.mkdir()
+            (run_dir / METRICS).write_text("{}\n")
         return config.actor.optimizer.lr * config.seed
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import multiprocessing.dummy
 import os
 import signal
@@ -230,26 +229,21 @@ def test_which_form() -> None:
 @pytest.mark.slow
 def test_long_commands_of_two_threads_arrive_whole(folder: Path) -> None:
     """Agents send requests while the driver sends rows to train on. A long message is written in two pieces."""
-    unknown = list(range(1 << 20, (1 << 20) + 20_000))
+    unknown, n_sent = list(range(1 << 20, (1 << 20) + 6_000)), 20
     with contextlib.closing(SpawnedGroup(spec(folder))) as group:
         group.call("begin_rollout", ROLLOUT)
-        counted, sent, is_over = list(group.heartbeats._sent), itertools.count(), threading.Event()
+        counted = list(group.heartbeats._sent)
 
         def casts() -> None:
-            while not is_over.is_set():
+            for _ in range(n_sent):
                 group.cast(0, "abort", unknown)
-                next(sent)
 
         thread = threading.Thread(target=casts)
         thread.start()
-        try:
-            for _ in range(200):
-                group.cast(0, "abort", unknown)
-        finally:
-            is_over.set()
-            thread.join()
+        casts()
+        thread.join()
         group.call("wait")
-        assert group.heartbeats._sent[0] == counted[0] + 200 + next(sent) + 1
+        assert group.heartbeats._sent[0] == counted[0] + 2 * n_sent + 1
 
 
 @pytest.mark.parametrize("busy", ["decoding", "training", pytest.param("idle", marks=pytest.mark.slow)])
