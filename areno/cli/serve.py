@@ -326,6 +326,7 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
             defaults=SamplingParams(max_new_tokens=context, max_context_len=context),
             thinking=False if arguments.disable_thinking else None,
             raw_logprobs=arguments.logprobs_mode == "raw_logprobs",
+            guard=_guard(arguments),
         )
         thread = ServerThread(server.application, arguments.host, arguments.port, limits.shutdown_s)
         gc.freeze()  # otherwise garbage collection scans all imported modules and stops the server for 300 ms

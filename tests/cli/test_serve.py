@@ -105,6 +105,18 @@ def seen(served: Served) -> str:
     return httpx2.get(f"{served.url.removesuffix('/v1')}/metrics").text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "served", [("--allowed-hosts", "mine.example", "--allowed-origins", "http://page.example")], indirect=True
+)
+def test_only_named_hosts_and_pages_may_use_a_server_without_a_key(served: Served) -> None:
+    def status(**headers: str) -> int:
+        return httpx2.get(f"{served.url}/models", headers=headers).status_code
+
+    assert status() == status(host="mine.example") == status(origin="http://page.example") == 200
+    assert status(host="other.example") == status(origin="http://other.example") == 403
+
+
 @pytest.mark.parametrize("served", [("--speculation", "on")], indirect=True)
 def test_repeated_answers_are_drafted(served: Served) -> None:
     client = OpenAI(base_url=served.url, api_key="EMPTY", max_retries=0)
