@@ -22,7 +22,7 @@ from areno.models.known_shapes import known_shape
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import devices_here, hardware_of, names
 from areno.plan.ways import Way, ways_to_fit
-from tests.helpers.pages import ROOT
+from tests.helpers.pages import ROOT, blocks
 
 WORK = [
     *("train_dataset.batch_size=32", "gconfig.n_samples=8", "gconfig.max_new_tokens=256", "valid_dataset=null"),
@@ -335,12 +335,17 @@ def test_a_plan_for_this_machine_names_the_option_for_others(
 
 
 def test_the_commands_of_the_guide_work(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line.startswith("areno plan --")]
-    assert len(lines) == 2
+    """The first one prints what the page shows after it."""
+    page = ROOT / "docs/planning.md"
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("areno plan --")]
+    printed = []
     for line in lines:
         assert main(shlex.split(line)[1:]) in (0, 1)
-        assert " fits" in (told := capsys.readouterr().out) or "not fit" in told
+        printed.append(capsys.readouterr().out)
+    assert len(printed) == 2
+    assert all(" fits" in each or "not fit" in each for each in printed)
+    _, (_, shown) = blocks(page)[:2]
+    assert [line.rstrip() for line in printed[0].splitlines()] == shown.splitlines()
 
 
 def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
