@@ -219,6 +219,29 @@ def test_numbers_are_finite_wherever_they_stand() -> None:
         assert not grammar.accepts(call(family, x=2.5e300).replace("2.5e+300", "1e9999"))
 
 
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "number"}, ["0", "0.0", "-0", "-0.0"], []),
+        ({"type": "integer"}, ["0", "-0"], ["-0.0"]),
+        ({"type": "number", "minimum": 0}, ["0", "0.0"], ["-0", "-0.0"]),
+        ({"enum": [0]}, ["0"], ["-0"]),
+        ({"enum": [-0.0]}, ["0", "-0.0"], []),
+        ({"type": "string"}, ['"\x7f"', r'"\u007f"'], []),
+        ({"type": "string", "pattern": "."}, [r'"\u007f"'], ['"\x7f"']),
+        ({"enum": ["\x7f", "b"], "pattern": "."}, ['"b"'], ['"\x7f"', r'"\u007f"']),
+    ],
+)
+def test_zeros_with_a_sign_and_the_character_del(schema: Any, good: list[str], bad: list[str]) -> None:
+    assert accepted(answers(schema), [*good, *bad]) == good
+
+
+def test_calls_in_python_have_no_del_with_a_pattern() -> None:
+    for word in ({}, {"pattern": "."}):
+        grammar = calls("pythonic", {"properties": {"a": {"type": "string", **word}}, "required": ["a"]})
+        assert [grammar.accepts(f'[f(a="{text}")]') for text in ("b", "\x7f", r"\u007f")] == [True, not word, not word]
+
+
 def test_a_reason_is_whole() -> None:
     with pytest.raises(GrammarError, match=r"regex parse error: .* look-behind, is not supported"):
         answers({"type": "string", "pattern": "^(?<=a)b"})
