@@ -10,6 +10,7 @@ import re
 
 from areno.tracking.console import STOPPED
 from tests.helpers.messages import ROOT, Message, arguments, errors, returned, warnings
+from tests.helpers.pages import codes, of_tables
 
 ARENO = ROOT / "areno"
 ELSEWHERE = {
@@ -71,6 +72,14 @@ def messages() -> list[Message]:
         assert not message.is_only_a_hole or file in ELSEWHERE, f"{message.place}: say in ELSEWHERE where its words are"
         found += ELSEWHERE[file]() if message.is_only_a_hole else [message]
     return [message for message in found if not message.is_only_a_hole]
+
+
+def test_the_index_quotes_entries() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    index = page.partition("## Index by symptom")[2].partition("\n## ")[0]
+    quoted = [words for row in of_tables(index)[1:] for words in codes(row[1])]
+    assert len(quoted) > 30
+    assert not [words for words in quoted if not any(words in entry for entry in entries())]
 
 
 def test_each_message_of_a_run_has_an_entry() -> None:
