@@ -1,7 +1,7 @@
 """Run the quickstart with each algorithm and variant, and draw their rewards.
 
     python docs/algorithm_curves.py run FOLDER            make the missing runs: about five minutes on two cores
-    python docs/algorithm_curves.py draw FOLDER IMAGE     draw the image, and print the table of docs/algorithms.md
+    python docs/algorithm_curves.py draw FOLDER IMAGE     draw the image, and print the table of docs/learning.md
 
 All runs have the same seed. All but "GRPO, 1 update" and PPO make four updates per batch, so that the ratios move away
 from 1 and the variants differ. PPO has its own task file, in which the critic is first trained alone.
@@ -130,12 +130,7 @@ def present(folder: Path) -> list[str]:
 
 def table(folder: Path) -> str:
     """The table of results, in Markdown."""
-    names = [
-        "run of 60 steps on the quickstart",
-        "mean reward, first step -> mean of the last 5 steps",
-        "accuracy on held-out problems at the end",
-        "total time of all steps in seconds",
-    ]
+    names = ["run", "mean reward, first step -> last 5 steps", "held-out accuracy", "seconds"]
     lines = [f"| {' | '.join(names)} |", "|---|---|---|---|"]
     for name in present(folder):
         first, last, accuracy, seconds = summary(run_folder(folder, name))

@@ -123,7 +123,7 @@ def test_settings_of_the_curves_compose(monkeypatch):
 
 
 def test_the_page_has_a_row_for_every_curve(monkeypatch):
-    section = (DOCS / "algorithms.md").read_text(encoding="utf-8").split("\n## On the quickstart\n")[1]
+    section = (DOCS / "learning.md").read_text(encoding="utf-8").split("\n## On the quickstart\n")[1]
     assert re.findall(r"^\| ([^|]+?) \| 0\.\d+ -> ", section, re.M) == list(algorithm_runs(monkeypatch))
 
 
