@@ -42,7 +42,7 @@ PAGES = [
     *sorted((ROOT / "recipes").glob("*.md")),
 ]
 GUIDES = ["quickstart.md", "recipes.md", "data.md", "evaluation.md", "runs.md", "resuming.md", "reference/cli.md"]
-GUIDES += ["adapters.md", "distillation.md", "exact.md", "judges.md", "tracing.md"]
+GUIDES += ["adapters.md", "distillation.md", "exact.md", "judges.md", "tracing.md", "../README.md"]
 
 
 def commands(kind: str) -> list[tuple[str, str]]:
