@@ -71,15 +71,7 @@ os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
-    """Return whether kernels on a device can use programmatic dependent launch (PDL).
-
-    Args:
-        device: device of the launch.
-
-    Returns:
-        True for NVIDIA GPUs of compute capability 9.0 or more, if Triton compiles (instead of interpreting) and has
-        PDL.
-    """
+    """Return whether a device has PDL (compute capability 9.0), and Triton compiles for it and has PDL."""
     if (capability(device) or (0, 0)) < (9, 0):
         return False
     if not isinstance(wait_for_previous, triton.JITFunction):  # the interpreter runs
@@ -92,34 +84,22 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Return the launch options for a kernel that calls `wait_for_previous` (the docstring of the module explains PDL).
+    """Return the launch options for a kernel that calls `wait_for_previous`, empty if the device has no PDL.
 
-    Args:
-        device: device of the launch.
-
-    Returns:
-        Keyword arguments for the launch: Triton's option `launch_pdl`, and the constexpr `PDL`, by which the kernel
-        knows that it has to wait. Empty if the device has no PDL. The kernel is then launched as usual and must not
-        wait.
+    The constexpr `PDL` tells the kernel that it has to wait. Without it, the kernel must not wait.
     """
     return {"PDL": True, "launch_pdl": True} if supports_pdl(device) else {}
 
 
 @triton.jit
 def launch_dependents():
-    """Allow the next kernel to begin early, if it is launched with PDL.
-
-    The next kernel begins when every program of this kernel has called this function or has ended.
-    """
+    """Allow the next kernel to begin early, once every program of this kernel has called this function or has ended."""
     tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous():
-    """Wait until the previous kernel has ended and its results are visible.
-
-    Only a kernel that is launched with PDL may call this.
-    """
+    """Wait until the previous kernel has ended and its results are visible. Needs a launch with PDL."""
     tl.extra.cuda.gdc_wait()
 
 
@@ -128,13 +108,6 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
     A fused operation rounds once, so fusing changes results in the last bit. Whether Triton fuses by default differs
     between its releases.
-
-    Args:
-        function: the kernel. If None, a decorator is returned.
-        options: keyword arguments of `triton.jit`.
-
-    Returns:
-        The kernel, launched as `kernel[grid](...)`.
     """
     if function is None:
         return functools.partial(kernel, **options)
@@ -146,11 +119,7 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 @functools.cache
 def has_option(name: str) -> bool:
-    """Return whether the installed Triton has a launch option for NVIDIA GPUs.
-
-    Args:
-        name: name of the option, such as "launch_pdl".
-    """
+    """Return whether the installed Triton has a launch option for NVIDIA GPUs."""
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
     except ImportError:
@@ -160,7 +129,6 @@ def has_option(name: str) -> bool:
 
 @functools.cache
 def _fma_options() -> dict[str, bool]:
-    """Return the launch option that switches FMA on, or nothing if this release of Triton has no such option."""
     return {"enable_fp_fusion": True} if has_option("enable_fp_fusion") else {}
 
 
@@ -168,10 +136,6 @@ def runs_gluon(device: torch.device, name: str) -> bool:
     """Return whether a kernel in Gluon runs on a device: a Hopper GPU, and a Triton that has Gluon and can compile it.
 
     The products need instructions that only Hopper GPUs have. The other kernels were not measured on newer GPUs.
-
-    Args:
-        device: device of the launch.
-        name: name of the kernel.
     """
     return _has_gluon(device) and name not in _uncompiled
 
@@ -182,22 +146,10 @@ def _has_gluon(device: torch.device) -> bool:
 
 
 def launch_gluon(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> bool:
-    """Launch a kernel in Gluon.
+    """Launch a kernel in Gluon, and return whether it was launched.
 
-    If Triton cannot compile the kernel, a warning is logged, and `runs_gluon` returns False for the kernel from then
-    on.
-
-    Args:
-        function: the kernel, decorated with `gluon.jit`.
-        grid: number of programs in each dimension.
-        *arguments: arguments of the kernel.
-        **options: constants of the kernel, and launch options.
-
-    Returns:
-        Whether the kernel was launched.
-
-    Raises:
-        RuntimeError: an error of CUDA, such as too little memory.
+    If Triton cannot compile the kernel, a warning is logged, and `runs_gluon` returns False for it from then on. Other
+    errors of CUDA are raised.
     """
     options |= _fma_options()
     try:
@@ -219,14 +171,10 @@ def launch_gluon(function: Any, grid: tuple[int, ...], *arguments: Any, **option
 
 
 def tile_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return the descriptor with which a kernel in Gluon copies tiles of a matrix to shared memory by TMA.
+    """Return the descriptor by which a kernel in Gluon copies tiles of a matrix to shared memory with Hopper's TMA.
 
-    TMA is the copy engine of Hopper GPUs. It writes zeros for elements of a tile beyond the matrix.
-
-    Args:
-        matrix: contiguous matrix in bfloat16 or float16, at a multiple of 16 bytes, with a multiple of 8 columns.
-        rows: rows of a tile.
-        columns: columns of a tile.
+    The contiguous half-precision matrix begins at a multiple of 16 bytes and has a multiple of 8 columns. Elements of a
+    tile beyond the matrix are zeros.
     """
     layout = _shared_layout(rows, columns, gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16)
     # `stride` of a matrix of one row may be any number, and TMA needs a multiple of 16 bytes.
@@ -240,8 +188,5 @@ def _shared_layout(rows: int, columns: int, dtype: gl.dtype) -> gl.NVMMASharedLa
 
 class _Kernel(triton.JITFunction):
     def run(self, *args: Any, **how: Any) -> Any:
-        """Launch the kernel, with FMA switched on.
-
-        Triton calls this method for every launch, with the kernel's arguments, and its launch options in `how`.
-        """
+        """Launch with FMA switched on. Triton calls this method for every launch."""
         return super().run(*args, **{**_fma_options(), **how})

@@ -1,9 +1,7 @@
 """Attention of packed sequences (rows) by functions that take padded batches.
 
-`by_padding` pads rows of similar length to batches, calls the function, and packs the results again.
-
-Shape letters: N query tokens, M key tokens, H query heads, K key heads, D head dimension; T tokens of the B rows in one
-padded batch of length L.
+Rows are packed as in `areno.kernels.attention`. N query tokens, M key tokens, H query heads, K key heads, D head
+dimension; T tokens of the B rows in one padded batch of length L.
 """
 
 from __future__ import annotations
@@ -25,22 +23,10 @@ def by_padding(
     starts_k: list[int],
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    """Compute attention of packed sequences (rows) with a function that takes padded batches.
+    """Compute attention with `attend`, which takes padded q, k and v (B, heads, L, D).
 
-    Rows of similar length share a call, since many short calls cost more than some padding.
-
-    Args:
-        q_NHD: queries of all rows, packed, shape (query tokens, heads, head dim).
-        k_MKD: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens.
-        v_MKD: values of all rows, packed in the same way.
-        starts_q: cumulative numbers of queries, from 0 to N, one more than there are rows.
-        starts_k: cumulative numbers of keys, from 0 to M, one more than there are rows.
-        attend: function that computes causal attention from padded queries, keys and values of shape (rows, heads,
-            length, head dim). Its fourth argument has the position of each row's first query, (rows,) int64, or None if
-            this is 0 for all rows.
-
-    Returns:
-        The output (N, H, D).
+    Its fourth argument has the position of each row's first query, (B,) int64, or None if this is 0 for all rows. Rows
+    of similar length share a call, since many short calls cost more than some padding.
     """
     outs: list[Tensor] = []
     batches = _padded_batches(tuple(starts_q), tuple(starts_k), q_NHD.device)
@@ -78,7 +64,7 @@ def _padded_batches(
 
 
 def _batches(starts_q: Sequence[int], starts_k: Sequence[int]) -> list[list[int]]:
-    """Return the row indices of each padded batch, ascending within a batch.
+    """Return the row indices of each padded batch, ascending.
 
     The rows of a batch have similar numbers of queries and of keys. Rows with as many queries as keys are apart from
     the others, because a simpler mask is enough for them.
@@ -107,17 +93,7 @@ def _is_similar(length: int, longest: int) -> bool:
 
 
 class _Padding:
-    """Converts the tokens of B rows between packed tensors (T, heads, D) and padded batches (B, heads, L, D).
-
-    Args:
-        starts: index of each row's first token in the packed tensors of all rows.
-        lengths: number of tokens in each row.
-        device: device of the tensors.
-
-    Attributes:
-        n_rows: B, the number of rows.
-        tokens_T: int64, index of each token of the B rows in the packed tensors of all rows.
-    """
+    """Converts the tokens of B rows between packed tensors (T, heads, D) and padded batches (B, heads, L, D)."""
 
     def __init__(self, starts: list[int], lengths: list[int], device: torch.device):
         n_rows, longest = self.shape = len(starts), max(lengths)
@@ -131,13 +107,11 @@ class _Padding:
         self.slots_T = real_BL.flatten().nonzero().squeeze(1).to(device)
 
     def pad(self, x_THD: Tensor) -> Tensor:
-        """Return the padded batch (B, heads, L, D) for the packed tokens of the B rows. Padding is zeros."""
         if self.ragged:
             n_rows, longest = self.shape
             x_THD = x_THD.new_zeros(n_rows * longest, *x_THD.shape[1:]).index_copy(0, self.slots_T, x_THD)
         return x_THD.reshape(*self.shape, *x_THD.shape[1:]).transpose(1, 2)
 
     def unpad(self, x_BHLD: Tensor) -> Tensor:
-        """Return the packed tokens (T, heads, D) of a padded batch."""
         x_THD = x_BHLD.transpose(1, 2).flatten(0, 1)
         return x_THD.index_select(0, self.slots_T) if self.ragged else x_THD

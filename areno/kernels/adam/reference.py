@@ -1,9 +1,9 @@
 """AdamW in plain torch, in fp32, and the constants and codes that the Triton kernels share with it.
 
 8-bit moments (arXiv 2110.02861, section 2.1) are quantised in blocks of BLOCK elements. The scale of a block is the
-largest absolute value of its elements. Each element is divided by the scale and stored as a code, which is the uint8
-index of the nearest value in a table of 256 values. The table is denser near 0, so that small moments keep their
-relative precision.
+largest absolute value of its elements. An element divided by its scale is stored as the uint8 index of the nearest
+value in a table of 256 values, which is denser near 0, so that small moments keep their relative precision. The first
+moment is signed, the second is not.
 """
 
 from __future__ import annotations
@@ -23,56 +23,22 @@ Pair = tuple[Tensor, Tensor]  # one tensor for the first moment and one for the 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """The constants of one AdamW step, the same for all parameters that are updated together.
-
-    t is the number of the step, counted from 1.
-
-    Attributes:
-        lr: learning rate.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        eps: constant that is added to the root of the second moment.
-        decay: factor by which weight decay multiplies the parameters, 1 - lr * weight_decay.
-        scale: factor by which gradient clipping multiplies the gradient.
-        correction_1: bias correction of the first moment, 1 - beta1^t.
-        correction_2: bias correction of the root of the second moment, sqrt(1 - beta2^t).
-    """
-
     lr: float
     beta1: float
     beta2: float
     eps: float
-    decay: float
-    scale: float
-    correction_1: float
-    correction_2: float
+    decay: float  # 1 - lr * weight_decay
+    scale: float  # of gradient clipping, a factor of the gradient
+    correction_1: float  # 1 - beta1^t at step t, counted from 1
+    correction_2: float  # sqrt(1 - beta2^t)
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
-    """Do one AdamW step in plain torch.
-
-    Args:
-        grad: float32 gradient, (n,).
-        master: float32 parameters, (n,), updated in place.
-        param: parameters in the dtype of the model, (n,), overwritten by the new `master`. May be `master` itself.
-        moments: first and second moment, float32, (n,) each, updated in place.
-        update: learning rate, betas and other constants of this step.
-    """
     _moments(grad, *moments, update)
     _apply(master, param, *moments, update)
 
 
 def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
-    """Do one AdamW step with 8-bit moments in plain torch.
-
-    Args:
-        grad: float32 gradient, (n,).
-        master: float32 parameters, (n,), updated in place.
-        param: parameters in the dtype of the model, (n,), overwritten by the new `master`. May be `master` itself.
-        moments: first and second moment, uint8 codes, (n,) each, updated in place.
-        scales: scale of each block of BLOCK codes, for each moment, float32, (ceil(n / BLOCK),) each, updated in place.
-        update: learning rate, betas and other constants of this step.
-    """
     (first, second), (first_scale, second_scale) = moments, scales
     first_32 = dequantise(first, first_scale, signed=True)
     second_32 = dequantise(second, second_scale, signed=False)
@@ -84,7 +50,6 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
-    """Return [sum of squares, number of nonzero elements] of a gradient (n,), as a float64 tensor (2,)."""
     # On a CPU, torch would sum a whole vector in one float32 variable, which is off by 0.1 % for 16 million elements.
     whole = grad[: grad.numel() // _ROW * _ROW].view(-1, _ROW)
     rest = grad[whole.numel() :]
@@ -109,30 +74,14 @@ def _apply(master: Tensor, param: Tensor, first: Tensor, second: Tensor, update:
 
 
 def dequantise(code: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    """Convert 8-bit codes to values.
-
-    Args:
-        code: (n,) uint8 codes.
-        scale: (ceil(n / BLOCK),) float32, scale of each block of BLOCK codes.
-        signed: whether values may be negative. True for the first moment, False for the second.
-
-    Returns:
-        The values, (n,) float32.
-    """
     values = codes(signed, code.device)[code.long()]
     return values * scale.repeat_interleave(BLOCK)[: values.numel()]
 
 
 def quantise(values: Tensor, code: Tensor, scale: Tensor, *, signed: bool) -> None:
-    """Convert values to 8-bit codes and the scale of each block of BLOCK codes.
+    """Overwrite `code` and `scale` by the codes and scales of `values`.
 
     If `signed` is False, a value above 0 is never rounded to 0, because AdamW divides by the root of the second moment.
-
-    Args:
-        values: (n,) float32.
-        code: (n,) uint8, overwritten by the codes.
-        scale: (ceil(n / BLOCK),) float32, overwritten by the scales.
-        signed: whether values may be negative. True for the first moment, False for the second.
     """
     n = values.numel()
     padded = F.pad(values, (0, -n % BLOCK)).view(-1, BLOCK)
@@ -149,10 +98,6 @@ def codes(signed: bool, device: torch.device) -> Tensor:
     The values are between -1 (or 0 if not signed) and 1. The values 0 and 1 have codes of their own. Every other value
     is a sign (if signed) times 10^-e times a fraction, with e from 0 to 6. The fractions are the midpoints of 2^(7 - e)
     equal intervals between 0.1 and 1, or of 2^(6 - e) intervals if signed.
-
-    Args:
-        signed: whether values may be negative.
-        device: device of the result.
     """
     n_bits = 7 if signed else 8
     values: list[float] = []
@@ -167,13 +112,6 @@ def codes(signed: bool, device: torch.device) -> Tensor:
 
 @functools.cache
 def borders(signed: bool, device: torch.device) -> Tensor:
-    """Return the midpoints between neighbouring values of the table that `codes` returns, (255,) float32.
-
-    Rounding to the nearest value changes from one code to the next at these midpoints.
-
-    Args:
-        signed: whether values may be negative.
-        device: device of the result.
-    """
+    """Return the midpoints between neighbouring values of the table, (255,), at which rounding changes the code."""
     table = codes(signed, device)
     return (table[1:] + table[:-1]) / 2

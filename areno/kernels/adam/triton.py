@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""AdamW as Triton kernels, which read and write every element once. `areno.kernels.adam` describes the functions."""
+"""AdamW as Triton kernels, which read and write every element once."""
 
 from __future__ import annotations
 
@@ -16,15 +16,6 @@ MAX_PROGRAMS = 2048  # of `squares_and_nonzeros`; with so many, the count of eac
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
-    """Do one AdamW step with a Triton kernel.
-
-    Args:
-        grad: float32 gradient, (n,).
-        master: float32 parameters, (n,), updated in place.
-        param: parameters in the dtype of the model, (n,), overwritten by the new `master`. May be `master` itself.
-        moments: first and second moment, float32, (n,) each, updated in place.
-        update: learning rate, betas and other constants of this step.
-    """
     n = grad.numel()
     if n:
         grid = (triton.cdiv(n, _BLOCK),)
@@ -32,16 +23,6 @@ def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Upd
 
 
 def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
-    """Do one AdamW step with 8-bit moments, with a Triton kernel.
-
-    Args:
-        grad: float32 gradient, (n,).
-        master: float32 parameters, (n,), updated in place.
-        param: parameters in the dtype of the model, (n,), overwritten by the new `master`. May be `master` itself.
-        moments: first and second moment, uint8 codes, (n,) each, updated in place.
-        scales: scale of each block of BLOCK codes, for each moment, float32, (ceil(n / BLOCK),) each, updated in place.
-        update: learning rate, betas and other constants of this step.
-    """
     n, device = grad.numel(), grad.device
     if n:
         _adam_8bit_kernel[(triton.cdiv(n, BLOCK * _ROWS),)](
@@ -64,7 +45,6 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
-    """Return [sum of squares, number of nonzero elements] of a gradient (n,), as a float64 tensor (2,)."""
     n_programs = min(triton.cdiv(grad.numel(), _BLOCK), MAX_PROGRAMS)
     partial_P2 = grad.new_zeros((max(n_programs, 1), 2))
     if n_programs:
@@ -187,8 +167,7 @@ def _adam_8bit_kernel(
 def _nearest(share, borders_ptr, SIGNED: tl.constexpr):
     """Return the 8-bit code of each element of `share`, a moment divided by the scale of its block.
 
-    `share` is between -1 (or 0 if not SIGNED) and 1. A formula gives a code that is off by at most one. A comparison
-    with `borders_ptr`, the midpoints between neighbouring values of the code table, corrects the code.
+    A formula gives a code that is off by at most one. A comparison with the borders of the code table corrects it.
     """
     size = tl.abs(share)
     scaled = size

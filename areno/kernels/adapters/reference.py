@@ -1,7 +1,4 @@
-"""The second product of LoRA adapters in plain torch, and the columns of a fused layer that have adapters.
-
-Shape letters as in `areno.kernels.adapters`.
-"""
+"""The second product of LoRA adapters in plain torch, and the columns of a fused layer that have adapters."""
 
 from __future__ import annotations
 
@@ -16,13 +13,7 @@ TILE = 128  # columns of y that one program of the Triton kernels computes
 
 
 class Place(NamedTuple):
-    """The part of a fused layer that one LoRA adapter changes.
-
-    Attributes:
-        column: first column of the adapted projection in the layer's output.
-        row: first row of the adapter's B matrix in the stacked B matrices.
-        size: output size of the projection: the number of these columns, and of these rows.
-    """
+    """The output columns that one adapter changes, and the rows of its matrix in the stacked B matrices."""
 
     column: int
     row: int
@@ -32,16 +23,8 @@ class Place(NamedTuple):
 def tiles(places: tuple[Place, ...], rank: int, device: torch.device, whole: int = 0) -> Tensor:
     """Cut the columns of a layer's output into tiles, one for each program of a Triton kernel.
 
-    Args:
-        places: for each adapted projection, its columns in the output and its rows in b, the stacked B matrices.
-        rank: rank R of the adapters.
-        device: device of the result.
-        whole: number of columns of the output, if the tiles must also cover the columns without an adapter, for kernels
-            that copy them. 0 covers adapted columns only.
-
-    Returns:
-        (T, 4) int32, one row per tile: first column in the output, first row in b, number of columns, first column
-        in h = x A^T. The last entry is -1 for columns without an adapter.
+    A tile is an int32 row of (T, 4): first column in the output, first row in b, number of columns, and first column in
+    h, or -1 for columns without an adapter. These are included only if `whole` is the number of all columns.
     """
     covered = [(place, index * rank) for index, place in enumerate(places)]
     end = 0
@@ -62,19 +45,6 @@ def tiles(places: tuple[Place, ...], rank: int, device: torch.device, whole: int
 def add_lora(
     y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, places: Sequence[tuple[int, int, int]], scaling: float
 ) -> Tensor:
-    """Add the LoRA adapters to the output of a layer in plain torch, differentiable.
-
-    Args:
-        y_NO: output of the layer, not changed.
-        h_NR: first products h = x A^T, R columns for each adapted projection.
-        b_SR: B matrices of all adapted projections, stacked.
-        places: (first column in the output, first row in b_SR, output size) for each adapted projection, in the order
-            of columns.
-        scaling: alpha / rank.
-
-    Returns:
-        (N, O), a new tensor.
-    """
     rank, end, pieces = b_SR.shape[1], 0, []
     for index, (column, row, size) in enumerate(places):
         if column > end:

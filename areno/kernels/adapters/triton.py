@@ -1,8 +1,8 @@
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """The second product of LoRA adapters as Triton kernels: all projections in one launch, summed in fp32, rounded once.
 
-The kernels for stacked outputs use programmatic dependent launch (`kernels/jit.py`). b does not depend on the previous
-kernel, so they load b first. Shape letters as in `areno.kernels.adapters`.
+The kernels for stacked outputs use programmatic dependent launch (`kernels/jit.py`): b does not depend on the previous
+kernel, so they load it first.
 """
 
 from __future__ import annotations
@@ -20,28 +20,10 @@ MANY_ROWS = 1024  # if y has more rows than this, a program computes 32 rows ins
 
 
 def add_lora(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float) -> Tensor:
-    """Add the LoRA adapters to the output of a layer in place, and return it.
-
-    Args:
-        y_NO: output of the layer, contiguous rows, changed in place.
-        h_NR: first products x A^T, R columns for each adapted projection.
-        b_SR: B matrices of all adapted projections, stacked.
-        tiles_T4: result of `tiles`, on the device of y.
-        scaling: alpha / rank.
-    """
     return _add_lora(y_NO, y_NO, h_NR.contiguous(), b_SR, tiles_T4, scaling)
 
 
 def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
-    """Return y + scaling * h B^T, (N, O), from a stacked output [y, h], where h = x A^T.
-
-    Args:
-        both_NX: y and h side by side.
-        b_SR: B matrices of all adapted projections, stacked.
-        tiles_T4: result of `tiles` with `whole=n_columns`, on the device of y.
-        scaling: alpha / rank.
-        n_columns: number of columns of y, O.
-    """
     out_NO = both_NX.new_empty((len(both_NX), n_columns))
     return _add_lora(both_NX, out_NO, both_NX[:, n_columns:], b_SR, tiles_T4, scaling, pdl=True)
 
@@ -71,16 +53,6 @@ def _add_lora(
 def swiglu_stacked(
     both_NX: Tensor, b_SR: Tensor, places: tuple[Place, ...], scaling: float, n_columns: int, gelu: bool
 ) -> Tensor:
-    """Return silu(gate) * up, (N, I), with the LoRA adapters added to gate and up.
-
-    Args:
-        both_NX: gate, up and the first products h = x A^T, side by side.
-        b_SR: B matrices of all adapted projections, stacked.
-        places: for each adapted projection, its columns in [gate, up] and its rows in b_SR.
-        scaling: alpha / rank.
-        n_columns: number of columns of gate and up together, 2 I.
-        gelu: whether the activation is the tanh form of GELU instead of SiLU.
-    """
     n_rows, inner, rank = len(both_NX), n_columns // 2, b_SR.shape[1]
     out_NI = both_NX.new_empty((n_rows, inner))
     sizes = _sizes(n_rows, rank)
@@ -107,22 +79,14 @@ def swiglu_stacked(
 
 
 def _sizes(n_rows: int, rank: int) -> dict[str, int]:
-    """Return the keyword arguments of a launch: tile sizes and the number of warps.
-
-    With more rows per warp, registers would spill.
-    """
+    """Return tile sizes and number of warps. With more rows for each warp, registers would spill."""
     rows, n_warps = (16, 4) if n_rows <= MANY_ROWS else (32, 8)
     inputs = max(16, min(64, triton.next_power_of_2(rank)))
     return {"RANK": rank, "ROWS": rows, "COLUMNS": TILE, "INPUTS": inputs, "num_warps": n_warps}
 
 
 def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
-    """Find the adapter of the projection, gate or up, whose output columns begin at `first`.
-
-    Returns:
-        (first row in the stacked B matrices, first column in h = x A^T), or (0, -1) if the projection has no
-        adapter.
-    """
+    """Return (first row in b, first column in h) of the adapter for the output column `first`, or (0, -1)."""
     for index, place in enumerate(places):
         if place.column <= first < place.column + place.size:
             return place.row + first - place.column, index * rank
@@ -131,11 +95,7 @@ def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
 
 @triton.jit
 def _load_first_inputs(b_place, real_column, RANK: tl.constexpr, INPUTS: tl.constexpr):
-    """Load the first INPUTS columns of B for a tile of output columns, transposed, (INPUTS, output columns).
-
-    `b_place` points to the rows of B that belong to these output columns, and `real_column` says which of them
-    exist.
-    """
+    """Load the first INPUTS columns of B for a tile of output columns, transposed, (INPUTS, output columns)."""
     at = tl.arange(0, INPUTS)
     return tl.load(b_place + at[:, None], mask=(at < RANK)[:, None] & real_column[None, :], other=0.0)
 
@@ -152,10 +112,7 @@ def _product(
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Return a tile of h B^T in float32, (ROWS, COLUMNS), summed over the adapter's rank in steps of INPUTS.
-
-    `b` is the tile of B^T for the first step, which `_load_first_inputs(b_place, ...)` has loaded in advance.
-    """
+    """Return a tile of h B^T in fp32. `b` is the tile of B^T for the first INPUTS, loaded in advance."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.static_range(0, RANK, INPUTS):
         at = start + tl.arange(0, INPUTS)

@@ -1,9 +1,12 @@
 """Causal attention over packed sequences (rows) of any length, by the fastest installed kernel.
 
-`choose_backend` picks a backend once. `varlen_attention` runs it under autograd. `varlen_forward` and `varlen_backward`
-run its forward and backward pass outside autograd, for layers that implement their own backward pass. The backend
-"sdpa" is torch's scaled_dot_product_attention on padded batches. It is used on CPUs, in float32, and on GPUs without
-flash attention.
+`varlen_attention` runs under autograd. `varlen_forward` and `varlen_backward` run outside it, for layers that implement
+their own backward pass. The backend "sdpa" is torch's scaled_dot_product_attention on padded batches, for CPUs, float32
+and GPUs without flash attention.
+
+Rows are packed as in flash-attn: `cu_seqlens_*` are int32 cumulative lengths, one more than there are rows. If a row
+has more keys than queries, its queries are its last tokens; no row may have fewer. With a sliding window, a query
+attends to its own and the `window` - 1 previous positions.
 
 Shape letters: N query tokens, M key tokens, R rows, H query heads, K key heads (H is a multiple of K), D head
 dimension; B rows of a padded batch of length L.
@@ -36,20 +39,6 @@ def sdpa_attention(
     starts_k: list[int],
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention of packed sequences (rows) with torch's scaled_dot_product_attention, differentiable.
-
-    Args:
-        q_NHD: queries of all rows, packed, shape (query tokens, heads, head dim).
-        k_MKD: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens.
-        v_MKD: values of all rows, packed in the same way.
-        starts_q: cumulative numbers of queries, from 0 to N, one more than there are rows.
-        starts_k: cumulative numbers of keys, from 0 to M, one more than there are rows.
-        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
-            means full causal attention.
-
-    Returns:
-        The output (N, H, D).
-    """
     return by_padding(q_NHD, k_MKD, v_MKD, starts_q, starts_k, partial(_sdpa, window=window))
 
 
@@ -78,7 +67,6 @@ def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, firsts_B: Tensor | Non
 
 
 def _each_head(x_BKLD: Tensor, n_heads: int) -> Tensor:
-    """Repeat each key head for the query heads that share it, giving shape (B, n_heads, L, D)."""
     return x_BKLD.repeat_interleave(n_heads // x_BKLD.shape[1], dim=1)
 
 
@@ -96,22 +84,9 @@ def choose_backend(
     dtype: torch.dtype,
     exact: bool = False,
 ) -> str:
-    """Return the name of the attention backend for a device and dtype.
+    """Return a key of BACKENDS. "auto" and "native" prefer torch's kernels, as flash-attn trains no faster.
 
-    "auto" and "native" prefer torch's kernels, as flash-attn is not faster in training (docs/performance.md).
-
-    Args:
-        requested: the setting `engine.attn_backend`.
-        device: device of the model. A GPU without flash attention gets "sdpa", whatever is requested.
-        dtype: dtype of queries, keys and values.
-        exact: whether a query's result must not depend on the rest of the batch (`engine.exact`). Then the backend is
-            always "fixed_order".
-
-    Returns:
-        A key of BACKENDS.
-
-    Raises:
-        ConfigError: `requested` is "flash", but flash-attn is not installed or does not support the dtype or device.
+    A GPU without flash attention gets "sdpa", whatever is requested. `exact` is the setting `engine.exact`.
     """
     if exact:
         return "fixed_order"
@@ -140,27 +115,7 @@ def varlen_attention(
     backend: str,
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention of packed sequences (rows), differentiable.
-
-    Args:
-        q_NHD: queries of all rows, packed, shape (query tokens, heads, head dim).
-        k_MKD: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens. No row
-            may have fewer keys than queries.
-        v_MKD: values of all rows, packed in the same way.
-        cu_seqlens_q: (rows + 1,) int32 on the device of the queries, cumulative numbers of queries, from 0 to N.
-        cu_seqlens_k: (rows + 1,) int32, cumulative numbers of keys, from 0 to M.
-        max_q: largest number of queries in a row.
-        max_k: largest number of keys in a row.
-        backend: a key of BACKENDS.
-        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
-            means full causal attention.
-
-    Returns:
-        The output (N, H, D).
-
-    Raises:
-        ValueError: the backend is unknown.
-    """
+    """Compute attention, differentiable. `backend` is a key of BACKENDS."""
     if backend == "sdpa":
         return sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), window)
     if backend == "fixed_order":
@@ -191,23 +146,7 @@ def varlen_forward(
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Compute causal attention of packed sequences (rows) outside autograd, for a later call of `varlen_backward`.
-
-    Args:
-        q_NHD: queries of all rows, packed, shape (query tokens, heads, head dim).
-        k_MKD: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens.
-        v_MKD: values of all rows, packed in the same way.
-        cu_seqlens_q: (rows + 1,) int32, cumulative numbers of queries, from 0 to N.
-        cu_seqlens_k: (rows + 1,) int32, cumulative numbers of keys, from 0 to M.
-        max_q: largest number of queries in a row.
-        max_k: largest number of keys in a row.
-        backend: a key of BACKENDS.
-        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
-            means full causal attention.
-
-    Returns:
-        The output (N, H, D), and a tuple of tensors to pass to `varlen_backward` as `saved`.
-    """
+    """Return the output (N, H, D), and the tensors that `varlen_backward` takes as `saved`."""
     rows = cu_seqlens_q, cu_seqlens_k, max_q, max_k
     if backend == "varlen":
         out_NHD, *saved = torch.ops.aten._flash_attention_forward(
@@ -242,25 +181,6 @@ def varlen_backward(
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of causal attention of packed sequences (rows), outside autograd.
-
-    Args:
-        grad_NHD: gradient with respect to the output.
-        q_NHD: queries of the forward pass.
-        k_MKD: keys of the forward pass.
-        v_MKD: values of the forward pass.
-        out_NHD: output of `varlen_forward`.
-        saved: second result of `varlen_forward`.
-        cu_seqlens_q: (rows + 1,) int32, cumulative numbers of queries, from 0 to N.
-        cu_seqlens_k: (rows + 1,) int32, cumulative numbers of keys, from 0 to M.
-        max_q: largest number of queries in a row.
-        max_k: largest number of keys in a row.
-        backend: backend of the forward pass.
-        window: window of the forward pass.
-
-    Returns:
-        The gradients with respect to queries, keys and values, in their shapes.
-    """
     rows = cu_seqlens_q, cu_seqlens_k, max_q, max_k
     if backend == "varlen" or (backend == "fixed_order" and has_flash_backward(q_NHD)):
         log_sum, *states = saved
@@ -290,10 +210,7 @@ def varlen_backward(
 
 
 def has_flash_backward(q_NHD: Tensor) -> bool:
-    """Return whether torch's flash kernel can compute the gradient of fixed-order attention for these queries.
-
-    True for half-precision queries on a GPU with flash attention.
-    """
+    """Return whether torch's flash kernel can compute the gradient of fixed-order attention for these queries."""
     return q_NHD.is_cuda and q_NHD.dtype != torch.float32 and not is_before_ampere(q_NHD.device)
 
 
@@ -303,7 +220,6 @@ def _left(window: int | None) -> int:
 
 
 def _sides(window: int | None) -> dict[str, int]:
-    """Return a sliding window as keyword arguments of torch's flash kernel, empty if `window` is None."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
@@ -316,10 +232,7 @@ def _sdpa_backward(
     cu_seqlens_k: Tensor,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `sdpa_attention` with respect to queries, keys and values.
-
-    The forward pass runs again, because torch has no callable backward pass of scaled_dot_product_attention.
-    """
+    """Run the forward pass again under autograd: scaled_dot_product_attention has no callable backward pass."""
     with torch.enable_grad():
         q_NHD, k_MKD, v_MKD = (x.detach().requires_grad_() for x in (q_NHD, k_MKD, v_MKD))
         out_NHD = sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), window)
@@ -328,18 +241,12 @@ def _sdpa_backward(
 
 @functools.cache
 def _no_dropout(device: torch.device) -> list[Tensor]:
-    """Return two uint64 tensors, a zero random state, for torch's flash backward kernel.
-
-    The kernel requires a random state even without dropout.
-    """
+    """Return the random state that torch's flash backward kernel requires even without dropout."""
     return [torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)]
 
 
 class _FixedOrderAttention(torch.autograd.Function):
-    """Autograd function: fixed-order attention forward, and the gradient of `sdpa_attention` backward.
-
-    Fixed-order attention and `sdpa_attention` give the same values up to rounding.
-    """
+    """Fixed-order attention, with the gradient of `sdpa_attention`, which has the same values up to rounding."""
 
     @staticmethod
     def forward(
@@ -363,10 +270,7 @@ class _FixedOrderAttention(torch.autograd.Function):
 
 
 class _Windowed(torch.autograd.Function):
-    """Autograd function: torch's flash kernel with a sliding window.
-
-    `varlen_attn` in older torch releases does not accept a window.
-    """
+    """torch's flash kernel with a sliding window, which `varlen_attn` in older torch releases does not accept."""
 
     @staticmethod
     def forward(
@@ -398,10 +302,7 @@ class _Windowed(torch.autograd.Function):
 
 @functools.cache
 def _varlen_kernel() -> tuple[Any, dict[str, Any]]:
-    """Return torch's `varlen_attn`, and its keyword arguments for causal attention with grouped heads.
-
-    The keyword arguments differ between releases of torch.
-    """
+    """Return torch's `varlen_attn`, and the keyword arguments that make it causal, which differ between releases."""
     from torch.nn.attention.varlen import varlen_attn
 
     names = inspect.signature(varlen_attn).parameters

@@ -7,7 +7,6 @@ from torch import Tensor
 
 
 def sum_copies(copies_MX: Tensor, order_M: Tensor, starts: Tensor) -> Tensor:
-    """Return the sum of the copies of each row, as `areno.kernels.copies.sum_copies` does."""
     n_rows = len(starts) - 1
     rows_M = torch.arange(n_rows, device=starts.device).repeat_interleave(starts.diff())
     dtype = torch.promote_types(copies_MX.dtype, torch.float32)

@@ -13,7 +13,6 @@ _BLOCK = 1024  # elements of a row that a program adds
 
 
 def sum_copies(copies_MX: Tensor, order_M: Tensor, starts: Tensor) -> Tensor:
-    """Return the sum of the copies of each row, as `areno.kernels.copies.sum_copies` does."""
     n_rows, size = len(starts) - 1, copies_MX.shape[1]
     sums_NX = copies_MX.new_empty((n_rows, size))
     if n_rows:

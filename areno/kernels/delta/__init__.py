@@ -6,12 +6,13 @@ one token:
     x = silu(convolution of the last W inputs), which is q, k and v
     S = exp(g) S;  S = S + beta k (v - S^T k)^T;  out = S^T q
 
-q and k are normalised to length 1, and q is also divided by the root of its size. beta = sigmoid(b), and
-g = -exp(A_log) softplus(a + dt_bias). The result is out / rms(out) * norm * silu(z) for each head.
+q and k are normalised to length 1, and q is also divided by the root of its size. beta = sigmoid(b), and g =
+-exp(A_log) softplus(a + dt_bias). The result is out / rms(out) * norm * silu(z) for each head.
 
-`delta_rows` computes packed sequences in chunks of tokens. `delta_rows_backward` computes the forward pass again and
-returns gradients. `delta_step` is a decoding step: it computes one token for each row and updates the states in place.
-With Triton, a CUDA graph can capture it.
+`delta_rows` computes packed rows in chunks of tokens, from `initial` states or zeros. `delta_rows_backward` computes
+the forward pass from zero states again, outside autograd, and sums gradients in a fixed order. `delta_step` is a
+decoding step of one token for each row, which a CUDA graph can capture with Triton. It updates the states at the int64
+indices `slots_B` in place. If rows share a slot, its state becomes undefined but finite.
 
 All implementations give the same values up to the order of sums and the precision of products. Arithmetic, decays, beta
 and states are fp32. With bfloat16 inputs, the Triton products of chunks are less precise (`PRECISION` in
@@ -20,7 +21,7 @@ rule, and the result.
 
 Shape letters: N tokens, R packed sequences (rows), B rows of a step, S slots; G key heads, H value heads (a multiple of
 G), K and V their sizes; X = 2 G K + H V channels of the convolution (q, k, v), W its width, w = W - 1; I = H V results;
-P = X + I + 2 H projections of a token: channels of the convolution, z, b, a.
+P = X + I + 2 H projections of a token, side by side: channels of the convolution, z, b, a.
 """
 
 from __future__ import annotations
@@ -50,21 +51,7 @@ def delta_rows(
     initial: DeltaStates | None = None,
     return_states: bool = False,
 ) -> tuple[Tensor, DeltaStates | None]:
-    """Compute the gated delta rule for packed rows.
-
-    If autograd records, the torch reference runs, which is differentiable with respect to projections and weights.
-
-    Args:
-        proj_NP: projections of all tokens: convolution channels, z, b and a, side by side.
-        weights: weights of the layer.
-        chunks: how the packed sequences (rows) are cut into chunks.
-        initial: states of the R rows before their first tokens. None means zeros.
-        return_states: whether to also return the states after the last tokens.
-
-    Returns:
-        The output (N, I) in the dtype of the projections, and the states of the R rows after their last tokens. The
-        states are None unless `return_states`.
-    """
+    """Return the output (N, I), and the states after the last tokens of the R rows (None unless `return_states`)."""
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (proj_NP, *weights[:4]))
     rows = reference.delta_rows if recorded else form(proj_NP, __name__).delta_rows
     return rows(proj_NP, weights, chunks, initial, return_states)
@@ -73,33 +60,9 @@ def delta_rows(
 def delta_rows_backward(
     grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool = True
 ) -> tuple[Tensor, DeltaGradients | None]:
-    """Compute the gradients of `delta_rows` for rows that begin with zero states, outside autograd.
-
-    Args:
-        grad_NI: gradient with respect to the output of `delta_rows`.
-        proj_NP: projections of the forward pass.
-        weights: weights of the layer.
-        chunks: how the packed sequences (rows) are cut into chunks.
-        of_weights: whether to also compute the gradients with respect to the weights.
-
-    Returns:
-        The gradient with respect to the projections (N, P) in their dtype, and the gradients with respect to the
-        weights. The latter are summed over tokens in a fixed order. They are None unless `of_weights`.
-    """
+    """Return the gradients with respect to projections and weights. The latter are None unless `of_weights`."""
     return form(proj_NP, __name__).delta_rows_backward(grad_NI, proj_NP, weights, chunks, of_weights)
 
 
 def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
-    """Compute a decoding step of the gated delta rule: one token for each row, with its state updated in place.
-
-    Args:
-        proj_BP: projections of the tokens: convolution channels, z, b and a, side by side.
-        weights: weights of the layer.
-        states: recurrent states, one entry (slot) per sequence. The entries of the rows are updated in place.
-        slots_B: int64, index of each row's entry in `states`. If several rows share an entry, its state becomes
-            undefined but finite.
-
-    Returns:
-        The output (B, I) in the dtype of the projections.
-    """
     return form(proj_BP, __name__).delta_step(proj_BP, weights, states, slots_B)

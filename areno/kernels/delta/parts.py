@@ -1,7 +1,6 @@
 """The weights, gradients and states of a gated delta layer, and the chunks into which packed sequences (rows) are cut.
 
-Shape letters as in `areno.kernels.delta`; T chunks of C tokens; J steps, of which step j computes the j-th chunk of
-every row that has one.
+T chunks of C tokens; J steps, of which step j computes the j-th chunk of every row that has one.
 """
 
 from __future__ import annotations
@@ -16,37 +15,23 @@ from torch import Tensor
 
 
 class DeltaWeights(NamedTuple):
-    """The weights of one gated delta layer on one rank.
-
-    Attributes:
-        conv_XW: weights of the causal convolution per channel, from the oldest input to the newest.
-        A_log_H: logarithm of the decay rate of each value head.
-        dt_bias_H: bias added to the projection a before softplus.
-        norm_V: weight of the RMS norm of each head.
-        eps: epsilon of the RMS norm.
-        n_key_heads: number of key heads, G.
-    """
-
-    conv_XW: Tensor
+    conv_XW: Tensor  # from the oldest input to the newest
     A_log_H: Tensor
-    dt_bias_H: Tensor
+    dt_bias_H: Tensor  # added to the projection a before softplus
     norm_V: Tensor
     eps: float
     n_key_heads: int
 
     @property
     def n_heads(self) -> int:
-        """Number of value heads, H."""
         return len(self.A_log_H)
 
     @property
     def value_dim(self) -> int:
-        """Size of a value head, V."""
         return len(self.norm_V)
 
     @property
     def key_dim(self) -> int:
-        """Size of a key head, K."""
         return (len(self.conv_XW) - self.n_heads * self.value_dim) // (2 * self.n_key_heads)
 
     @property
@@ -56,7 +41,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaGradients(NamedTuple):
-    """Gradients with respect to the tensors of `DeltaWeights`, float32, in the shapes of the weights."""
+    """Float32, in the shapes of `DeltaWeights`."""
 
     conv_XW: Tensor
     A_log_H: Tensor
@@ -65,16 +50,10 @@ class DeltaGradients(NamedTuple):
 
 
 class DeltaStates(NamedTuple):
-    """The recurrent states of one gated delta layer, for S rows or S slots. A slot holds the state of one sequence.
+    """The recurrent states of one layer, for S rows or S slots."""
 
-    Attributes:
-        inputs_SXw: last w inputs of the convolution per channel, the oldest first. w is the width of the convolution
-            minus 1.
-        matrices_SHKV: state matrix of each value head, float32.
-    """
-
-    inputs_SXw: Tensor
-    matrices_SHKV: Tensor
+    inputs_SXw: Tensor  # last w inputs of the convolution, the oldest first
+    matrices_SHKV: Tensor  # float32
 
 
 CHUNK = 64  # tokens: enough to fill matrix units, and few enough to solve a triangular system of this size
@@ -82,46 +61,25 @@ CHUNK = 64  # tokens: enough to fill matrix units, and few enough to solve a tri
 
 @dataclass(frozen=True)
 class RowChunks:
-    """The chunks of C tokens into which packed sequences (rows) are cut.
+    """The chunks of C tokens into which packed rows are cut.
 
-    Step j computes the j-th chunk of every row that has one. Chunks are ordered by step, and within a step by the
-    length of the row, longest first. So the chunks of a step are consecutive, and the rows that have a chunk in a step
-    are the first ones among the rows of the step before.
-
-    Attributes:
-        order_R: indices of the rows, the longest row first.
-        lengths_R: number of tokens in each row, in packed order.
-        borders: (R + 1,), cumulative lengths of the rows, from 0 to N.
-        rows_J: number of rows with a chunk in each step.
-        first_chunks_J: index of the first chunk of each step. The j-th chunk of row order_R[i] has the index
-            first_chunks_J[j] + i.
-        tokens_TC: index of the token at each position of a chunk, N for positions after the end of the row.
-        sizes_T: number of tokens in each chunk.
-        places_N: index of each token in the flattened `tokens_TC`.
-        positions_N: position of each token in its row, from 0.
-        rows_N: index of each token's row, in packed order.
+    Chunks are ordered by step, and within a step by the length of the row, longest first. So the chunks of a step are
+    consecutive, and the rows that have a chunk in a step are the first ones among the rows of the step before.
     """
 
-    order_R: Tensor
-    lengths_R: Tensor
-    borders: Tensor
-    rows_J: tuple[int, ...]
-    first_chunks_J: Tensor
-    tokens_TC: Tensor
-    sizes_T: Tensor
-    places_N: Tensor
-    positions_N: Tensor
-    rows_N: Tensor
+    order_R: Tensor  # indices of the rows, the longest row first
+    lengths_R: Tensor  # in packed order
+    borders: Tensor  # (R + 1,), cumulative lengths from 0 to N
+    rows_J: tuple[int, ...]  # number of rows with a chunk in each step
+    first_chunks_J: Tensor  # the j-th chunk of row order_R[i] has the index first_chunks_J[j] + i
+    tokens_TC: Tensor  # index of the token at each position of a chunk, N after the end of the row
+    sizes_T: Tensor  # number of tokens in each chunk
+    places_N: Tensor  # index of each token in the flattened `tokens_TC`
+    positions_N: Tensor  # position of each token in its row
+    rows_N: Tensor  # row of each token, in packed order
 
     @classmethod
     def of(cls, starts: Sequence[int], device: torch.device, chunk: int = CHUNK) -> RowChunks:
-        """Cut packed sequences (rows) into chunks of `chunk` tokens.
-
-        Args:
-            starts: cumulative lengths of the rows, from 0 to the number of tokens.
-            device: device of the tensors.
-            chunk: number of tokens in a chunk, C.
-        """
         starts_R = np.array(starts, dtype=np.int64)
         n_tokens, lengths_R = int(starts_R[-1]), np.diff(starts_R)
         order_R = np.argsort(-lengths_R, kind="stable")
@@ -152,5 +110,4 @@ class RowChunks:
 
     @property
     def starts_R(self) -> Tensor:
-        """Index of the first token of each row."""
         return self.borders[:-1]

@@ -3,8 +3,6 @@
 Chunks follow section 3 of the paper ("extended WY representation"): what the tokens of a chunk write to the state is
 the solution of a triangular system, so a chunk takes a few matrix products. Only the states pass from chunk to chunk. A
 loop does this for one chunk of every row at a time.
-
-Shape letters as in `areno.kernels.delta` and its `parts.py`.
 """
 
 from __future__ import annotations
@@ -21,18 +19,6 @@ _EPS = 1e-6  # added to the squared lengths of q and k
 
 
 def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
-    """Compute a decoding step in plain torch: one token for each row, with its state updated in place.
-
-    Args:
-        proj_BP: projections of the tokens: convolution channels, z, b and a, side by side.
-        weights: weights of the layer.
-        states: recurrent states, one entry (slot) per sequence. The entries of the rows are updated in place.
-        slots_B: int64, index of each row's entry in `states`. If several rows share an entry, its state becomes
-            undefined but finite.
-
-    Returns:
-        The output (B, I) in the dtype of the projections.
-    """
     x_BX, z_BI, b_BH, a_BH = proj_BP.split(weights.sizes, dim=-1)
     window_BXW = torch.cat((states.inputs_SXw.index_select(0, slots_B), x_BX.unsqueeze(-1)), dim=-1)
     states.inputs_SXw.index_copy_(0, slots_B, window_BXW[..., 1:])
@@ -55,19 +41,6 @@ def delta_rows(
     initial: DeltaStates | None = None,
     return_states: bool = False,
 ) -> tuple[Tensor, DeltaStates | None]:
-    """Compute the gated delta rule for packed rows in plain torch, differentiable.
-
-    Args:
-        proj_NP: projections of all tokens: convolution channels, z, b and a, side by side.
-        weights: weights of the layer.
-        chunks: how the packed sequences (rows) are cut into chunks.
-        initial: states of the R rows before their first tokens. None means zeros.
-        return_states: whether to also return the states after the last tokens.
-
-    Returns:
-        The output (N, I) in the dtype of the projections, and the states of the R rows after their last tokens. The
-        states are None unless `return_states`.
-    """
     x_NX, z_NI, b_NH, a_NH = proj_NP.split(weights.sizes, dim=-1)
     mixed_NX = _ConvolveRows.apply(x_NX, weights.conv_XW, chunks.positions_N)
     inputs_RXw = None
@@ -86,19 +59,6 @@ def delta_rows(
 def delta_rows_backward(
     grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool
 ) -> tuple[Tensor, DeltaGradients | None]:
-    """Compute the gradients of `delta_rows` by autograd, for rows that begin with zero states.
-
-    Args:
-        grad_NI: gradient with respect to the output of `delta_rows`.
-        proj_NP: projections of the forward pass.
-        weights: weights of the layer.
-        chunks: how the packed sequences (rows) are cut into chunks.
-        of_weights: whether to also compute the gradients with respect to the weights.
-
-    Returns:
-        The gradient with respect to the projections (N, P) in their dtype, and the gradients with respect to the
-        weights. The latter are summed over tokens. They are None unless `of_weights`.
-    """
     proj_NP = proj_NP.detach().requires_grad_()
     # Copies of the weights in float32, so that their gradients are float32, too.
     conv, log_decay, bias, norm = copies = [each.detach().float().requires_grad_() for each in weights[:4]]
@@ -110,16 +70,7 @@ def delta_rows_backward(
 
 
 def to_heads(mixed_NX: Tensor, weights: DeltaWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the output of the convolution into heads of queries, keys and values, and normalise queries and keys.
-
-    Args:
-        mixed_NX: silu of the convolution's output, (tokens, channels).
-        weights: weights of the layer.
-        dtype: dtype to which the results are rounded.
-
-    Returns:
-        Queries (N, G, K), of length 1 / sqrt(K), keys (N, G, K), of length 1, and values (N, H, V). All are float32.
-    """
+    """Return normalised and scaled queries and keys (N, G, K) and values (N, H, V), rounded to `dtype`, as float32."""
     n_key = weights.n_key_heads * weights.key_dim
     q, k, v = mixed_NX.split((n_key, n_key, mixed_NX.shape[-1] - 2 * n_key), dim=-1)
     q, k = (part.unflatten(-1, (-1, weights.key_dim)) for part in (q, k))
@@ -130,31 +81,13 @@ def to_heads(mixed_NX: Tensor, weights: DeltaWeights, dtype: torch.dtype) -> tup
 
 
 def gates(b_NH: Tensor, a_NH: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """Return the logarithm of the state's decay, and beta, the fraction of the stored value that the token replaces.
-
-    Args:
-        b_NH: projection b.
-        a_NH: projection a.
-        weights: weights of the layer.
-
-    Returns:
-        The logarithm g of the decay (N, H), at most 0, and beta (N, H), between 0 and 1. Both are float32.
-    """
+    """Return the logarithm g of the state's decay, at most 0, and beta, the fraction of the stored value to replace."""
     decay_NH = -weights.A_log_H.float().exp() * F.softplus(a_NH.float() + weights.dt_bias_H.float())
     return decay_NH, b_NH.float().sigmoid()
 
 
 def gated_norm(out_NHV: Tensor, z_NI: Tensor, weights: DeltaWeights) -> Tensor:
-    """Return the RMS norm of each head of the rule's output, times silu(z).
-
-    Args:
-        out_NHV: output of the delta rule, (tokens, value heads, size of a head).
-        z_NI: projection z.
-        weights: weights of the layer.
-
-    Returns:
-        (N, H V) in the dtype of z.
-    """
+    """Return the RMS norm of each head, times silu(z)."""
     out_NHV = out_NHV.to(z_NI.dtype).float()
     normed_NHV = F.rms_norm(out_NHV, (weights.value_dim,), weights.norm_V.float(), weights.eps)
     return (normed_NHV.flatten(-2) * F.silu(z_NI.float())).to(z_NI.dtype)
@@ -169,32 +102,15 @@ def chunked_delta(
     chunks: RowChunks,
     initial_RHKV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the delta rule for packed rows, chunk by chunk.
-
-    Args:
-        q_NGK: normalised and scaled queries.
-        k_NGK: normalised keys.
-        v_NHV: values.
-        decay_NH: logarithms g of the decays.
-        beta_NH: beta, the fraction of the stored value that a token replaces.
-        chunks: how the packed sequences (rows) are cut into chunks.
-        initial_RHKV: state of each row before its first token. None means zeros.
-
-    Returns:
-        The outputs (N, H, V), and the state of each row after its last token (R, H, K, V).
-    """
+    """Return the outputs (N, H, V), and the state of each row after its last token. `decay_NH` are the logarithms g."""
     n_heads, n_key_heads, n_rows = v_NHV.shape[1], q_NGK.shape[1], len(chunks.order_R)
 
     def cut(x_NHD: Tensor) -> Tensor:
-        """Gather the tokens of x into T chunks of C tokens, (T, heads, C, D).
-
-        Positions after the end of a row are zeros, which change no state.
-        """
+        """Gather tokens into chunks. Positions after the end of a row are zeros, which change no state."""
         padded = F.pad(x_NHD, (0, 0, 0, 0, 0, 1))
         return padded.index_select(0, chunks.tokens_TC.flatten()).unflatten(0, chunks.tokens_TC.shape).transpose(1, 2)
 
     def by_value_head(x_TGCD: Tensor) -> Tensor:
-        """Repeat each key head for the value heads that share it, giving shape (T, value heads, C, ...)."""
         return x_TGCD.repeat_interleave(n_heads // n_key_heads, dim=1)
 
     q_TGCK, k_TGCK, v_THCV = cut(q_NGK), cut(k_NGK), cut(v_NHV)
@@ -240,10 +156,7 @@ def chunked_delta(
 
 
 class _ConvolveRows(torch.autograd.Function):
-    """Autograd function: causal convolution of each channel over the last W tokens of a row, in float32.
-
-    Only the inputs are saved for the backward pass.
-    """
+    """Causal convolution of each channel over the last W tokens of a row, in float32. Saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, x_NX: Tensor, conv_XW: Tensor, positions_N: Tensor) -> Tensor:
@@ -268,23 +181,15 @@ class _ConvolveRows(torch.autograd.Function):
 
 
 def _shifted(x_NX: Tensor, positions_N: Tensor, shift: int) -> Tensor:
-    """Return the x of the token `shift` places before each token, in float32, for tokens from index `shift` on.
+    """Return the x of the token `shift` positions earlier, for tokens from index `shift` on.
 
-    The result has N - shift lines. A line is zero if the earlier token is in another row, that is, if the token's
-    position in its row (`positions_N`) is below `shift`.
+    The result has N - shift lines. A line is zero if the earlier token is in another row.
     """
     return x_NX[: max(0, len(x_NX) - shift)].float() * (positions_N[shift:] >= shift).unsqueeze(-1)
 
 
 def _add_earlier(mixed_NX: Tensor, inputs_RXw: Tensor, conv_XW: Tensor, chunks: RowChunks) -> Tensor:
-    """Add the inputs before each row to the convolution of the row's first tokens, and return the sum.
-
-    Args:
-        mixed_NX: output of the convolution, computed as if the inputs before each row were zeros.
-        inputs_RXw: last w inputs before each row.
-        conv_XW: weights of the convolution.
-        chunks: the packed sequences (rows).
-    """
+    """Add the inputs before each row, which the convolution took for zeros, to the output of the row's first tokens."""
     n_before = inputs_RXw.shape[-1]
     for age in range(n_before):
         has_R = (chunks.lengths_R > age).unsqueeze(-1)
@@ -296,10 +201,7 @@ def _add_earlier(mixed_NX: Tensor, inputs_RXw: Tensor, conv_XW: Tensor, chunks: 
 
 
 def _conv_states(x_NX: Tensor, initial_RXw: Tensor | None, weights: DeltaWeights, chunks: RowChunks) -> Tensor:
-    """Return the last w inputs of the convolution in each row, (R, X, w), the oldest first.
-
-    If a row has fewer than w tokens, the inputs before the row (`initial_RXw`, or zeros if None) come first.
-    """
+    """Return the last w inputs of each row. In a shorter row, the inputs before the row come first."""
     n_before = weights.conv_XW.shape[1] - 1
     if initial_RXw is None:
         initial_RXw = x_NX.new_zeros(len(chunks.order_R), x_NX.shape[1], n_before)

@@ -5,7 +5,7 @@ Packed sequences (rows) take the kernels of `triton_rows.py` (convolution and ga
 (the rule), then the gated norm, which is here. A decoding step takes two kernels: the convolution, then all other
 operations on a head. If a program computes only some columns of a state, the norm is a third kernel.
 
-Shape letters as in `areno.kernels.delta`; L programs of a kernel. A line of the norm is one head of one token.
+L programs of a kernel. A line of the norm is one head of one token.
 """
 
 from __future__ import annotations
@@ -34,18 +34,6 @@ NORM_PROGRAMS = 8  # programs of the norm's backward kernel for each multiproces
 
 
 def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
-    """Compute a decoding step with Triton kernels: one token for each row, with its state updated in place.
-
-    Args:
-        proj_BP: projections of the tokens: convolution channels, z, b and a, side by side.
-        weights: weights of the layer.
-        states: recurrent states, one entry (slot) per sequence. The entries of the rows are updated in place.
-        slots_B: int64, index of each row's entry in `states`. If several rows share an entry, its state becomes
-            undefined but finite.
-
-    Returns:
-        The output (B, I) in the dtype of the projections.
-    """
     n_rows, proj_size = proj_BP.shape
     n_channels, n_inner, n_heads, _ = weights.sizes
     out_BI = proj_BP.new_empty(n_rows, n_inner)
@@ -82,10 +70,7 @@ def _convolve_kernel(
     BLOCK: tl.constexpr,
     NEXT_USES_PDL: tl.constexpr,
 ):
-    """Compute silu of the convolution for some channels of a row, and update the row's last inputs.
-
-    The last inputs are shifted: the oldest one is dropped, and the new token's input is appended.
-    """
+    """Compute silu of the convolution for some channels of a row, and shift the row's last inputs."""
     if NEXT_USES_PDL:
         jit.launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -132,8 +117,8 @@ def _head_kernel(
 ):
     """Compute the gates of one head in one row, and update COLUMNS columns of its state matrix, in each program.
 
-    If COLUMNS covers all columns of the matrix, the gated norm is computed, too. With PDL, a program loads everything
-    but q, k and v before the convolution kernel has ended.
+    If these are all columns, the gated norm is computed, too. With PDL, a program loads everything but q, k and v
+    before the convolution kernel has ended.
     """
     if PDL:
         jit.launch_dependents()
@@ -177,19 +162,6 @@ def delta_rows(
     initial: DeltaStates | None = None,
     return_states: bool = False,
 ) -> tuple[Tensor, DeltaStates | None]:
-    """Compute the gated delta rule for packed rows with Triton kernels, outside autograd.
-
-    Args:
-        proj_NP: projections of all tokens: convolution channels, z, b and a, side by side.
-        weights: weights of the layer.
-        chunks: how the packed sequences (rows) are cut into chunks.
-        initial: states of the R rows before their first tokens. None means zeros.
-        return_states: whether to also return the states after the last tokens.
-
-    Returns:
-        The output (N, I) in the dtype of the projections, and the states of the R rows after their last tokens. The
-        states are None unless `return_states`.
-    """
     proj_NP = proj_NP.contiguous()
     inputs_RXw, matrices_RHKV = (None, None) if initial is None else initial
     mixed = conv_and_gates(proj_NP, weights, chunks, inputs_RXw)
@@ -203,21 +175,6 @@ def delta_rows(
 def delta_rows_backward(
     grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool
 ) -> tuple[Tensor, DeltaGradients | None]:
-    """Compute the gradients of `delta_rows` with Triton kernels, for rows that begin with zero states.
-
-    First, the forward pass is computed again.
-
-    Args:
-        grad_NI: gradient with respect to the output of `delta_rows`.
-        proj_NP: projections of the forward pass.
-        weights: weights of the layer.
-        chunks: how the packed sequences (rows) are cut into chunks.
-        of_weights: whether to also compute the gradients with respect to the weights.
-
-    Returns:
-        The gradient with respect to the projections (N, P) in their dtype, and the gradients with respect to the
-        weights. The latter are summed over tokens in a fixed order. They are None unless `of_weights`.
-    """
     proj_NP = proj_NP.contiguous()
     mixed = conv_and_gates(proj_NP, weights, chunks)  # the forward pass, again
     out_NHV, _, saved = chunks_forward(*mixed, chunks)
@@ -233,17 +190,7 @@ def delta_rows_backward(
 
 
 def gated_norm(out_NHV: Tensor, proj_NP: Tensor, weights: DeltaWeights, pdl: bool = False) -> Tensor:
-    """Return the RMS norm of each head of the rule's output, times silu(z).
-
-    Args:
-        out_NHV: output of the delta rule, (tokens, value heads, size of a head).
-        proj_NP: projections, contiguous, which include z.
-        weights: weights of the layer.
-        pdl: whether the previous kernel computes `out_NHV` and lets this kernel begin early (`kernels/jit.py`).
-
-    Returns:
-        (N, H V) in the dtype of the projections.
-    """
+    """Return the RMS norm of each head, times silu(z). `pdl` says that the previous kernel computes `out_NHV`."""
     n, n_heads, value_dim = out_NHV.shape
     normed_NI = proj_NP.new_empty(n, n_heads * value_dim)
     if n:
@@ -258,20 +205,7 @@ def gated_norm(out_NHV: Tensor, proj_NP: Tensor, weights: DeltaWeights, pdl: boo
 def gated_norm_backward(
     grad_NI: Tensor, out_NHV: Tensor, proj_NP: Tensor, weights: DeltaWeights, grad_proj_NP: Tensor, of_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of `gated_norm`.
-
-    Args:
-        grad_NI: gradient with respect to the result of `gated_norm`.
-        out_NHV: output of the delta rule.
-        proj_NP: projections, contiguous, which include z.
-        weights: weights of the layer.
-        grad_proj_NP: buffer for the gradient with respect to the projections. Only its columns of z are written.
-        of_weights: whether to also compute the gradient with respect to the norm's weight.
-
-    Returns:
-        The gradient with respect to `out_NHV`, in the same dtype, and the gradient with respect to the norm's weight,
-        (V,) float32. The latter is None unless `of_weights`.
-    """
+    """Write the columns of z in `grad_proj_NP`, and return the gradients of `out_NHV` and of the norm's weight."""
     n, n_heads, value_dim = out_NHV.shape
     grad_out_NHV = torch.empty_like(out_NHV, memory_format=torch.contiguous_format)
     n_tiles = triton.cdiv(n * n_heads, NORM_LINES)
@@ -289,7 +223,6 @@ def gated_norm_backward(
 
 
 def _norm_sizes(weights: DeltaWeights) -> dict[str, int]:
-    """Return the compile-time constants of the gated norm's kernels, and the number of warps."""
     return {
         "CHANNELS": weights.sizes[0],
         "HEADS": weights.n_heads,
@@ -347,12 +280,7 @@ def _gated_norm_backward_kernel(
     BLOCK: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Compute the gradients for one tile after another in each program.
-
-    A tile has LINES lines, and a line is one head of one token. Program i takes tile i, then every n-th tile after
-    it, where n is the number of programs. If `sums_ptr` is not None, the program writes at the end its part of the
-    sum over lines that gives the gradient of the norm's weight.
-    """
+    """Compute every n-th tile of LINES lines in program i of n, and its part of the sum for the weight's gradient."""
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     value = tl.arange(0, BLOCK)
     weight = tl.load(norm_ptr + value, mask=value < VALUE, other=0.0).to(tl.float32)[None, :]

@@ -2,10 +2,9 @@
 # pyright: reportGeneralTypeIssues=false
 """The gated delta rule of packed sequences (rows) in chunks as Triton kernels.
 
-`triton_chunks_backward.py` has the gradients. Chunks follow section 3.3 of "Gated Delta Networks" (arXiv 2412.06464)
-and "Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484). For a chunk and a value head, let g be
-the running sums of the logarithms of decay and S the state before the chunk. q, k, v and the following matrices have
-one row for each token:
+Chunks follow section 3.3 of "Gated Delta Networks" (arXiv 2412.06464) and "Parallelizing Linear Transformers with the
+Delta Rule" (arXiv 2406.06484). For a chunk and a value head, let g be the running sums of the logarithms of decay and S
+the state before the chunk. q, k, v and the following matrices have one row for each token:
 
     A = strictly lower part of (beta_i exp(g_i - g_j) k_i k_j);  inverse = (1 + A)^-1
     w = inverse (beta exp(g) k);  u = inverse (beta v);  v_new = u - w S
@@ -13,10 +12,8 @@ one row for each token:
     next S = exp(g_last) S + (exp(g_last - g) k)^T v_new
 
 The first kernel computes `inverse`, `w` and `u` of all chunks. The second goes along each row and computes `v_new` and
-the states. The third computes the outputs. No argument of exp is above 0. g is stored as a sum of two fp32 numbers,
-g + g_low, which is nearly as precise as float64. Saved tensors and sums are fp32.
-
-Shape letters as in `areno.kernels.delta` and its `parts.py`. Blocks of K and V are padded to a power of two.
+the states. The third computes the outputs. No argument of exp is above 0. g is stored as a sum of two fp32 numbers, g +
+g_low, which is nearly as precise as float64. Saved tensors and sums are fp32.
 """
 
 from __future__ import annotations
@@ -48,20 +45,10 @@ _BASE = tl.constexpr(16)  # rows of the diagonal blocks that are inverted row by
 
 @dataclass
 class Saved:
-    """Tensors that the backward pass of `chunks_forward` needs, fp32.
+    """Tensors that the backward pass needs, as named at the top, fp32. `states_THKV` are those before each chunk.
 
-    These tensors take (C + K + 2 V + K V / C) H elements for each token, which is 88 KiB with H = 32, K = V = 128, C =
-    64. A state is kept for each chunk, even if the chunk has few tokens. With these sizes, a chunk's states take 2 MiB.
-    The docstring of the module defines A. `inverse` is the matrix of `inverse_NHC`, and g the sums of `g_THC`.
-
-    Attributes:
-        g_THC: running sums of the logarithms of decay within each chunk.
-        g_low_THC: rounding errors of `g_THC`.
-        inverse_NHC: (1 + A)^-1.
-        w_NHK: inverse (beta exp(g) k).
-        u_NHV: inverse (beta v).
-        v_new_NHV: u - w S, with the state S before the chunk.
-        states_THKV: state before each chunk.
+    They take (C + K + 2 V + K V / C) H elements for each token, which is 88 KiB with H = 32, K = V = 128, C = 64. A
+    state of 2 MiB is kept for each chunk, even if the chunk has few tokens.
     """
 
     g_THC: Tensor
@@ -83,21 +70,10 @@ def chunks_forward(
     initial_RHKV: Tensor | None = None,
     return_states: bool = False,
 ) -> tuple[Tensor, Tensor | None, Saved]:
-    """Compute the delta rule for packed rows, chunk by chunk.
+    """Return the outputs (N, H, V), final states (None unless `return_states`) and what `chunks_backward` needs.
 
-    Args:
-        q_NGK: normalised and scaled queries, bf16 or fp32. With fp32, products are fp32.
-        k_NGK: normalised keys, in the dtype of q.
-        v_NHV: values, in the dtype of q.
-        decay_NH: logarithms of the decays, fp32, at most 0.
-        beta_NH: beta, the fraction of the stored value that a token replaces, fp32.
-        chunks: how the packed sequences (rows) are cut into chunks.
-        initial_RHKV: state of each row before its first token, fp32. None means zeros.
-        return_states: whether to also return the states after the last tokens.
-
-    Returns:
-        The outputs (N, H, V) in the dtype of v, the state of each row after its last token (R, H, K, V) in fp32
-        (None unless `return_states`), and the tensors that `chunks_backward` takes as `saved`.
+    q, k and v are bf16, or fp32, for which products are fp32. q and k are normalised, q is scaled. Decays (logarithms),
+    beta and states are fp32.
     """
     n_tokens, n_heads, value_dim = v_NHV.shape
     key_dim = q_NGK.shape[2]
@@ -145,18 +121,10 @@ def chunks_forward(
 def kernel_sizes(
     q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, precision: str, keys: int = _PART, values: int = _PART
 ) -> dict[str, Any]:
-    """Return the compile-time constants (keyword arguments) of a kernel for chunks.
+    """Return the constants of a kernel whose tiles have at most `keys` columns of q and k, and `values` of v.
 
     Blocks are at least 32 wide: with 16 columns, fp32 products and 8 warps, Triton 3.6 reads outside of shared memory
     on Hopper.
-
-    Args:
-        q_NGK: queries.
-        v_NHV: values.
-        chunks: how the packed sequences (rows) are cut into chunks.
-        precision: the PRECISION with which the kernel calls `dot` of `kernels/matmul/triton.py`.
-        keys: largest number of columns of q and k that a program loads at once.
-        values: largest number of columns of v that a program loads at once.
     """
     n_heads, (key, value) = v_NHV.shape[1], (q_NGK.shape[2], v_NHV.shape[2])
     return {
@@ -172,14 +140,7 @@ def kernel_sizes(
 
 
 def state_columns(v_NHV: Tensor, n_rows: int) -> int:
-    """Return how many columns of a state matrix one program computes.
-
-    A program goes through all chunks of a row. With few rows, fewer columns give more programs.
-
-    Args:
-        v_NHV: values.
-        n_rows: number of rows, R.
-    """
+    """Return how many columns of a state matrix one program computes, along a row: fewer if there are few rows."""
     return 64 if n_rows * v_NHV.shape[1] * v_NHV.shape[2] >= 64 * _ENOUGH else 32
 
 
@@ -191,22 +152,10 @@ def chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
-    """Load a tile from a matrix with lines of SIZE elements. The tile's rows are every STEP-th line.
+    """Load BLOCK columns from `start` of every STEP-th line of a matrix with lines of SIZE elements, zeros outside.
 
-    Elements outside are zeros. Addresses of a thread differ by compile-time constants only, because separate addresses
-    would take more registers than the elements.
-
-    Args:
-        ptr: the matrix.
-        first: index of the first line to load.
-        inside: which rows of the tile exist.
-        STEP: distance between the lines to load.
-        SIZE: number of elements in a line.
-        BLOCK: number of columns of the tile.
-        start: index of the first element to load from each line.
-
-    Returns:
-        (rows, BLOCK).
+    Addresses of a thread differ by compile-time constants only, because separate addresses would take more registers
+    than the elements.
     """
     line, column = tl.arange(0, inside.shape[0])[:, None], start + tl.arange(0, BLOCK)[None, :]
     return tl.load(ptr + first * SIZE + (line * (STEP * SIZE) + column), inside[:, None] & (column < SIZE), 0.0)
@@ -221,7 +170,6 @@ def load_columns(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLO
 
 @triton.jit
 def store_rows(ptr, x, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
-    """Store a tile x (rows, BLOCK) to the addresses from which `load_rows` loads."""
     line, column = tl.arange(0, inside.shape[0])[:, None], start + tl.arange(0, BLOCK)[None, :]
     place = ptr + first * SIZE + (line * (STEP * SIZE) + column)
     tl.store(place, x.to(ptr.dtype.element_ty), inside[:, None] & (column < SIZE))
@@ -229,10 +177,7 @@ def store_rows(ptr, x, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BL
 
 @triton.jit
 def decay_between(g, g_low, visible, TRANSPOSED: tl.constexpr):
-    """Return exp(g_row - g_column), or exp(g_column - g_row) if TRANSPOSED, and 0 where not `visible`.
-
-    g + g_low are the running sums of the logarithms of decay.
-    """
+    """Return exp(g_row - g_column), or exp(g_column - g_row) if TRANSPOSED, and 0 where not `visible`."""
     more = (g[:, None] - g[None, :]) + (g_low[:, None] - g_low[None, :])
     if TRANSPOSED:
         more = -more
@@ -241,10 +186,7 @@ def decay_between(g, g_low, visible, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def decay_to_end(g_ptr, g_low_ptr, at, SIZE: tl.constexpr):
-    """Return exp(g_last - g), the decay from each token to the end of its chunk, and exp(g_last), the whole decay.
-
-    g + g_low are the running sums of the logarithms of decay. `at` is the offset of the chunk's SIZE sums.
-    """
+    """Return exp(g_last - g) and exp(g_last) of the chunk whose SIZE sums begin at `at`."""
     each, last = at + tl.arange(0, SIZE), at + SIZE - 1
     end = tl.load(g_ptr + last)
     more = (end - tl.load(g_ptr + each)) + (tl.load(g_low_ptr + last) - tl.load(g_low_ptr + each))
@@ -260,7 +202,6 @@ def _on_diagonal(SIZE: tl.constexpr):
 
 @triton.jit
 def _diagonal_blocks(x, SIZE: tl.constexpr):
-    """Return the 16 x 16 blocks on the diagonal of a SIZE x SIZE matrix, (SIZE / 16, 16, 16)."""
     BLOCKS: tl.constexpr = SIZE // _BASE
     x = tl.where(_on_diagonal(SIZE), x, 0.0)
     return tl.sum(tl.reshape(x, (BLOCKS, _BASE, BLOCKS, _BASE)), axis=2)
@@ -268,12 +209,11 @@ def _diagonal_blocks(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _inverse(system, transposed, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (1 + system)^-1 for a strictly lower triangular matrix `system` (SIZE, SIZE).
+    """Return (1 + system)^-1, `system` being strictly lower triangular. `transposed`: its transposed diagonal blocks.
 
-    `transposed` has the diagonal blocks of the transpose of `system`. First the diagonal blocks are inverted row by
-    row, all blocks at once, so that each of 4 warps has one block. Then the inverses x and z of two neighbouring
-    diagonal blocks are joined to the inverse ((x, 0), (-z y x, z)), where y is the block of `system` below x and
-    left of z. No large terms cancel, unlike in a series of powers.
+    First the diagonal blocks are inverted row by row, all blocks at once, so that each of 4 warps has one block. Then
+    the inverses x and z of two neighbouring diagonal blocks are joined to the inverse ((x, 0), (-z y x, z)), where y is
+    the block of `system` below x and left of z. No large terms cancel, unlike in a series of powers.
     """
     BLOCKS: tl.constexpr = SIZE // _BASE
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
@@ -318,11 +258,6 @@ def _prepare_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the matrices `inverse`, `w` and `u` of a chunk and a head in each program.
-
-    The docstring of the module defines these matrices. The running sums g of the logarithms of decay are stored,
-    too.
-    """
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line = tl.arange(0, SIZE), first * HEADS + head
@@ -378,10 +313,7 @@ def _states_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the state before each chunk of a row, and `v_new`, the values that the chunk's tokens write to it.
-
-    Each program computes VALUE_PART columns of one head's state, along one row.
-    """
+    """Compute VALUE_PART columns of one head's states along one row, and `v_new`, in each program."""
     start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
     begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)
@@ -425,7 +357,6 @@ def _out_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the output of the delta rule for the tokens of a chunk and one head in each program."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED

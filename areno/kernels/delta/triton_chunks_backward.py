@@ -2,8 +2,8 @@
 # pyright: reportGeneralTypeIssues=false
 """The gradients of the gated delta rule of packed sequences (rows) in chunks, as Triton kernels.
 
-Names and formulas are those of `triton_chunks.py`. Let d mark gradients, S' the state after a chunk, P_ij =
-exp(g_i - g_j), and "lower" include the diagonal:
+Names and formulas are those of `triton_chunks.py`. Let d mark gradients, S' the state after a chunk, P_ij = exp(g_i -
+g_j), and "lower" include the diagonal:
 
     dv_new = (lower part of P_ij q_i k_j)^T dout + (exp(g_last - g) k) dS'
     dS = exp(g_last) dS' + (exp(g) q)^T dout - w^T dv_new;  dw = -dv_new S^T;  du = dv_new
@@ -61,23 +61,10 @@ def chunks_backward(
     chunks: RowChunks,
     saved: Saved,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of `chunks_forward`.
+    """Return the gradients with respect to q, k, v, decay and beta, fp32.
 
     Temporary tensors take (K + V + K V / C) H + C G elements of 4 bytes for each token. With products in "bf16", all
     but the C G elements have 2 bytes, which makes 36 KiB with G = 16, H = 32, K = V = 128, C = 64.
-
-    Args:
-        grad_out_NHV: gradient with respect to the outputs, bf16 or fp32.
-        q_NGK: queries of the forward pass.
-        k_NGK: keys of the forward pass.
-        v_NHV: values of the forward pass.
-        decay_NH: logarithms of the decays in the forward pass.
-        beta_NH: beta in the forward pass.
-        chunks: how the packed sequences (rows) are cut into chunks.
-        saved: third result of `chunks_forward`.
-
-    Returns:
-        The gradients with respect to q, k, v, decay and beta, fp32, in their shapes.
     """
     n_tokens, n_heads, _ = v_NHV.shape
     n_key_heads, key_dim = q_NGK.shape[1:]
@@ -139,10 +126,6 @@ def _local_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the part of v_new's gradient that comes from the outputs of the same chunk.
-
-    Each program handles a chunk and a head. The docstring of `triton_chunks.py` defines v_new.
-    """
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
@@ -181,11 +164,6 @@ def _grad_states_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the gradient of the state after each chunk of a row, and add its contribution to the gradient of v_new.
-
-    Each program computes VALUE_PART columns of one head, from the last chunk of a row to the first. The docstring of
-    `triton_chunks.py` defines v_new.
-    """
     start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
     begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)
@@ -238,11 +216,6 @@ def _chunks_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the gradients of q and w, and the terms of the gradients of k and g that do not pass through A or w.
-
-    Each program handles a chunk and all value heads of one key head. The docstring of `triton_chunks.py` defines w,
-    g and A.
-    """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
@@ -321,11 +294,6 @@ def _systems_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the gradients that pass through w and u, the solutions of a chunk's triangular system 1 + A.
-
-    The results are the gradients of v, beta and decay, and of the products k_i k_j in A. The part that reaches k
-    through w is added to the gradient of k. Each program handles a chunk and all value heads of one key head.
-    """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
@@ -386,10 +354,6 @@ def _keys_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Add the part through the matrix A to the gradient of k, for a chunk and a key head in each program.
-
-    A has the products k_i k_j, so each key contributes to a row and to a column of A.
-    """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     key_line = first * (HEADS // SHARED) + key_head

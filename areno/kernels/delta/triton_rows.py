@@ -1,10 +1,8 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 """Triton kernels for what comes before the delta rule in packed sequences (rows): convolution, q, k, v and gates.
 
-Another kernel copies the last inputs of each row. A program computes some tokens of one head of q, k or v, or the gates
-of some tokens. It reads a token's input once for each tap of the convolution, mostly from the L1 cache. The helpers at
-the top are also used by the backward pass (`triton_rows_backward.py`) and by decoding steps (`triton.py`). Shape
-letters as in `areno.kernels.delta`.
+A program computes some tokens of one head of q, k or v, or the gates of some tokens. It reads a token's input once for
+each tap of the convolution, mostly from the L1 cache.
 """
 
 from __future__ import annotations
@@ -23,13 +21,6 @@ LENGTH_EPS = tl.constexpr(1e-6)  # added to the squared lengths of q and k, as i
 
 
 def sizes_of(weights: DeltaWeights) -> dict[str, Any]:
-    """Return the compile-time constants of the kernels for packed sequences: numbers and sizes of heads.
-
-    Constants named `*_BLOCK` are sizes padded to a power of two.
-
-    Args:
-        weights: weights of the layer.
-    """
     key, value = weights.key_dim, weights.value_dim
     return {
         "KEY_HEADS": weights.n_key_heads,
@@ -73,20 +64,6 @@ def convolved(
     """Return the causal convolution for some channels of some tokens, in fp32.
 
     The token's own input is added first, then the earlier inputs from the oldest on.
-
-    Args:
-        proj_ptr: projections, whose first columns are the channels of the convolution.
-        conv_ptr: weights of the convolution.
-        initial_ptr: inputs before each row. None means zeros.
-        rows_ptr: row of each token.
-        token: indices of the tokens.
-        position: position of each token in its row.
-        is_token: which of the tokens exist.
-        channel: indices of the channels.
-        real: which of the channels exist.
-        PROJ: number of columns of the projections.
-        CHANNELS: number of channels.
-        WIDTH: width of the convolution.
     """
     inside = is_token[:, None] & real[None, :]
     place = token.to(tl.int64)[:, None] * PROJ + channel[None, :]
@@ -112,18 +89,6 @@ _CHANNELS = 256  # channels that one program of `conv_states` copies
 def conv_and_gates(
     proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, initial_RXw: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute queries, keys, values and gates of all tokens from the projections.
-
-    Args:
-        proj_NP: projections, contiguous.
-        weights: weights of the layer.
-        chunks: the packed sequences (rows).
-        initial_RXw: last inputs of the convolution before each row. None means zeros.
-
-    Returns:
-        Normalised queries and keys (N, G, K) and values (N, H, V), in the dtype of the projections. The logarithm of
-        the decay and beta, (N, H) float32 each.
-    """
     n, sizes = len(proj_NP), sizes_of(weights)
     q_NGK = proj_NP.new_empty(n, weights.n_key_heads, weights.key_dim)
     k_NGK, v_NHV = torch.empty_like(q_NGK), proj_NP.new_empty(n, weights.n_heads, weights.value_dim)
@@ -149,19 +114,7 @@ def conv_and_gates(
 
 
 def conv_states(proj_NP: Tensor, initial_RXw: Tensor | None, weights: DeltaWeights, chunks: RowChunks) -> Tensor:
-    """Return the last w inputs of the convolution in each row.
-
-    If a row has fewer than w tokens, the inputs before the row come first.
-
-    Args:
-        proj_NP: projections, contiguous.
-        initial_RXw: last inputs before each row. None means zeros.
-        weights: weights of the layer.
-        chunks: the packed sequences (rows).
-
-    Returns:
-        (R, X, w) in the dtype of the projections, the oldest input first.
-    """
+    """Return the last w inputs of each row, the oldest first. In a shorter row, inputs before the row come first."""
     n_rows, (n_channels, width) = len(chunks.lengths_R), weights.conv_XW.shape
     kept_RXw = proj_NP.new_empty(n_rows, n_channels, width - 1)
     if n_rows and width > 1:

@@ -2,10 +2,8 @@
 """The backward pass of `triton_rows.py` as two Triton kernels: through silu and head norms, then the convolution.
 
 The first kernel overwrites the gradients with respect to q, k and v by those with respect to the convolution's output.
-In the second kernel, each program sums the gradients of the weights over its tokens, and these partial sums are added
-in a fixed order.
-
-Shape letters as in `areno.kernels.delta`; L blocks of tokens.
+In the second kernel, each program sums the gradients of the weights over its block of tokens, and the partial sums of
+the L blocks are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -32,19 +30,9 @@ def conv_and_gates_backward(
     grad_proj_NP: Tensor,
     of_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Compute the gradients of `conv_and_gates` for rows whose inputs before the first token are zeros.
+    """Write all columns of `grad_proj_NP` but those of z, and return the gradients of convolution, A_log and dt_bias.
 
-    Args:
-        grads: gradients with respect to q, k, v, decay and beta, contiguous. The first three are overwritten.
-        proj_NP: projections, contiguous.
-        weights: weights of the layer.
-        chunks: the packed sequences (rows).
-        grad_proj_NP: buffer for the gradient with respect to the projections. All columns but those of z are written.
-        of_weights: whether to also compute the gradients with respect to the weights.
-
-    Returns:
-        The gradients with respect to the weights of the convolution (X, W), A_log (H,) and dt_bias (H,), float32.
-        None unless `of_weights`.
+    `grads` are those with respect to q, k, v, decay and beta. The first three are overwritten. Rows begin with zeros.
     """
     n, sizes, n_heads = len(proj_NP), sizes_of(weights), weights.n_heads
     grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH = grads
@@ -76,22 +64,13 @@ def conv_and_gates_backward(
 
 @triton.jit
 def _silu_gradient(x):
-    """Return the derivative of silu at x."""
     sigmoid = tl.sigmoid(x)
     return sigmoid * (1.0 + x * (1.0 - sigmoid))
 
 
 @triton.jit
 def _norm_backward(grad_ptr, place, inside, x, scale):
-    """Overwrite the gradient of a normalised head by the gradient of x, the convolution's output for this head.
-
-    Args:
-        grad_ptr: gradients with respect to the normalised heads.
-        place: offsets of the head's elements.
-        inside: which of these elements exist.
-        x: output of the convolution for the head.
-        scale: factor by which the normalised head was multiplied.
-    """
+    """Overwrite the gradient of a normalised head by the gradient of x, the convolution's output for this head."""
     grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32) * scale
     key = x * tl.sigmoid(x)
     per_length = tl.rsqrt(tl.sum(key * key, axis=1) + LENGTH_EPS)[:, None]
@@ -170,8 +149,6 @@ def _conv_backward(
     """Compute the gradients of the convolution's inputs and weights for the channels of one head.
 
     The gradient of the input of token t has a term from each token t + shift in the same row, for shifts below WIDTH.
-    `first` is the offset of the head among the STRIDE gradients of a token, `n` is the number of tokens, and `size` is
-    the number of partial sums in a line of `sums_ptr`.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = (token < n)[:, None] & is_channel[None, :]
@@ -219,11 +196,6 @@ def _conv_backward_kernel(
     HEAD_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Compute the gradients of the convolution for one head, or of the gates of all heads, in each program.
-
-    A program handles TOKENS tokens. If `conv_sums_ptr` and `gate_sums_ptr` are not None, it writes the sums of the
-    weights' gradients over these tokens. `size` is the number of such sums for each block of TOKENS tokens.
-    """
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     part = tl.program_id(1)

@@ -1,8 +1,8 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """RMS norm and rotary embedding of each query and key head as one Triton kernel.
 
-The plain forms are in `areno/layers/norm.py` and `areno/layers/rotary.py`. Shape letters as in
-`areno.kernels.elementwise`; X = (H + 2 K) C.
+The plain forms are in `areno/layers/norm.py` and `areno/layers/rotary.py`. X = (H + 2 K) C: queries, keys and values of
+all heads, side by side. Cosines and sines are float32, for half the head dimension.
 """
 
 from __future__ import annotations
@@ -31,23 +31,7 @@ def qk_norm_rope(
     head_dim: int,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply RMS norm (if any) and rotary embedding to each query and key head.
-
-    Args:
-        qkv_NX: heads of queries, keys and values, side by side, (tokens, (H + 2 K) C).
-        cos_N1F: float32 cosines of the rotary embedding, for half the head dimension.
-        sin_N1F: float32 sines of the rotary embedding, for half the head dimension.
-        q_weight_C: weight of the query norm. None if the model has no query and key norms.
-        k_weight_C: weight of the key norm. None if the model has no query and key norms.
-        eps: epsilon of the norms.
-        n_heads: number of query heads, H.
-        n_kv_heads: number of key heads, K.
-        head_dim: head dimension, C.
-        plus_one: whether a norm multiplies by 1 + weight instead of weight.
-
-    Returns:
-        q (N, H, C) and k (N, K, C), normalised and rotated, and v (N, K, C), a view of `qkv_NX`.
-    """
+    """Return q (N, H, C) and k (N, K, C), normalised unless weights are None, and rotated, and v, a view."""
     n = qkv_NX.shape[0]
     q_NHC = qkv_NX.new_empty((n, n_heads, head_dim))
     k_NKC = qkv_NX.new_empty((n, n_kv_heads, head_dim))
@@ -87,24 +71,7 @@ def qk_norm_rope_backward(
     eps: float,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the gradients of `qk_norm_rope`.
-
-    Args:
-        grad_q_NHC: gradient with respect to the result q.
-        grad_k_NKC: gradient with respect to the result k.
-        grad_v_NKC: gradient with respect to the result v.
-        qkv_NX: input of the forward pass.
-        cos_N1F: float32 cosines of the rotary embedding, for half the head dimension.
-        sin_N1F: float32 sines of the rotary embedding, for half the head dimension.
-        q_weight_C: weight of the query norm. None if the model has no query and key norms.
-        k_weight_C: weight of the key norm. None if the model has no query and key norms.
-        eps: epsilon of the norms.
-        plus_one: whether a norm multiplies by 1 + weight instead of weight.
-
-    Returns:
-        The gradients with respect to qkv (N, X), the weight of the query norm and that of the key norm, (C,) float32
-        each. The last two are None without norms.
-    """
+    """Return the gradients of qkv, and of the query and the key norm's weight, (C,) float32, or None without norms."""
     n, n_heads, head_dim = grad_q_NHC.shape
     n_kv_heads = grad_k_NKC.shape[1]
     grad_qkv_NX = torch.empty_like(qkv_NX, memory_format=torch.contiguous_format)
@@ -195,10 +162,6 @@ def _qk_norm_rope_kernel(
 
 @triton.jit
 def _weights(q_weight_ptr, k_weight_ptr, is_q, place, inside, PLUS_ONE: tl.constexpr):
-    """Return the norm weight of each head at the elements `place`, plus 1 if PLUS_ONE.
-
-    Where `is_q` is True, this is the weight of the query norm, elsewhere that of the key norm.
-    """
     q_weight = tl.load(q_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
     weight = tl.where(is_q, q_weight, k_weight)
@@ -230,11 +193,7 @@ def _qk_norm_rope_backward_kernel(
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Compute the gradients for one token after another in each program.
-
-    Program i takes token i, then every n-th token after it, where n is the number of programs. If there are norms,
-    the program writes at the end its part of the sum over tokens that gives the gradients of the norm weights.
-    """
+    """Compute every n-th token in program i of n, and its part of the sums for the norm weights' gradients."""
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]
     real = half < HALF

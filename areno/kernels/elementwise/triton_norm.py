@@ -1,7 +1,7 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Residual addition with the RMS norm after it, and sums of partial gradients, as Triton kernels.
 
-The plain form is in `areno/layers/norm.py`. Shape letters as in `areno.kernels.elementwise`.
+The plain form is in `areno/layers/norm.py`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,9 @@ _ELEMENTS, _ELEMENTS_OF_PARTS = 256, 128
 def add_rms_norm(
     x_ND: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Add a layer's output to the residual stream, and return the stream and its RMS norm.
+    """Return the residual stream x + delta in the dtype of x, and the norm of its rounded values in that of the weight.
 
-    Args:
-        x_ND: residual stream, (tokens, hidden size).
-        delta: output to add, (tokens, hidden size), or summands of it, (parts, tokens, hidden size). None normalises x
-            itself.
-        weight_D: weight of the norm.
-        eps: epsilon of the norm.
-        plus_one: whether the norm multiplies by 1 + weight instead of weight.
-
-    Returns:
-        The new residual stream (N, D) in the dtype of x, and the norm of its rounded values (N, D) in the dtype of the
-        weight.
+    `delta` is (N, D), or summands of it (parts, N, D). None normalises x itself.
     """
     x_ND = x_ND.contiguous()
     n, size = x_ND.shape
@@ -76,21 +66,10 @@ def rms_norm_backward(
     weight_grad_D: Tensor | None,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient with respect to the residual stream before an RMS norm.
+    """Return the gradient of the residual stream twice: in the dtype of `sum_ND`, and in the dtype of `grad_ND`.
 
-    Args:
-        grad_ND: gradient with respect to the output of the norm.
-        grad_sum_ND: gradient that reaches the stream past the norm, which is added to the result. None means zero.
-        sum_ND: the stream, which is the first result of `add_rms_norm`.
-        weight_D: weight of the norm.
-        eps: epsilon of the norm.
-        weight_grad_D: float32 buffer, to which the gradient with respect to the weight is added. None if the weight is
-            frozen.
-        plus_one: whether the norm multiplies by 1 + weight instead of weight.
-
-    Returns:
-        The gradient with respect to the stream (N, D) twice: in the dtype of `sum_ND`, and in the dtype of `grad_ND`.
-        If the dtypes are equal, the same tensor is returned twice.
+    `sum_ND` is the stream before the norm, and `grad_sum_ND` the gradient that reaches it past the norm. The weight's
+    gradient is added to the float32 buffer `weight_grad_D`, if any. With equal dtypes, the results are the same tensor.
     """
     n, size = sum_ND.shape
     grad_ND, sum_ND = grad_ND.contiguous(), sum_ND.contiguous()
@@ -125,23 +104,13 @@ def rms_norm_backward(
 
 
 def add_sums(partial_PD: Tensor, out_D: Tensor) -> None:
-    """Sum partial sums over the programs that computed them, in a fixed order, and add the result to a vector.
-
-    Args:
-        partial_PD: float32 partial sums, (programs, elements).
-        out_D: float32 vector, changed in place.
-    """
+    """Add the sum of partial sums over programs, in a fixed order, to a vector in place. Both are float32."""
     n_programs, size = partial_PD.shape
     _add_sums_kernel[(triton.cdiv(size, 32),)](partial_PD, out_D, n_programs, size, ROWS=128, BLOCK=32, num_warps=8)
 
 
 @functools.cache
 def n_multiprocessors(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors of a GPU, or 1 for other devices.
-
-    Args:
-        device: a device of this machine.
-    """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -198,11 +167,7 @@ def _norm_backward_kernel(
     BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Compute the gradients for one tile of ROWS rows after another in each program.
-
-    Program i takes tile i, then every n-th tile after it, where n is the number of programs. At the end, the program
-    writes its part of the sum over rows that gives the gradient of the weight.
-    """
+    """Compute every n-th tile of ROWS rows in program i of n, and its part of the sum for the weight's gradient."""
     column = tl.arange(0, BLOCK)
     real = column < size
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)

@@ -1,8 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""The activation of a gated MLP as Triton kernels. The plain form is `areno/layers/mlp.py`.
-
-Shape letters as in `areno.kernels.elementwise`.
-"""
+"""The activation of a gated MLP as Triton kernels. The plain form is `areno/layers/mlp.py`."""
 
 from __future__ import annotations
 
@@ -16,15 +13,7 @@ from areno.kernels.jit import kernel
 
 
 def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
-    """Return silu(gate) * up, the activation of a gated MLP.
-
-    Args:
-        gate_up_N2I: gate and up, side by side, (tokens, 2 * inner size).
-        gelu: whether the activation is the tanh form of GELU instead of SiLU.
-
-    Returns:
-        (N, I) in the dtype of gate and up.
-    """
+    """Return silu(gate) * up."""
     n, inner = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
     out_NI = gate_up_N2I.new_empty((n, inner))
     if n:
@@ -36,16 +25,7 @@ def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
 
 
 def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor, gelu: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of `swiglu`, and in the same pass over memory the result of `swiglu` again.
-
-    Args:
-        grad_NI: gradient with respect to the result of `swiglu`.
-        gate_up_N2I: gate and up, side by side.
-        gelu: whether the activation is the tanh form of GELU instead of SiLU.
-
-    Returns:
-        The gradient with respect to gate and up, side by side (N, 2 I), and the result silu(gate) * up (N, I).
-    """
+    """Return the gradient of gate and up, side by side, and silu(gate) * up again, in one pass over memory."""
     n, inner = grad_NI.shape
     grad_gate_up_N2I = torch.empty_like(gate_up_N2I)
     out_NI = torch.empty_like(grad_NI)
@@ -58,10 +38,7 @@ def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor, gelu: bool = False) ->
 
 @triton.jit
 def _gelu_argument(gate):
-    """Return 2 sqrt(2 / pi) (x + 0.044715 x^3) for x = gate.
-
-    x times the sigmoid of this is the tanh form of GELU (arXiv 1606.08415).
-    """
+    """Return 2 sqrt(2 / pi) (x + 0.044715 x^3). x times its sigmoid is the tanh form of GELU (arXiv 1606.08415)."""
     return gate * (1.5957691216057308 + 0.0713548162726 * gate * gate)
 
 

@@ -2,8 +2,7 @@
 """Products with each expert's matrix as Triton kernels, or by torch's grouped_mm for large groups, where it is faster.
 
 The host does not know how many rows each expert has, so a launch has enough programs for any numbers of rows. Each
-program finds its expert from `ends_E`, and programs without work return. `areno.kernels.experts` describes the
-functions and the shape letters.
+program finds its expert from `ends_E`, and programs without work return.
 """
 
 from __future__ import annotations
@@ -29,16 +28,9 @@ _TRIED = ((5, 0, 40, 19), 64, 128)  # the test of grouped_mm: rows of four group
 
 
 def library_matmul(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor | None:
-    """Multiply each row with the matrix of its expert by torch's grouped_mm, without waiting for the device.
+    """Return the products by torch's grouped_mm, without waiting for the device, or None if it cannot be used here.
 
-    Args:
-        x_MI: rows, sorted by expert.
-        weight_EIO: matrix of each expert, (experts, inputs, outputs).
-        ends_E: int32, index after the last row of each expert.
-
-    Returns:
-        (M, O), or None if grouped_mm cannot be used here. It needs bfloat16, a Hopper GPU on which it has given right
-        results, and aligned tensors.
+    It needs bfloat16, a Hopper GPU on which it has given right results, and aligned tensors.
     """
     if not x_MI.is_cuda or x_MI.dtype != torch.bfloat16 or not _is_aligned(x_MI, weight_EIO):
         return None
@@ -60,10 +52,7 @@ def _is_aligned(x_MI: Tensor, weight_EIO: Tensor) -> bool:
 
 @functools.cache
 def _is_right(device: int) -> bool:
-    """Return whether torch's grouped_mm gives right results on the GPU with index `device`. The result is cached.
-
-    The test has uneven groups, an empty group, and rows after the last group.
-    """
+    """Return whether grouped_mm is right for uneven groups, an empty group, and rows after the last group."""
     # For other GPUs, torch has no grouped kernel: the host waits for the sizes of the groups, and loops over them.
     if not is_hopper(f"cuda:{device}"):
         return False
@@ -105,29 +94,11 @@ def _tiles(n_rows: int, n_experts: int) -> tuple[int, int, int, int, int]:
 
 
 def _stages(x: Tensor, n_stages: int) -> int:
-    """Return the number of pipeline stages to use: `n_stages`, but 2 for fp32.
-
-    More stages of fp32 do not fit into the shared memory of every GPU.
-    """
+    """Return the number of pipeline stages: more than 2 of fp32 do not fit into the shared memory of every GPU."""
     return n_stages if x.element_size() < 4 else 2
 
 
 def grouped_matmul(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
-    """Multiply each row with the matrix of its expert, outside autograd.
-
-    A program computes one tile of an expert's output, in a loop over all inputs.
-
-    Args:
-        x_MI: copies of tokens, one for each chosen expert, sorted by expert, (copies, inputs).
-        weight: weight matrix of each expert, (E, O, I), or (E, I, O) if `transposed`.
-        ends_E: int32, index after the last row of each expert.
-        transposed: whether a row is multiplied with the expert's matrix (I, O). If False, it is multiplied with the
-            transpose of the expert's matrix (O, I).
-        row_multiple: must be 1, since the kernel computes each row by itself.
-
-    Returns:
-        (M, O). Rows after the last group are undefined.
-    """
     assert row_multiple == 1, "the kernel computes each row by itself"
     x_MI, n_experts = x_MI.contiguous(), len(weight)
     n_rows, n_inputs = x_MI.shape
@@ -217,7 +188,6 @@ def _grouped_matmul_kernel(
 
 
 def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
-    """Add a^T b, computed over the rows of each expert in fp32, to the expert's matrix in `out_EOI`, in place."""
     n_experts, n_outputs, n_inputs = out_EOI.shape
     few = len(a_MO) <= 32 * n_experts
     outputs, inputs, rows, n_warps = (64, 64, 32, 4) if few else (128, 128, 64, 8)
@@ -281,17 +251,6 @@ def _add_grouped_kernel(
 
 
 def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
-    """Sum the weighted expert outputs of each token, in the order of its choices and in fp32.
-
-    Args:
-        y_MD: expert outputs of the copies, sorted by expert.
-        places_Nk: int64, index of the copy of each (token, choice) pair.
-        weights_Nk: weight of each choice. None means 1.
-        ends_E: int32, index after the last row of each expert.
-
-    Returns:
-        (N, D) in the dtype of y. Choices of experts on other ranks count as 0.
-    """
     n_tokens, top_k = places_Nk.shape
     size = y_MD.shape[1]
     out_ND = y_MD.new_empty((n_tokens, size))
@@ -340,19 +299,6 @@ def _combine_kernel(
 def weighted_swiglu_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of y = w * silu(gate) * up, and y. Each program of the kernel computes one row.
-
-    Args:
-        grad_MI: gradient with respect to y.
-        gate_up_M2I: gate and up, side by side.
-        weights_M: w, the router weight of each row.
-        ends_E: int32, index after the last row of each expert.
-
-    Returns:
-        (grad_gate_up, y, grad_w): the gradients with respect to gate and up, side by side (M, 2 I), y itself (M, I),
-        and the gradient with respect to w (M,) in float32. In rows after the last expert's group, grad_w is 0, and
-        grad_gate_up and y are undefined.
-    """
     n_rows, inner = grad_MI.shape
     grad_gate_up_M2I = torch.empty_like(gate_up_M2I)
     act_MI = torch.empty_like(grad_MI)

@@ -2,8 +2,6 @@
 """Routing as two Triton kernels: from router logits to experts, and from experts to copies sorted by expert.
 
 torch would launch some twenty small kernels in each layer of a decoding step.
-
-Shape letters as in `areno.kernels.experts`.
 """
 
 from __future__ import annotations
@@ -20,15 +18,7 @@ _BLOCK = 1024
 
 
 def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Return the top_k experts of each token (N, k), and their weights (N, k) from the softmax over all experts.
-
-    Among equal logits, the expert with the lower index is chosen.
-
-    Args:
-        logits_NX: router logits over all experts.
-        top_k: number of experts for each token.
-        normalised: whether the weights of a token are divided by their sum.
-    """
+    """Among equal logits, choose the expert with the lower index."""
     n_tokens, n_experts = logits_NX.shape
     chosen_Nk = torch.empty((n_tokens, top_k), dtype=torch.int64, device=logits_NX.device)
     weights_Nk = torch.empty((n_tokens, top_k), dtype=torch.float32, device=logits_NX.device)
@@ -81,18 +71,7 @@ def _choose_kernel(
 
 
 def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort the copies of tokens by expert, with one program for each expert.
-
-    One more program handles the copies for experts of other ranks.
-
-    Args:
-        chosen_Nk: int64, indices of the experts that each token has chosen, among the experts of all ranks.
-        first: index of this rank's first expert.
-        n_experts: number of experts on this rank, E.
-
-    Returns:
-        (tokens_M, choices_M, places_Nk, ends_E), the fields of `Groups`.
-    """
+    """Return the fields of `Groups`. Each expert has a program, and one more handles the copies for other ranks."""
     chosen_Nk = chosen_Nk.contiguous()
     n_copies, device = chosen_Nk.numel(), chosen_Nk.device
     tokens_M, choices_M = (torch.empty(n_copies, dtype=torch.int64, device=device) for _ in range(2))
@@ -106,9 +85,9 @@ def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor
 
 @triton.jit
 def _local(chosen_ptr, copy, n_copies, first, n_experts):
-    """Return the index of each copy's expert among the n_experts experts of this rank.
+    """Return the index of each copy's expert among those of this rank.
 
-    The result is n_experts for experts of other ranks, and n_experts + 1 where `copy` is not below n_copies.
+    The index is n_experts for experts of other ranks, and n_experts + 1 where `copy` is not below n_copies.
     """
     expert = tl.load(chosen_ptr + copy, mask=copy < n_copies, other=0).to(tl.int32) - first
     expert = tl.where((expert < 0) | (expert >= n_experts), n_experts, expert)

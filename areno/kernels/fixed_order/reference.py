@@ -3,8 +3,8 @@
 Before a product, the number of rows of a matrix is padded to a multiple of `row_multiple()`. The CPU's matrix library
 then computes each row in the same way, whatever the other rows are.
 
-Shape letters: B rows of queries, H query heads, K key heads, L queries and M keys of a row, C head dimension; X pairs
-of a row and a key head; P queries of the heads that share a key head, padded.
+B rows of queries, L queries and M keys of a row; X pairs of a row and a key head; P queries of the heads that share a
+key head, padded.
 """
 
 from __future__ import annotations
@@ -27,31 +27,16 @@ ROWS = 16  # of a product for each CPU thread; with fewer rows, MKL uses other k
 
 
 def border(span: int) -> int:
-    """Return the first position of the span of keys with index `span`: 0, 64, 128, 256, 512, 768 and so on.
-
-    Args:
-        span: index of the span, from 0.
-    """
+    """Return the first position of a span of keys: 0, 64, 128, 256, 512, 768 and so on."""
     return (0, *_SHORT)[span] if span <= len(_SHORT) else (span - len(_SHORT)) * SPAN
 
 
 def n_spans(length: _Ints) -> _Ints:
-    """Return the number of spans of keys that cover the first `length` positions of a row.
-
-    Spans begin at the positions 0, 64, 128, 256, 512, 768 and so on (see `border`). The last one may be covered in
-    part.
-
-    Args:
-        length: number of positions, or an array of such numbers.
-    """
+    """Return the number of spans of keys that cover the first `length` positions, the last one maybe in part."""
     return sum(length > start for start in _SHORT) - (-length // SPAN)
 
 
 def row_multiple() -> int:
-    """Return the multiple to which the number of rows of a matrix is padded before a product on the CPU.
-
-    The matrix library then computes each row in the same way, whatever the other rows are.
-    """
     return ROWS * torch.get_num_threads()
 
 
@@ -64,21 +49,6 @@ def packed_attention(
     max_q: int,
     window: int | None = None,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention of packed sequences (rows) in plain torch, in a fixed order of operations.
-
-    Args:
-        q_NHC: queries of all rows, packed, shape (query tokens, heads, head dim).
-        k_MKC: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens.
-        v_MKC: values of all rows, packed in the same way.
-        cu_seqlens_q: (rows + 1,) int32, cumulative numbers of queries, from 0 to N.
-        cu_seqlens_k: (rows + 1,) int32, cumulative numbers of keys, from 0 to M.
-        max_q: largest number of queries in a row.
-        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
-            means full causal attention.
-
-    Returns:
-        The output (N, H, C), and None in place of a log-sum-exp.
-    """
     attend = partial(causal, window=window)
     return by_padding(q_NHC, k_MKC, v_MKC, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), attend), None
 
@@ -86,19 +56,7 @@ def packed_attention(
 def causal(
     q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, firsts_B: Tensor | None = None, window: int | None = None
 ) -> Tensor:
-    """Compute causal attention in a fixed order, for padded rows.
-
-    Args:
-        q_BHLC: queries, shape (rows, heads, L, head dim).
-        k_BKMC: keys, shape (rows, key heads, M, head dim).
-        v_BKMC: values, in the shape of the keys.
-        firsts_B: int64, the position of each row's first query. None means 0.
-        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
-            means full causal attention.
-
-    Returns:
-        The output (B, H, L, C).
-    """
+    """Compute attention of padded rows, whose first queries are at the positions `firsts_B`. None means 0."""
     positions_BL = torch.arange(q_BHLC.shape[2]).expand(len(q_BHLC), -1)
     if firsts_B is not None:
         positions_BL = positions_BL + firsts_B.unsqueeze(1)
@@ -108,18 +66,9 @@ def causal(
 def padded_attention(
     q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tensor, window: int | None = None
 ) -> Tensor:
-    """Compute softmax(q k / sqrt(C)) v of padded rows, in which a query attends to all positions up to its own.
+    """Compute attention of the queries at `positions_BL` of padded rows.
 
-    Args:
-        q_BHLC: queries, shape (rows, heads, queries, head dim).
-        k_BKMC: keys, shape (rows, key heads, positions, head dim). Keys that no query attends to must be finite.
-        v_BKMC: values, finite, in the shape of the keys.
-        positions_BL: int64, position of each query in its row.
-        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
-            means full causal attention.
-
-    Returns:
-        The output (B, H, L, C).
+    Keys that no query attends to must be finite, and their values, too.
     """
     n_rows, n_heads, n_q, dim = q_BHLC.shape
     n_kv_heads = k_BKMC.shape[1]

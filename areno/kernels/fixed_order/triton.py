@@ -41,21 +41,6 @@ def packed_attention(
     max_q: int,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of packed sequences (rows) as a Triton kernel, in a fixed order of operations.
-
-    Args:
-        q_NHC: queries of all rows, packed, shape (query tokens, heads, head dim).
-        k_MKC: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens.
-        v_MKC: values of all rows, packed in the same way.
-        cu_seqlens_q: (rows + 1,) int32, cumulative numbers of queries, from 0 to N.
-        cu_seqlens_k: (rows + 1,) int32, cumulative numbers of keys, from 0 to M.
-        max_q: largest number of queries in a row.
-        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
-            means full causal attention.
-
-    Returns:
-        The output (N, H, C), and the log-sum-exp of the scaled scores (H, N) in float32.
-    """
     q_NHC, k_MKC, v_MKC = (heads_together(x) for x in (q_NHC, k_MKC, v_MKC))
     n_tokens, n_heads, dim = q_NHC.shape
     out_NHC = q_NHC.new_empty((n_tokens, n_heads, dim))
@@ -86,14 +71,6 @@ def packed_attention(
 
 
 def heads_together(x: Tensor) -> Tensor:
-    """Return a tensor in which the heads of each token are contiguous in memory.
-
-    Args:
-        x: shape (tokens, heads, head dim), with any stride between tokens.
-
-    Returns:
-        `x` itself if its heads are already contiguous, otherwise a contiguous copy.
-    """
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -115,20 +92,10 @@ def n_spans(length):
 
 @triton.jit
 def take(q, k, v, visible, best, total, acc, rate):
-    """Add a tile of TILE keys to a running softmax.
+    """Add a tile of TILE keys, transposed (C, TILE), to a running softmax.
 
-    Args:
-        q: queries, (queries, C).
-        k: keys, transposed, (C, TILE).
-        v: values, (TILE, C).
-        visible: bool (queries, TILE), whether each query attends to each key.
-        best: largest score so far, (queries,), initially -inf.
-        total: sum of weights so far, (queries, _ONES). All columns are equal.
-        acc: weighted sum of values so far, (queries, C).
-        rate: log2(e) / sqrt(C), the factor of scores.
-
-    Returns:
-        The new `best`, `total` and `acc`.
+    `best` is the largest score so far, `total` the sum of weights, the same in all _ONES columns, and `acc` the
+    weighted sum of values. `rate` is log2(e) / sqrt(C), the factor of scores.
     """
     scores = tl.dot(q, k, input_precision="ieee")
     scores = tl.where(visible, scores, float("-inf"))
@@ -143,11 +110,9 @@ def take(q, k, v, visible, best, total, acc, rate):
 
 @triton.jit
 def rescale(best, new_best, rate):
-    """Return the correction of a running softmax whose largest score grows from `best` to `new_best`.
+    """Return the (shift, decay) of a running softmax whose largest score grows from `best` to `new_best`.
 
-    Returns:
-        (shift, decay). New weights are exp2(score * rate + shift). Sums that were computed with `best` are multiplied
-        by decay.
+    New weights are exp2(score * rate + shift). Sums that were computed with `best` are multiplied by decay.
     """
     origin = tl.where(new_best == float("-inf"), 0.0, new_best)
     return 0.0 - origin * rate, tl.exp2((best - origin) * rate)
@@ -157,16 +122,8 @@ def rescale(best, new_best, rate):
 def join(best, total, span_best, span_total, rate):
     """Combine the softmax over a span of keys with the softmax over all earlier spans.
 
-    Args:
-        best: largest score in the earlier spans, (queries,).
-        total: sum of weights in the earlier spans, relative to `best`, (queries,).
-        span_best: largest score in the span, (queries,).
-        span_total: sum of weights in the span, relative to `span_best`, (queries,).
-        rate: log2(e) / sqrt(C), the factor of scores.
-
-    Returns:
-        (largest score, sum of weights, factor_earlier, factor_span), (queries,) each. The weighted sum of values
-        over all spans is factor_earlier times that of the earlier spans plus factor_span times that of the span.
+    The results are (largest score, sum of weights, factor_earlier, factor_span). The weighted sum of values over all
+    spans is factor_earlier times that of the earlier spans plus factor_span times that of the span.
     """
     new_best = tl.maximum(best, span_best)
     decay, weight = rescale(best, new_best, rate)[1], rescale(span_best, new_best, rate)[1]
@@ -193,10 +150,7 @@ def _packed_kernel(
     PADDED_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Compute the attention of QUERIES queries of a row, for one head, in each program.
-
-    Programs with the most keys start first.
-    """
+    """Compute QUERIES queries of a row, for one head, in each program. Programs with the most keys start first."""
     head, row = tl.program_id(1), tl.program_id(2)
     start_q, start_k = tl.load(starts_q_ptr + row).to(tl.int64), tl.load(starts_k_ptr + row).to(tl.int64)
     n_q = (tl.load(starts_q_ptr + row + 1) - start_q).to(tl.int32)

@@ -1,10 +1,14 @@
 """Log-probabilities of given tokens under the LM head, without the logits of all positions in memory at once.
 
 `selected_logprobs` is differentiable and is used in training and scoring. `sampled_logprobs` is used by the decoder,
-and gives exactly the same values for the same logits.
+and gives exactly the same values for the same logits. Both compute softmax(hidden W^T / temperature) in fp32 (float64
+for float64 inputs).
 
-Shape letters: K positions, C positions of one chunk, V vocabulary rows of this rank, D hidden size, B sampled
-tokens.
+Under tensor parallelism, a rank has the vocabulary rows from `first` on, and `all_reduce(x, op=SUM)` reduces x over the
+ranks in place. `hidden_KD` and `targets_K` must be equal on every rank, and so are the results and the gradient with
+respect to `hidden_KD`.
+
+Shape letters: K positions, C positions of one chunk, V vocabulary rows of this rank, D hidden size, B sampled tokens.
 """
 
 from __future__ import annotations
@@ -40,35 +44,19 @@ def selected_logprobs(
     logits: Callable[[Tensor], Tensor] | None = None,
     most_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each position's target token, and the entropy at each position.
+    """Return the log-probability of each position's target token, and the entropy (detached), (K,) each.
 
-    The log-probability and the entropy are those of softmax(hidden W^T / temperature). They are computed in chunks of
-    positions in fp32 (float64 for float64 inputs). The gradient of the log-probability is onehot - softmax, times 1 /
-    temperature. The forward pass keeps onehot - softmax for as many positions as `keep_bytes` allows. For all other
-    positions, the backward pass computes the logits again.
+    Chunks of positions are computed one after the other. The gradient is onehot - softmax, times 1 / temperature. The
+    forward pass keeps onehot - softmax for as many positions as `keep_bytes` allows. For all other positions, the
+    backward pass computes the logits again.
 
     Args:
-        hidden_KD: hidden states, (positions, hidden size).
-        weight_VD: this rank's rows of the LM head, (vocabulary rows, hidden size).
-        targets_K: int64, vocabulary index of the target token at each position.
-        temperature: divisor of the logits.
         chunk: number of positions computed at once. None means CHUNK, or FUSED_CHUNK with Triton.
-        first: vocabulary index of this rank's first row, under tensor parallelism.
-        all_reduce: function `all_reduce(x, op=SUM)` that reduces x over the tensor-parallel ranks in place. `hidden_KD`
-            and `targets_K` must be equal on every rank, and so are the results and the gradient with respect to
-            `hidden_KD`. None if this rank has all rows of the LM head.
-        weight_grad: float32 buffer (V, D), to which the gradient with respect to the weight is added. Autograd then
-            gets None for the weight, which saves two copies of it.
-        keep_bytes: largest number of bytes of onehot - softmax, in the dtype of `hidden_KD`, to keep for the backward
-            pass.
-        logits: function that computes hidden W^T in fp32, (C, V), from hidden states (C, D), outside autograd. None
-            means `float32_matmul`.
-        most_rows: number of vocabulary rows of the rank that has most of them, if ranks have different numbers. All
-            ranks then keep the same positions, and so call `all_reduce` for the same chunks. None means those of
-            `weight_VD`.
-
-    Returns:
-        The log-probabilities (K,), and the entropies (K,), which are detached.
+        weight_grad: float32 buffer (V, D), to which the weight's gradient is added. Autograd then gets
+            None for the weight, which saves two copies of it.
+        logits: function that computes hidden W^T in fp32, (C, V), outside autograd. None means `float32_matmul`.
+        most_rows: number of vocabulary rows of the rank that has most, if ranks have different numbers. All ranks
+            then keep the same positions, and so call `all_reduce` for the same chunks.
     """
     kernels = kernels_for(hidden_KD)
     chunk = chunk or (CHUNK if kernels is reference else FUSED_CHUNK)
@@ -84,25 +72,12 @@ def sampled_logprobs(
     first: int = 0,
     all_reduce: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Return the log-probability of each sampled token, exactly as `selected_logprobs` computes it.
-
-    Args:
-        logits_BV: float32, this rank's columns of the logits, (rows, vocabulary columns).
-        tokens_B: int64, sampled token id of each row.
-        temperature_B: float32, divisor of each row's logits.
-        first: vocabulary index of this rank's first column, under tensor parallelism.
-        all_reduce: function `all_reduce(x, op=SUM)` that reduces x over the tensor-parallel ranks in place. None if
-            this rank has all columns.
-
-    Returns:
-        (B,) float32.
-    """
+    """Return the log-probability of each sampled token, exactly as `selected_logprobs` computes it."""
     kernels = kernels_for(logits_BV)
     return log_softmax(kernels, logits_BV, tokens_B, first, temperature_B, all_reduce)[0]
 
 
 def kernels_for(x: Tensor) -> Any:
-    """Return the module that computes the softmax, Triton or plain torch, for logits of the device and dtype of `x`."""
     return reference if x.dtype == torch.float64 else form(x, __name__)  # the Triton kernels compute in fp32
 
 
@@ -116,11 +91,8 @@ def log_softmax(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (log-probability (C,), entropy (C,), norm (2, C)) of logits / temperature at each position.
 
-    The log-probability is that of the target token. The norm has the maximum, and the log-sum-exp of the differences
-    from it. To subtract first one and then the other from logits is as exact as log_softmax of torch. Their sum would
-    be rounded at the size of the logits. The softmax is over this rank's columns, or over the columns of all
-    tensor-parallel ranks if `all_reduce` is not None. `kernels` is the module, Triton or plain torch, that computes the
-    softmax statistics.
+    The norm has the maximum, and the log-sum-exp of the differences from it. To subtract first one and then the other
+    from logits is as exact as log_softmax of torch. Their sum would be rounded at the size of the logits.
     """
     stats = kernels.softmax_statistics(logits_CV, targets_C, first, temperature)
     top_C, sums_3C = stats[0], stats[1:]
@@ -143,7 +115,7 @@ def log_softmax(
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The keyword arguments of `selected_logprobs`, and the module that computes the softmax (`kernels`)."""
+    """The arguments of `selected_logprobs`, and the module that computes the softmax."""
 
     kernels: Any
     temperature: float
@@ -156,38 +128,18 @@ class Head:
     most_rows: int | None = None
 
     def n_kept(self, hidden_KD: Tensor, weight_VD: Tensor, n_matrices: int = 1) -> int:
-        """Return the number of positions whose gradients of logits are kept for the backward pass.
-
-        Args:
-            hidden_KD: hidden states of all positions, in the dtype of the gradients.
-            weight_VD: this rank's rows of the LM head.
-            n_matrices: number of gradients of each logit that are kept.
-        """
+        """Return the number of positions of which `n_matrices` gradients of logits are kept for the backward pass."""
         n_rows = len(weight_VD) if self.most_rows is None else self.most_rows
         return min(len(hidden_KD), self.keep_bytes // max(1, n_matrices * n_rows * hidden_KD.element_size()))
 
     def logits(self, hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
-        """Return the logits (C, V) of a chunk of positions, in fp32 or float64."""
         return float32_matmul(hidden_CD, weight_VD) if self.own_logits is None else self.own_logits(hidden_CD)
 
     def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (log-probability of the target, entropy, norm) of logits / temperature, see `log_softmax`.
-
-        The temperature is `self.temperature`, and the softmax is over the columns of all tensor-parallel ranks.
-        """
         return log_softmax(self.kernels, logits_CV, targets_C, self.first, self.temperature, self.all_reduce)
 
     def gradient(self, logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
-        """Write onehot - softmax to `out_CV`. This is temperature times the gradient of the log-probability.
-
-        The logits may be overwritten.
-
-        Args:
-            logits_CV: this rank's columns of the logits.
-            lse_C: log-sum-exp of logits / temperature over all ranks.
-            targets_C: int64, vocabulary index of the target token at each position.
-            out_CV: the result, in its own dtype.
-        """
+        """Write onehot - softmax, temperature times the log-probability's gradient. Logits may be overwritten."""
         self.kernels.logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
 
 
@@ -248,5 +200,4 @@ class _SelectedLogprobs(torch.autograd.Function):
 
 
 def chunks(start: int, stop: int, size: int) -> list[slice]:
-    """Return the positions from `start` to `stop` as slices of at most `size` positions."""
     return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]

@@ -1,9 +1,5 @@
 """Log-probabilities of given tokens together with the divergence from a teacher, without all logits in memory at once.
 
-`logprobs_and_divergence` computes logits of student and teacher for a chunk of positions, and from them the
-log-probability and entropy of `selected_logprobs` and a divergence at each position. Both results are differentiable
-with respect to the student. The teacher gets no gradient.
-
 With teacher p, student q, and log probabilities under softmax(logits / temperature) on both sides:
 
     forward_kl   D = sum_v p log(p / q)                                          dD/dx_v = q_v - p_v
@@ -38,40 +34,24 @@ _NOTHING = -1e30  # a logit whose probability is 0; the difference of two such l
 
 
 class Teacher(Protocol):
-    """The teacher's distribution at each of the K positions."""
+    """The teacher's distribution at each of the K positions.
+
+    Norms are those of `log_softmax`. The student's logits are not changed.
+    """
 
     @property
-    def n_saved(self) -> int:
-        """S, the number of float values per position that `gradient` needs from `measure`."""
-        ...
+    def n_saved(self) -> int: ...
 
     def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Compute the divergence at the positions of a chunk.
-
-        Args:
-            head: the student's head.
-            part: the positions.
-            logits_CV: the student's logits, this rank's columns. Not changed.
-            norm_2C: norm of the student's logits over all ranks, see `log_softmax`.
-
-        Returns:
-            (divergence (C,), saved values (C, S), an object that `gradient` may reuse).
-        """
+        """Return (divergence (C,), saved values (C, S), an object that `gradient` may reuse) for some positions."""
         ...
 
     def gradient(
         self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
     ) -> None:
-        """Write the gradient of the divergence with respect to logits / temperature to `out_CV`.
+        """Write the gradient of the divergence with respect to logits / temperature.
 
-        Args:
-            head: the student's head.
-            part: the positions.
-            logits_CV: the student's logits. Not changed.
-            norm_2C: norm of the student's logits over all ranks, see `log_softmax`.
-            saved_CS: the saved values.
-            out_CV: the result, in its own dtype.
-            made: what `measure` returned last. None computes it again.
+        `made` is what `measure` returned last. None computes it again.
         """
         ...
 
@@ -81,18 +61,14 @@ class CommonIds:
     """The token ids over which two models with different vocabularies are compared, in this rank's columns.
 
     Both distributions are renormalized over these ids. The gradient with respect to all other logits is 0.
-
-    Attributes:
-        n_columns: number of columns, from the first on, after which there is no such id.
-        absent_V: bool, the ids among these columns that are left out. None: there are none.
     """
 
-    n_columns: int
-    absent_V: Tensor | None = None
+    n_columns: int  # after these columns, there is no such id
+    absent_V: Tensor | None = None  # bool, ids among the columns that are left out
 
     @staticmethod
     def of(ranges: Iterable[tuple[int, int]], first: int, n_valid: int, device: torch.device) -> CommonIds:
-        """Return the ids in some ranges (first, end), of a rank whose columns are `first` to `first + n_valid` - 1."""
+        """Return the ids in ranges (first, end), for a rank with the columns `first` to `first + n_valid` - 1."""
         absent_V = torch.ones(n_valid, dtype=torch.bool)
         for start, end in ranges:
             absent_V[max(0, start - first) : max(0, end - first)] = False
@@ -108,20 +84,12 @@ class CommonIds:
 
 @dataclass(frozen=True, slots=True)
 class WholeTeacher:
-    """A teacher whose logits are computed here, over the whole vocabulary.
-
-    Attributes:
-        hidden_KE: last hidden states of the teacher at the positions, (positions, hidden size of the teacher).
-        logits: function that computes this rank's columns of the teacher's logits, (C, V) in fp32 or float64, from
-            hidden states (C, E), outside autograd.
-        divergence: the divergence.
-        common: the ids over which teacher and student are compared. None: all ids, which both have.
-    """
+    """A teacher whose logits are computed here, over the whole vocabulary."""
 
     hidden_KE: Tensor
-    logits: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]  # (C, E) -> this rank's columns (C, V), fp32 or float64, no autograd
     divergence: Divergence
-    common: CommonIds | None = None
+    common: CommonIds | None = None  # None compares all ids, which both models have
 
     @property
     def n_saved(self) -> int:
@@ -129,7 +97,6 @@ class WholeTeacher:
         return 5
 
     def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Compute the divergence at the positions of a chunk, see `Teacher`."""
         theirs_CV = self.logits(self.hidden_KE[part])
         first_C = torch.zeros(len(logits_CV), dtype=torch.int64, device=logits_CV.device)  # no target is needed
         if self.common is not None:
@@ -146,7 +113,6 @@ class WholeTeacher:
     def gradient(
         self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
     ) -> None:
-        """Write the gradient of the divergence, see `Teacher`."""
         theirs_CV = self.logits(self.hidden_KE[part]) if made is None else made
         if self.common is not None:
             logits_CV = self.common.among(logits_CV)
@@ -163,17 +129,12 @@ class WholeTeacher:
 class ListedTeacher:
     """A teacher that lists the log-probabilities of J tokens at each position. All other tokens count as one token.
 
-    This last token, the tail, has the rest of the probability. So the divergence is that of two distributions over
-    J + 1 tokens, which is at least 0 and at most the divergence over the whole vocabulary.
-
-    Attributes:
-        tokens_KJ: int64 token ids, different at each position.
-        logprobs_KJ: log-probabilities of these tokens under the teacher, at the temperature of the student.
-        divergence: the divergence.
+    This last token, the tail, has the rest of the probability. So the divergence is that of two distributions over J +
+    1 tokens, which is at least 0 and at most the divergence over the whole vocabulary.
     """
 
-    tokens_KJ: Tensor
-    logprobs_KJ: Tensor
+    tokens_KJ: Tensor  # int64, different at each position
+    logprobs_KJ: Tensor  # at the temperature of the student
     divergence: Divergence
 
     @property
@@ -182,7 +143,6 @@ class ListedTeacher:
         return self.tokens_KJ.shape[1] + 1
 
     def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Compute the divergence at the positions of a chunk, see `Teacher`."""
         ours_CJ = self._ours(head, part, logits_CV, norm_2C)
         theirs_CJ = _with_tail(self.logprobs_KJ[part].to(ours_CJ.dtype))
         kind, beta = self.divergence.kind, self.divergence.beta
@@ -199,7 +159,6 @@ class ListedTeacher:
     def gradient(
         self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
     ) -> None:
-        """Write the gradient of the divergence, see `Teacher`."""
         if not logits_CV.shape[1]:
             return
         listed_CJ, tail_C1 = saved_CS[:, :-1], saved_CS[:, -1:]
@@ -246,30 +205,10 @@ def logprobs_and_divergence(
     logits: Callable[[Tensor], Tensor] | None = None,
     most_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probability of each position's target token, the entropy, and the divergence from a teacher.
+    """Return the log-probabilities and entropies of `selected_logprobs`, with its bits, and the divergence, (K,) each.
 
-    Log-probabilities and entropies have the bits of `selected_logprobs`. The divergence is computed from the logits of
-    both models in fp32 (float64 for float64 inputs), chunk by chunk. The forward pass keeps the gradients of both
-    results with respect to the logits for as many positions as `keep_bytes` allows. For all other positions, the
-    backward pass computes the logits of both models again.
-
-    Args:
-        hidden_KD: hidden states of the student, (positions, hidden size).
-        weight_VD: this rank's rows of the student's LM head, (vocabulary rows, hidden size).
-        targets_K: int64, vocabulary index of the target token at each position.
-        teacher: the distribution of the teacher at the same positions. Its vocabulary is divided over the ranks as that
-            of the student.
-        temperature: divisor of the logits of both models.
-        chunk: see `selected_logprobs`, as all arguments below.
-        first: vocabulary index of this rank's first row.
-        all_reduce: function that reduces over the tensor-parallel ranks.
-        weight_grad: buffer to which the gradient with respect to the weight is added.
-        keep_bytes: largest number of bytes of gradients of logits to keep.
-        logits: function that computes the student's logits.
-        most_rows: number of vocabulary rows of the rank that has most of them.
-
-    Returns:
-        The log-probabilities (K,), the entropies (K,), which are detached, and the divergences (K,).
+    The divergence is differentiable with respect to the student alone. `temperature` divides the logits of both models,
+    whose vocabularies are divided over the ranks in the same way. `keep_bytes` counts the gradients of both results.
     """
     kernels = kernels_for(hidden_KD)
     chunk = chunk or (CHUNK if kernels is reference else FUSED_CHUNK)
@@ -278,8 +217,6 @@ def logprobs_and_divergence(
 
 
 class _LogprobsAndDivergence(torch.autograd.Function):
-    """The autograd function of `logprobs_and_divergence`."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden_KD: Tensor, weight_VD: Tensor, targets_K: Tensor, head: Head, teacher: Teacher
@@ -343,10 +280,7 @@ class _LogprobsAndDivergence(torch.autograd.Function):
 
 
 def _gradients_again(ctx: Any, part: slice, logprobs: bool, divergence: bool) -> list[Tensor | None]:
-    """Compute the gradients of log-probability and divergence with respect to logits / temperature for a chunk.
-
-    `logprobs` and `divergence` say which of the two are needed. The other one is None.
-    """
+    """Compute the requested gradients with respect to logits / temperature again for a chunk, None for the other."""
     hidden_KD, weight_VD, targets_K, norm_2K, saved_KS, _ = ctx.saved_tensors
     head: Head = ctx.head
     norm_2C = norm_2K[:, part]
@@ -364,11 +298,9 @@ def _gradients_again(ctx: Any, part: slice, logprobs: bool, divergence: bool) ->
 def _weighted(
     made_2CV: Any, of_logprobs_K: Tensor | None, of_divergence_K: Tensor | None, part: slice
 ) -> tuple[Tensor | None, Any]:
-    """Join the gradients with respect to the logits, weighted by the gradients of the two results.
+    """Return a matrix (C, V) or None, and a factor (C, 1), whose product is the gradient with respect to the logits.
 
-    Returns:
-        (matrix (C, V), factor of each position (C, 1)). The gradient with respect to the logits is their product. The
-        factor is multiplied into the small matrices (C, D). The matrix is None if neither result has a gradient.
+    The factor is multiplied into the small matrices (C, D).
     """
     if of_logprobs_K is None and of_divergence_K is None:
         return None, None

@@ -1,6 +1,8 @@
 """The softmax of the LM head in plain torch: its statistics and its gradient for one chunk of positions.
 
-Shape letters: C positions of one chunk, V vocabulary rows of this rank.
+x = logits / temperature over this rank's columns. A norm (2, C) has the maximum of x over all ranks, and the
+log-sum-exp of the differences from it. `kind` is "forward_kl", "reverse_kl" or "jsd", in which `beta` weighs the
+teacher. The Triton kernels compute the same in fp32, and do not overwrite logits.
 """
 
 from __future__ import annotations
@@ -10,20 +12,9 @@ from torch import Tensor
 
 
 def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float | Tensor) -> Tensor:
-    """Return the softmax statistics of x = logits / temperature over this rank's columns.
+    """Return (4, C): the maximum of x, and of y = x - maximum the sum of exp(y), of y exp(y), and y at the target.
 
-    The caller combines the statistics of all tensor-parallel ranks.
-
-    Args:
-        logits_CV: this rank's columns of the logits, for the C positions of a chunk.
-        targets_C: int64, vocabulary index of the target token at each position.
-        first: vocabulary index of this rank's first column.
-        temperature: divisor of the logits. A number, or a float32 tensor (C,).
-
-    Returns:
-        (4, C) float32, or float64 for float64 logits. Row 0 is the maximum of x. The other rows use y = x - maximum:
-        the sum of exp(y), the sum of y exp(y), and y at the target, which is 0 if another rank has the target's
-        column.
+    The last one is 0 if another rank has the target's column. The caller combines the ranks.
     """
     if not logits_CV.shape[1]:  # a rank whose part of the vocabulary is all padding
         none_C = logits_CV.new_zeros(logits_CV.shape[0])
@@ -40,16 +31,7 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
 def logprob_gradient(
     logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, first: int, temperature: float, out_CV: Tensor
 ) -> None:
-    """Write d log softmax(x)[target] / dx = onehot - softmax(x), with x = logits / temperature.
-
-    Args:
-        logits_CV: this rank's columns of the logits, for the C positions of a chunk. Overwritten.
-        lse_C: log-sum-exp of x over all ranks.
-        targets_C: int64, vocabulary index of the target token at each position.
-        first: vocabulary index of this rank's first column.
-        temperature: divisor of the logits.
-        out_CV: the result, in its own dtype.
-    """
+    """Write onehot - softmax(x). `lse_C` is the log-sum-exp of x over all ranks. The logits are overwritten."""
     if logits_CV.shape[1]:
         grad_CV = logits_CV.div_(temperature).sub_(lse_C.unsqueeze(-1)).exp_().neg_()
         row_C, here_C = local_rows(targets_C, first, logits_CV.shape[1])
@@ -58,45 +40,19 @@ def logprob_gradient(
 
 
 def local_rows(tokens: Tensor, first: int, n_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the index of each token among this rank's rows of the vocabulary, and whether this rank has the token.
-
-    Args:
-        tokens: int64, vocabulary index of each token, of any shape.
-        first: vocabulary index of this rank's first row.
-        n_rows: number of rows on this rank.
-
-    Returns:
-        (indices, is_here), of the shape of `tokens`: the local indices, int64, which are 0 for tokens of other ranks,
-        and whether this rank has the token, bool.
-    """
+    """Return each token's index among this rank's rows, 0 for tokens of other ranks, and whether this rank has it."""
     local = tokens - first
     is_here = (local >= 0) & (local < n_rows)
     return local.where(is_here, 0), is_here
 
 
 def log_softmax_of(logits_CV: Tensor, norm_2C: Tensor, temperature: float) -> Tensor:
-    """Return log softmax(logits / temperature) for this rank's columns, in new memory.
-
-    Args:
-        logits_CV: this rank's columns of the logits. Not changed.
-        norm_2C: maximum of logits / temperature over all ranks, and log-sum-exp of the differences from it.
-        temperature: divisor of the logits.
-    """
+    """Return log softmax(x) for this rank's columns, in new memory."""
     return (logits_CV / temperature).sub_(norm_2C[0].unsqueeze(-1)).sub_(norm_2C[1].unsqueeze(-1))
 
 
 def divergence_terms(ours: Tensor, theirs: Tensor, kind: str, beta: float) -> Tensor:
-    """Return the contribution of each token to the divergence of a student q from a teacher p.
-
-    Args:
-        ours: log q, of any shape.
-        theirs: log p, of the same shape.
-        kind: "forward_kl", "reverse_kl" or "jsd".
-        beta: weight of the teacher in the mixture of "jsd".
-
-    Returns:
-        A tensor of the same shape, whose sum over the vocabulary is the divergence. 0 where log p and log q are equal.
-    """
+    """Return summands of the divergence, from log q (`ours`) and log p (`theirs`), 0 where they are equal."""
     if kind == "forward_kl":
         return theirs.exp() * (theirs - ours)
     if kind == "reverse_kl":
@@ -109,12 +65,6 @@ def gradient_factors(ours: Tensor, theirs: Tensor, kind: str, beta: float) -> Te
     """Return h, with which the gradient of the divergence by the student's logits x is q (h - sum of q h).
 
     h is the derivative of the divergence by q, except for an added constant.
-
-    Args:
-        ours: log q, of any shape.
-        theirs: log p, of the same shape.
-        kind: "forward_kl", "reverse_kl" or "jsd".
-        beta: weight of the teacher in the mixture of "jsd".
     """
     if kind == "forward_kl":
         return -(theirs - ours).exp()
@@ -139,21 +89,7 @@ def divergence_sums(
     kind: str,
     beta: float,
 ) -> Tensor:
-    """Sum the divergence of a student q from a teacher p over this rank's columns.
-
-    Args:
-        logits_CV: the student's logits. Not changed.
-        theirs_CV: the teacher's logits. Not changed.
-        norm_2C: the student's `log_softmax` norm over all ranks.
-        their_norm_2C: the teacher's.
-        temperature: divisor of the logits of both.
-        kind: "forward_kl", "reverse_kl" or "jsd".
-        beta: weight of the teacher in the mixture of "jsd".
-
-    Returns:
-        (2, C) float32, or float64 for float64 logits: the sum of `divergence_terms`, and the sum of q h with h of
-        `gradient_factors`. The second row is 0 for "forward_kl", which does not need the sum.
-    """
+    """Return the sums of `divergence_terms` and of q h (see `gradient_factors`), 0 for "forward_kl", (2, C)."""
     if not logits_CV.shape[1]:
         return torch.zeros_like(norm_2C)
     ours = log_softmax_of(logits_CV, norm_2C, temperature)
@@ -175,19 +111,7 @@ def divergence_gradient(
     beta: float,
     out_CV: Tensor,
 ) -> None:
-    """Write the gradient of the divergence with respect to the student's logits / temperature.
-
-    Args:
-        logits_CV: the student's logits. Not changed.
-        theirs_CV: the teacher's logits. Not changed.
-        norm_2C: the student's `log_softmax` norm over all ranks.
-        their_norm_2C: the teacher's.
-        mean_C: the second row of `divergence_sums`, summed over all ranks.
-        temperature: divisor of the logits of both.
-        kind: "forward_kl", "reverse_kl" or "jsd".
-        beta: weight of the teacher in the mixture of "jsd".
-        out_CV: the result, in its own dtype.
-    """
+    """Write the gradient with respect to x. `mean_C` is the second row of `divergence_sums`, summed over all ranks."""
     if not logits_CV.shape[1]:
         return
     ours = log_softmax_of(logits_CV, norm_2C, temperature)

@@ -1,8 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""The softmax of the LM head as Triton kernels: one pass over the logits for its statistics, one for its gradient.
-
-Shape letters: C positions of one chunk, V vocabulary rows of this rank.
-"""
+"""The softmax of the LM head as Triton kernels: one pass over the logits for its statistics, one for its gradient."""
 
 from __future__ import annotations
 
@@ -18,18 +15,6 @@ _BLOCK = 4096
 
 
 def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float | Tensor) -> Tensor:
-    """Return the softmax statistics of x = logits / temperature over this rank's columns.
-
-    Args:
-        logits_CV: this rank's columns of the logits, for the C positions of a chunk.
-        targets_C: int64, vocabulary index of the target token at each position.
-        first: vocabulary index of this rank's first column.
-        temperature: divisor of the logits. A number, or a float32 tensor (C,).
-
-    Returns:
-        (4, C) float32. Row 0 is the maximum of x. The other rows use y = x - maximum: the sum of exp(y), the sum of
-        y exp(y), and y at the target, which is 0 if another rank has the target's column.
-    """
     n_positions, n_rows = logits_CV.shape
     out_4C = logits_CV.new_empty((4, n_positions))
     block = min(_BLOCK, triton.next_power_of_2(max(n_rows, 1)))
@@ -52,16 +37,6 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
 def logprob_gradient(
     logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, first: int, temperature: float, out_CV: Tensor
 ) -> None:
-    """Write onehot - softmax(logits / temperature), the gradient of the log-probability, to `out_CV`.
-
-    Args:
-        logits_CV: this rank's columns of the logits, for the C positions of a chunk. Not changed.
-        lse_C: log-sum-exp of logits / temperature over all ranks.
-        targets_C: int64, vocabulary index of the target token at each position.
-        first: vocabulary index of this rank's first column.
-        temperature: divisor of the logits.
-        out_CV: the result, in its own dtype.
-    """
     n_positions, n_rows = logits_CV.shape
     if not n_positions or not n_rows:
         return
@@ -72,7 +47,7 @@ def logprob_gradient(
 
 
 def _rate(temperature: float | Tensor) -> float | Tensor:
-    """Return 1 / temperature, divided in float32, so that a float and a tensor give exactly the same result."""
+    """Divide in float32, so that a float and a tensor give exactly the same result."""
     return 1.0 / temperature if isinstance(temperature, Tensor) else float(np.float32(1.0) / np.float32(temperature))
 
 
@@ -132,21 +107,6 @@ def divergence_sums(
     kind: str,
     beta: float,
 ) -> Tensor:
-    """Sum the divergence of a student q from a teacher p over this rank's columns.
-
-    Args:
-        logits_CV: the student's logits. Not changed.
-        theirs_CV: the teacher's logits. Not changed.
-        norm_2C: the student's `log_softmax` norm over all ranks.
-        their_norm_2C: the teacher's.
-        temperature: divisor of the logits of both.
-        kind: "forward_kl", "reverse_kl" or "jsd".
-        beta: weight of the teacher in the mixture of "jsd".
-
-    Returns:
-        (2, C) float32: the sum of the divergence, and the sum of q h, see `reference.gradient_factors`. The second row
-        is 0 for "forward_kl".
-    """
     n_positions, n_rows = logits_CV.shape
     norm_2C, their_norm_2C = norm_2C.contiguous(), their_norm_2C.contiguous()
     out_2C = torch.zeros_like(norm_2C)
@@ -182,19 +142,6 @@ def divergence_gradient(
     beta: float,
     out_CV: Tensor,
 ) -> None:
-    """Write the gradient of the divergence with respect to the student's logits / temperature.
-
-    Args:
-        logits_CV: the student's logits. Not changed.
-        theirs_CV: the teacher's logits. Not changed.
-        norm_2C: the student's `log_softmax` norm over all ranks.
-        their_norm_2C: the teacher's.
-        mean_C: the second row of `divergence_sums`, summed over all ranks.
-        temperature: divisor of the logits of both.
-        kind: "forward_kl", "reverse_kl" or "jsd".
-        beta: weight of the teacher in the mixture of "jsd".
-        out_CV: the result, in its own dtype.
-    """
     n_positions, n_rows = logits_CV.shape
     if not n_positions or not n_rows:
         return

@@ -1,7 +1,7 @@
 """Matrix products that torch lacks: sums in a higher precision than the factors, and sums in a fixed order.
 
 `add_matmul` and `float32_matmul` compute weight gradients and logits. `FixedOrderMatmul` is for `engine.exact`: a row
-of its result does not depend on the number of other rows.
+of its result does not depend on the number of other rows. Both factors of a product have the same dtype.
 
 Shape letters: N rows, I inputs, O outputs, D columns.
 """
@@ -18,16 +18,7 @@ from torch.nn import functional as F
 
 
 def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `out` in place.
-
-    On CUDA, the product is summed in the precision of `out`. On other devices, the product is computed in the dtype of
-    a and then added.
-
-    Args:
-        out: (M, N), changed in place.
-        a: (M, K).
-        b: (K, N) in the dtype of a.
-    """
+    """Add a @ b to `out` in place, summed in the precision of `out` on CUDA and of the factors elsewhere."""
     if a.dtype == out.dtype:
         out.addmm_(a, b)
     elif a.is_cuda:
@@ -41,13 +32,6 @@ def float32_matmul(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
     On CUDA and outside autograd, half-precision products are summed and returned in fp32. Otherwise the product is
     computed in the dtype of x and converted.
-
-    Args:
-        x_NI: inputs, (rows, inputs).
-        weight_OI: weight, (outputs, inputs), in the dtype of x.
-
-    Returns:
-        (N, O) float32, or float64 for float64 inputs.
     """
     if x_NI.is_cuda and x_NI.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled():
         return torch.mm(x_NI, weight_OI.t(), out_dtype=torch.float32)
@@ -56,28 +40,11 @@ def float32_matmul(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def pad_rows(x_ND: Tensor, multiple: int) -> Tensor:
-    """Append rows of zeros to a matrix until the number of rows is a multiple of `multiple`.
-
-    Args:
-        x_ND: the matrix.
-        multiple: number that has to divide the number of rows of the result.
-    """
     return F.pad(x_ND, (0, 0, 0, -len(x_ND) % multiple))
 
 
 def fixed_order_matmul(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x W^T without split-K: each sum over the inputs is in order, for any number of rows.
-
-    Runs outside autograd, and needs Triton.
-
-    Args:
-        x_NI: inputs, (rows, inputs).
-        weight_OI: weight, (outputs, inputs), in the dtype of x.
-        dtype: dtype of the result.
-
-    Returns:
-        (N, O) in `dtype`.
-    """
+    """Return x W^T without split-K: each sum over the inputs is in order, for any number of rows. Needs Triton."""
     from areno.kernels.matmul.triton import fixed_order_matmul as product
 
     return product(x_NI, weight_OI, dtype)
@@ -87,19 +54,14 @@ def fixed_order_matmul(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> T
 class FixedOrderMatmul:
     """A callable that computes x W^T so that a row's result does not depend on the number of rows, outside autograd.
 
-    Call it with x (N, I), the weight (O, I) and the dtype of the result (N, O).
-
-    Attributes:
-        triton_rows: a product of at most this many rows runs as a Triton kernel.
-        library_rows: a larger product of at most this many rows runs in cuBLASLt with split-K switched off. For
-            products with more rows, cuBLASLt never uses split-K.
+    Products of at most `triton_rows` rows run as a Triton kernel, and those of at most `library_rows` in cuBLASLt with
+    split-K switched off. For products with more rows, cuBLASLt never uses split-K.
     """
 
     triton_rows: int = 0
     library_rows: int = 0
 
     def __call__(self, x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return x W^T, shape (rows, outputs), in the given dtype."""
         if len(x_NI) <= self.triton_rows:
             return fixed_order_matmul(x_NI, weight_OI, dtype)
         with _without_split_k() if len(x_NI) <= self.library_rows else nullcontext():
@@ -108,7 +70,6 @@ class FixedOrderMatmul:
 
 @contextmanager
 def _without_split_k() -> Iterator[None]:
-    """Switch split-K in cuBLASLt off during this `with` block."""
     library, matmul = torch.backends.cuda.preferred_blas_library(), torch.backends.cuda.matmul
     bf16 = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
     fp16 = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k

@@ -6,8 +6,6 @@ Each program begins to copy its part of the weight to shared memory before the p
 for the previous kernel, copies x and multiplies. In Triton's own language, a program can copy asynchronously only in a
 loop. On an H200, rollouts of Qwen3-0.6B with 8 and 16 samples take 12 % less time than with `triton_few_rows.py`, and
 with 64 samples 5 % less.
-
-Shape letters as in `triton_few_rows.py`.
 """
 
 from __future__ import annotations
@@ -36,21 +34,10 @@ _MOST_TILES = 24  # of a program: its loop over them is unrolled, and each makes
 def few_rows_product(
     x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_SNO: Tensor, is_gated: bool, gelu: bool
 ) -> bool:
-    """Compute a product if Gluon runs on the device, and all programs fit on it at once.
+    """Compute a product and return True, if Gluon runs on the device, and all programs fit on it at once.
 
-    Each program needs shared memory for its part of the weight. The weight is read before the previous kernel has
-    ended, so no kernel that was launched with PDL just before may write it (the rules are in `kernels/jit.py`).
-
-    Args:
-        x_NI: inputs, (rows, inputs), contiguous, bfloat16 or float16.
-        weight_OI: weight, (outputs, inputs), or with `is_gated` (2 * outputs, inputs), contiguous, in the dtype of x.
-        bias_O: bias. None: no bias. Must be None with `is_gated`.
-        out_SNO: result, (parts of the inputs, rows, outputs), overwritten.
-        is_gated: whether to compute `gated_product` instead of x W^T + b.
-        gelu: whether the activation is the tanh form of GELU instead of SiLU.
-
-    Returns:
-        Whether the product was computed.
+    The weight is read before the previous kernel has ended, so no kernel that was launched with PDL just before may
+    write it. With `is_gated`, the product is `gated_product`, without a bias.
     """
     (n_parts, n_rows, n_columns), n_inputs = out_SNO.shape, x_NI.shape[1]
     if not n_rows or not jit.runs_gluon(x_NI.device, FEW_ROWS_KERNEL) or (x_NI.data_ptr() | weight_OI.data_ptr()) % 16:
@@ -84,15 +71,7 @@ def _tiles(
 ) -> tuple[int, int, int] | None:
     """Return the inputs of a tile, the tiles of a program, and the x tiles that shared memory holds at once.
 
-    Args:
-        n_inputs: inputs of the product.
-        n_columns: outputs of the product.
-        n_parts: parts of the inputs.
-        n_weights: 2 with a gate, otherwise 1.
-        n_multiprocessors: streaming multiprocessors of the device.
-
-    Returns:
-        None if the kernel does not support the sizes, or the programs would not all run at the same time.
+    None if the kernel does not support the sizes, or the programs would not all run at the same time.
     """
     if n_columns % _COLUMNS or n_columns // _COLUMNS * n_parts > n_multiprocessors:
         return None

@@ -1,11 +1,6 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false
-"""Matrix products in Triton: a kernel without split-K, and `dot`, which other kernels use for products of tiles.
-
-The kernel computes each row of its result independently of the number of other rows.
-
-Shape letters: N rows, I inputs, O outputs.
-"""
+"""Matrix products in Triton: a kernel without split-K, and `dot`, which other kernels use for products of tiles."""
 
 from __future__ import annotations
 
@@ -24,13 +19,7 @@ _TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 32, 128, 4, 4)), (sys.maxsize, (6
 
 
 def fixed_order_matmul(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x W^T (N, O) in `dtype`. A program computes one tile of it, in a loop over all inputs.
-
-    Args:
-        x_NI: inputs.
-        weight_OI: weight, in the dtype of x.
-        dtype: dtype of the result.
-    """
+    """Compute one tile of x W^T in each program, in a loop over all inputs."""
     x_NI = x_NI.contiguous()
     (n_rows, n_inputs), n_columns = x_NI.shape, len(weight_OI)
     out_NO = x_NI.new_empty((n_rows, n_columns), dtype=dtype)
@@ -84,15 +73,9 @@ def _product_kernel(
 
 
 def dot_precision(x: Tensor, half: str) -> str:
-    """Return the `PRECISION` with which a kernel calls `dot`.
+    """Return the `PRECISION` of `dot`: `half` for bfloat16 operands, else "tf32x3" if the GPU has TF32, or "ieee".
 
-    Args:
-        x: an operand. Only its dtype and device matter.
-        half: precision for bfloat16 operands.
-
-    Returns:
-        `half` for bfloat16. For float32, "tf32x3" on GPUs with TF32, where it is as precise as "ieee" and faster, and
-        "ieee" on other devices.
+    "tf32x3" is as precise as "ieee" and faster.
     """
     if x.dtype == torch.bfloat16:
         return half
@@ -103,13 +86,9 @@ def dot_precision(x: Tensor, half: str) -> str:
 def dot(a, b, PRECISION: tl.constexpr):
     """Return the product a b of two tiles in fp32.
 
-    The transpose of a result must not be an operand: on Hopper, Triton 3.4 to 3.7.0 then give wrong results
+    PRECISION is "bf16", "bf16x3" (each operand as a sum of two bfloat16), "tf32", "tf32x3" or "ieee". The transpose of
+    a result must not be an operand: on Hopper, Triton 3.4 to 3.7.0 then give wrong results
     (github.com/fla-org/flash-linear-attention/issues/640).
-
-    Args:
-        a: left tile, float32 or bfloat16.
-        b: right tile, float32 or bfloat16.
-        PRECISION: "bf16", "bf16x3" (each operand as a sum of two bfloat16), "tf32", "tf32x3" or "ieee".
     """
     if PRECISION == "bf16" or (a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16):  # the latter loses nothing
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
@@ -123,7 +102,7 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _dot_bf16x3(a, b):
-    """Return the product a b in fp32 from bfloat16 products, with each fp32 operand split into a high and a low part.
+    """Return a b in fp32 from bfloat16 products, with each fp32 operand split into a high and a low part.
 
     The product of the two low parts is left out. Products with one low part are added first, as they are small.
     """
@@ -155,10 +134,7 @@ def _high_and_low(x):
 
 @triton.jit
 def _to_tf32(x):
-    """Round to the nearest TF32 value.
-
-    A matrix unit truncates fp32 operands, which would give all errors the same sign.
-    """
+    """Round to nearest: a matrix unit truncates fp32 operands, which would give all errors the same sign."""
     if x.dtype == tl.float32:
         rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         return tl.where(x == x, rounded, x)  # the rounded bits of a NaN may be those of -0

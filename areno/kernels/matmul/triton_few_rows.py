@@ -3,12 +3,11 @@
 """Matrix products of at most 64 rows, for decoding steps of few samples, in Triton, or in Gluon where possible.
 
 Such a product takes about as long as reading its weight from memory. So the weight is divided by outputs, and also by
-inputs if there are few outputs, until most multiprocessors read a part. The kernels use programmatic dependent launch:
-each begins before the previous kernel of the layer has ended (`kernels/jit.py`). On Hopper GPUs, the kernel of
-`gluon_few_rows.py` computes the products that it supports. With the kernel of this file, a layer of Qwen3-0.6B without
-its attention takes 25 us for 64 rows on an H100, and 36 us with the products of cuBLAS.
+inputs if there are few outputs, until most multiprocessors read a part. The kernels use programmatic dependent launch
+(`kernels/jit.py`), so no kernel of the chain may write the weight. With the kernel of this file, a layer of Qwen3-0.6B
+without its attention takes 25 us for 64 rows on an H100, and 36 us with the products of cuBLAS.
 
-Shape letters: N rows, I inputs, O outputs, S parts of the inputs.
+S parts of the inputs. `gelu` takes the tanh form of GELU instead of SiLU.
 """
 
 from __future__ import annotations
@@ -39,13 +38,10 @@ _MOST_PARTS = 4
 
 
 def supports_few_rows(weight_OI: Tensor) -> bool:
-    """Return whether the products of this module support a weight and its device, and are faster than cuBLAS.
+    """Return whether the products support a weight and its device, and are faster than cuBLAS.
 
     The device must have PDL and enough shared memory. The products are faster if the weight has few outputs or few
     inputs.
-
-    Args:
-        weight_OI: weight, (outputs, inputs).
     """
     is_supported = weight_OI.dtype in (torch.bfloat16, torch.float16) and _has_shared_memory(weight_OI.device)
     return is_supported and min(weight_OI.shape) <= _MOST_WIDTH
@@ -53,30 +49,18 @@ def supports_few_rows(weight_OI: Tensor) -> bool:
 
 @functools.cache
 def _has_shared_memory(device: torch.device) -> bool:
-    """Return whether a device has PDL, and enough shared memory for one program."""
     if not jit.supports_pdl(device):
         return False
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= _SHARED_MEMORY
 
 
 def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return x W^T + b (N, O) in the dtype of x.
-
-    Args:
-        x_NI: inputs, (rows, inputs), at most `MOST_ROWS` rows.
-        weight_OI: weight, (outputs, inputs), in the dtype of x, which no kernel of the chain with PDL writes.
-        bias_O: bias. None: no bias.
-    """
+    """Return x W^T + b in the dtype of x."""
     return _launch(x_NI, weight_OI, bias_O, x_NI.new_empty((1, len(x_NI), len(weight_OI))))[0]
 
 
 def partial_products(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return x W^T as S summands, (S, N, O) float32. Each summand is the product of a part of the inputs.
-
-    Args:
-        x_NI: inputs, (rows, inputs), at most `MOST_ROWS` rows.
-        weight_OI: weight, (outputs, inputs), in the dtype of x, which no kernel of the chain with PDL writes.
-    """
+    """Return x W^T as S float32 summands, each the product of a part of the inputs."""
     n_tiles, parts = triton.cdiv(len(weight_OI), _COLUMNS), 1
     # Half as many programs as multiprocessors are the fastest in Triton on an H100, as many in Gluon on an H200.
     is_gluon, most = jit.runs_gluon(x_NI.device, FEW_ROWS_KERNEL), n_multiprocessors(x_NI.device)
@@ -88,14 +72,7 @@ def partial_products(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def gated_product(x_NI: Tensor, weight_2OI: Tensor, gelu: bool = False) -> Tensor:
-    """Return silu(x G^T) * (x U^T), the activation of a gated MLP, (N, O) in the dtype of x.
-
-    Args:
-        x_NI: inputs, (rows, inputs), at most `MOST_ROWS` rows.
-        weight_2OI: the weight G of the gate with the weight U below it, (2 * outputs, inputs), in the dtype of x, which
-            no kernel of the chain with PDL writes.
-        gelu: whether the activation is the tanh form of GELU instead of SiLU.
-    """
+    """Return silu(x G^T) * (x U^T), where the weight of the gate G lies above U."""
     out_NO = x_NI.new_empty((1, len(x_NI), len(weight_2OI) // 2))
     return _launch(x_NI, weight_2OI, None, out_NO, is_gated=True, gelu=gelu)[0]
 
@@ -108,7 +85,6 @@ def _launch(
     is_gated: bool = False,
     gelu: bool = False,
 ) -> Tensor:
-    """Compute the product into `out_SNO`, and return `out_SNO`."""
     (n_parts, n_rows, n_columns), n_inputs = out_SNO.shape, x_NI.shape[1]
     assert n_rows <= MOST_ROWS
     x_NI = x_NI.contiguous()
@@ -157,10 +133,7 @@ def _few_rows_kernel(
     GELU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Compute, in each program, some columns of the product of one part of the inputs.
-
-    With IS_GATED, the rows of the up weight follow the rows of the gate weight in `weight_ptr`.
-    """
+    """Compute, in each program, some columns of the product of one part of the inputs."""
     if PDL:
         jit.launch_dependents()
     row = tl.arange(0, ROWS)

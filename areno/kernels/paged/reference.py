@@ -4,7 +4,6 @@ The KV cache is divided into blocks. A block holds consecutive positions of one 
 blocks of each sequence. Rows that sample the same prompt share its blocks. Up to GROUP_SIZE of these rows form a prefix
 group, for which the shared blocks are read once.
 
-Shape letters: B rows, H query heads, K key heads (H is a multiple of K), C head dimension; P blocks of S positions;
 T rows of the block table, of W block numbers each; G prefix groups of at most R rows.
 """
 
@@ -25,50 +24,36 @@ _FIXED_ORDER_QUERIES = 16  # for each key head of a prefix group; with more, few
 
 
 def max_group_rows(heads_per_key: int, fixed_order: bool) -> int:
-    """Return the largest number of rows in a prefix group, whose shared KV blocks are read once.
-
-    Args:
-        heads_per_key: number of query heads that share a key head.
-        fixed_order: whether attention runs in a fixed order of operations, for `engine.exact`.
-    """
     return min(GROUP_SIZE, max(2, _FIXED_ORDER_QUERIES // heads_per_key)) if fixed_order else GROUP_SIZE
 
 
 @dataclass(slots=True)
 class PagedBatch:
-    """The block tables of a decoding step, and how its attention is split into parts that run in parallel.
+    """The block tables of a decoding step, and how its attention is cut into splits that run in parallel.
 
-    A row is one sequence, which gets one new token. Rows with a common prompt form a prefix group, for which the KV
-    blocks of the prompt are read once. The positions that a group shares and the positions of a row's own are each cut
-    into splits.
+    A row's own positions, and those that it shares with its prefix group, are cut separately. Splits, `pdl` and
+    `reads_early` change the speed, not the result, unless `fixed_order` is set: a split is then a span of
+    `kernels.fixed_order`, except that the first split of a row or group may cover several spans. Group positions then
+    end where a span begins.
+
+    With `pdl`, attention may begin before the previous kernel has ended (`kernels/jit.py`). Then neither that kernel
+    nor another one that runs at the same time may write a tensor of this batch. With `reads_early`, attention may also
+    read the cache early: all positions but the last of each row were written before the chain of kernels with PDL
+    began.
 
     Attributes:
-        table_TW: int32 block tables. Position n of the sequence in table row t lies in block `table[t, n // S]` at
-            offset `n % S`, with S positions per block.
+        table_TW: int32. Position n of the sequence in table row t lies in block `table[t, n // S]` at offset `n % S`.
         slots_B: int64, index of each batch row's table row.
-        lengths_B: int64, number of positions in each row, at least 1. The last position is the new token.
-        shared_lens_B: int64, number of leading positions that a row shares with its prefix group. They fill whole
-            blocks and are fewer than lengths_B. 0 for a row without a group.
-        split_lens: int64 (2,), number of positions in a split of a row's own positions, and in a split of a group's
-            shared positions. Changes the speed but not the result, unless `fixed_order` is set.
-        prefix_groups_GR: int64, batch rows of each group, padded with -1. Unused groups are all -1. A row is in at most
-            one group. None if there are no groups.
-        splits: (largest number of splits of a row's own positions, largest number of splits of a group's shared
-            positions).
-        fixed_order: whether to compute exactly the result of `varlen_attention` with the backend "fixed_order". A split
-            is then a span of `kernels.fixed_order`, except that the first split of a row or group may cover several
-            spans. split_lens[1] is the number of positions in the first split of a group, and each shared_lens_B is a
-            position at which a span begins.
-        pdl: whether attention may begin before the previous kernel has ended (`kernels/jit.py`). Then neither the
-            previous kernel nor another kernel that runs at the same time may write a tensor of this batch. Changes the
-            speed, not the result.
-        reads_early: whether attention may read the cache before the previous kernel has ended: all positions before the
-            last of each row were written before the chain of kernels with PDL began. Has no effect without `pdl`.
-            Changes the speed, not the result.
-        max_len: upper bound of lengths_B that the host knows. The torch reference reads no further. None means the
-            whole width of the table. The Triton kernels read lengths_B on the device, so a CUDA graph stays valid.
-        places: window -> where the torch reference writes and reads, once the first layer with this window has
-            computed it.
+        lengths_B: int64, number of positions in each row, the last of which is the new token.
+        shared_lens_B: int64, leading positions that a row shares with its prefix group. They fill whole blocks
+            and are fewer than lengths_B. 0 for a row without a group.
+        split_lens: int64 (2,), positions in a split of a row, and in a split of a group (in the first one if
+            `fixed_order`).
+        prefix_groups_GR: int64, batch rows of each group, padded with -1. A row is in at most one group.
+        splits: largest number of splits of a row, and of a group.
+        max_len: upper bound of lengths_B that the host knows, where the torch reference stops reading. The Triton
+            kernels read lengths_B on the device, so a CUDA graph stays valid.
+        places: window -> result of `_places`, which all layers with this window share.
     """
 
     table_TW: Tensor
@@ -88,23 +73,7 @@ class PagedBatch:
 def decode_attention(
     q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
 ) -> Tensor:
-    """Compute the attention of a decoding step in plain torch, as one masked attention over all rows.
-
-    The keys and values of each row are gathered from the cache, up to `batch.max_len` positions.
-
-    Args:
-        q_BHC: queries of the new tokens, shape (rows, heads, head dim).
-        k_BKC: keys of the new tokens, written to the cache at the last position of each row.
-        v_BKC: values of the new tokens, written to the same positions.
-        kv_blocks: the KV cache (2, blocks, positions per block, key heads, head dim), keys then values, changed in
-            place.
-        batch: block tables and lengths of the rows.
-        window: size of the sliding window: a row attends to its last `window` positions, including the new token. None
-            means all positions.
-
-    Returns:
-        The output (B, H, C) in the dtype of q.
-    """
+    """Compute one masked attention over all rows, whose keys and values are gathered from the cache."""
     n_rows, n_heads, head_dim = q_BHC.shape
     n_kv_heads = kv_blocks.shape[3]
     if window not in batch.places:  # the first layer with this window
@@ -126,20 +95,12 @@ def decode_attention(
 
 
 def _places(batch: PagedBatch, scratch: int, block_size: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where in the cache a decoding step writes and reads.
+    """Return the positions in the cache that a decoding step writes and reads.
 
-    Positions are read in units of several positions of a block, because a copy of many short pieces is slow.
-
-    Args:
-        batch: block tables and lengths of the rows.
-        scratch: index of the scratch block, which is read in place of units that a row does not attend to. These may
-            lie in blocks of other rows, which may hold NaN.
-        block_size: S, the number of positions in a block.
-        window: size of the sliding window, or None.
-
-    Returns:
-        (B,) int64, the place block * S + offset where each row's new token is stored. The units that are read of each
-        row, flattened, int64. (B, L) bool, which of the L positions in these units the row attends to.
+    A position is block * S + offset. The results are the position of each new token, int64; the units (of several
+    positions, as a copy of many short pieces is slow) to read for each row, flattened; and which of the L positions in
+    these units the row attends to, (B, L) bool. Other units are replaced by the block `scratch`, because the blocks of
+    other rows may hold NaN.
     """
     last_B, table_BW = batch.lengths_B - 1, batch.table_TW[batch.slots_B]
     stored_B = table_BW.gather(1, (last_B // block_size)[:, None]).squeeze(1).long() * block_size + last_B % block_size

@@ -7,7 +7,6 @@ for a split of a group computes all rows of the group. Their queries for one key
 product, so shared blocks are read once for the group (the idea of cascade attention, arXiv 2402.05099).
 
 The grid depends on shapes alone and programs read lengths on the device, so a CUDA graph can capture the launches.
-Shape letters as in `reference.py`.
 """
 
 from __future__ import annotations
@@ -30,21 +29,6 @@ _TILE = tl.constexpr(32)  # positions loaded together, a power of two that divid
 def decode_attention(
     q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
 ) -> Tensor:
-    """Compute the attention of a decoding step with Triton kernels.
-
-    Args:
-        q_BHC: queries of the new tokens, shape (rows, heads, head dim).
-        k_BKC: keys of the new tokens, written to the cache at the last position of each row.
-        v_BKC: values of the new tokens, written to the same positions.
-        kv_blocks: the KV cache (2, blocks, positions per block, key heads, head dim), keys then values, changed in
-            place.
-        batch: block tables and lengths of the rows.
-        window: size of the sliding window: a row attends to its last `window` positions, including the new token. None
-            means all positions.
-
-    Returns:
-        The output (B, H, C) in the dtype of q.
-    """
     if batch.fixed_order:
         return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window)
     n_rows, n_heads, head_dim = q_BHC.shape
@@ -154,26 +138,7 @@ def _attend(
 ):
     """Add the positions [start, end) of one table row and one key head to a running softmax.
 
-    Args:
-        q: queries, (queries, PADDED_DIM).
-        best: largest score so far, (queries,).
-        total: sum of weights so far, (queries,).
-        acc: weighted sum of values so far, (queries, PADDED_DIM).
-        start: first position.
-        end: position after the last.
-        least: first position to which each query attends, (queries,). Used only with a WINDOW.
-        k_ptr: keys of the key head in the cache.
-        v_ptr: values of the key head in the cache.
-        table_row: block numbers of the row.
-        scale: factor by which the scores q k are multiplied.
-        stride: elements between two positions of a block.
-        dim: indices of the head dimension, padded.
-        real_dim: which of these indices exist.
-        BLOCK_SIZE: positions per block.
-        WINDOW: size of the sliding window, or None.
-
-    Returns:
-        The new `best`, `total` and `acc`.
+    With a WINDOW, `least` is the first position to which each query attends.
     """
     for first in range(start, end, _TILE):
         position = first + tl.arange(0, _TILE)
@@ -238,10 +203,9 @@ def _split_kernel(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Compute the partial result of one split for one key head in each program.
+    """Compute the partial result of one split for one key head in each program. An empty split writes nothing.
 
-    A split is a range of a row's own positions, or of the positions that a prefix group shares. An empty split writes
-    nothing. With PDL, the first split of every row calls `wait_for_previous`.
+    With PDL, the first split of every row calls `wait_for_previous`.
     """
     if PDL:
         jit.launch_dependents()
@@ -387,11 +351,6 @@ def _combine_splits_kernel(
     JOIN_HEADS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Combine the partial results of a row's splits, and write the row's output.
-
-    The splits are those of the row's own positions and of the positions that it shares with its prefix group. Splits
-    without positions are skipped.
-    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * JOIN_HEADS + tl.arange(0, JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)

@@ -3,8 +3,7 @@
 
 The first kernel computes partial results over parts of a row's positions, and the second combines these results. The
 first part of a row may cover several spans of keys, whose results are then combined in the first kernel. Each later
-part is one span. `kernels/fixed_order/triton.py` describes the operations whose order is fixed. Shape letters as in
-`areno/kernels/paged`.
+part is one span. `kernels/fixed_order/triton.py` describes the operations whose order is fixed.
 """
 
 from __future__ import annotations
@@ -27,21 +26,6 @@ _JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel com
 def paged_attention(
     q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
 ) -> Tensor:
-    """Compute the attention of a decoding step in a fixed order of operations, for a batch with `fixed_order`.
-
-    Args:
-        q_BHC: queries of the new tokens, shape (rows, heads, head dim).
-        k_BKC: keys of the new tokens, written to the cache at the last position of each row.
-        v_BKC: values of the new tokens, written to the same positions.
-        kv_blocks: the KV cache (2, blocks, positions per block, key heads, head dim), keys then values, changed in
-            place.
-        batch: block tables and lengths of the rows.
-        window: size of the sliding window: a row attends to its last `window` positions, including the new token. None
-            means all positions.
-
-    Returns:
-        The output (B, H, C) in the dtype of q.
-    """
     q_BHC, k_BKC, v_BKC = (heads_together(x) for x in (q_BHC, k_BKC, v_BKC))
     n_rows, n_heads, dim = q_BHC.shape
     k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
@@ -105,13 +89,7 @@ def paged_attention(
 
 @triton.jit
 def _first_split_end(length, shared, first_group_split_len):
-    """Return the number of positions in the first part of a row.
-
-    Args:
-        length: number of positions in the row.
-        shared: number of leading positions that the row shares with its prefix group, or 0.
-        first_group_split_len: number of positions in the first part of a group's shared positions.
-    """
+    """Return the number of positions in the first part of a row."""
     return tl.where(shared > 0, tl.minimum(shared, first_group_split_len), tl.minimum(length, _FIRST_OWN_SPLIT_LEN))
 
 
@@ -150,12 +128,7 @@ def _split_kernel(
     HAS_GROUPS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Compute the partial result over one part of a row's positions, for a key head, in each program.
-
-    The part lies in the row's own positions, or in the positions that a prefix group shares, where one program computes
-    all rows of the group. The first part of a row may cover several spans of keys, whose results are combined. Each
-    later part is one span.
-    """
+    """Compute one part for a key head in each program, for shared positions for all rows of the prefix group."""
     kv_head, piece = tl.program_id(0), tl.program_id(1)
     n_heads, n_parts = tl.num_programs(0) * HEADS_PER_KEY, own_splits + shared_splits
     k_ptr += kv_head * DIM
@@ -285,9 +258,6 @@ def _attend_spans(
 
     Keys are the rows of the products and queries their columns: a Hopper GPU then multiplies the tiles directly from
     shared memory, and its registers hold little more than the sums.
-
-    `real` says which of the pairs exist. The result is stored at index `part` among the parts of the row.
-    `row_length`, used only with a WINDOW, is the number of positions in each pair's row.
     """
     dim = tl.arange(0, PADDED_DIM)
     mask = (dim < DIM)[:, None] & real[None, :]
@@ -381,7 +351,6 @@ def _combine_splits_kernel(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """Combine the partial results of a row, from its first part to its last, for some heads in each program."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * _JOIN_HEADS + tl.arange(0, _JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)

@@ -4,6 +4,11 @@ A token is chosen by the inverse CDF at a counter-based random number. The Trito
 follow the same rule as the torch reference, so both sample the same tokens, unless a random number falls on the border
 between two tokens up to rounding.
 
+`slots_B` has the index of each row in `settings`, whose `last_token` and `counts` are updated. `positions_B` is the
+index in the completion of the token to sample. Both are int64. Logits are float32. Results are (2, B) float64: token
+ids, and their log-probabilities under softmax(logits / temperature) before bans, penalties, top-k, top-p and the
+exclusion of ids without a text. These are NaN if the row's logits have a NaN or +inf.
+
 Shape letters: B rows (one token is sampled for each), V vocabulary.
 """
 
@@ -44,20 +49,7 @@ _LEAST_ROWS, _MOST_INPUTS = 32, 1024
 def sample_slots(
     logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
 ) -> Tensor:
-    """Sample one token for each row, with the sampling settings in the row's slot.
-
-    Args:
-        logits_BV: float32 logits, shape (rows, vocabulary). Their values may be overwritten.
-        slots_B: int64, index of each row's entry (slot) in `settings`.
-        positions_B: int64, index in the completion of the token to sample.
-        settings: sampling settings of all slots. `last_token` and `counts` are updated.
-        flags: the optional steps of sampling that at least one row needs.
-
-    Returns:
-        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature) before bans,
-        penalties, top-k, top-p and the exclusion of ids without a text. A log-probability is NaN if the row's logits
-        have a NaN or +inf.
-    """
+    """Sample one token for each row. The logits may be overwritten."""
     if not use_triton(logits_BV):
         return reference.sample_slots(logits_BV, slots_B, positions_B, settings, flags)
     from areno.kernels.sampling import triton
@@ -66,13 +58,9 @@ def sample_slots(
 
 
 def can_sample_hidden(hidden_BD: Tensor, flags: SamplingFlags) -> bool:
-    """Return whether `sample_hidden` can sample the rows, and is faster than `sample_slots` with stored logits.
+    """Return whether `sample_hidden` supports the rows, and is faster than `sample_slots` with stored logits.
 
-    `sample_hidden` needs Triton and half precision. Top-k, top-p, bans, penalties and masks need stored logits.
-
-    Args:
-        hidden_BD: final hidden states. Their values do not matter.
-        flags: the optional steps of sampling that at least one row needs.
+    It needs Triton and half precision. Top-k, top-p, bans, penalties and masks need stored logits.
     """
     n_rows, width = hidden_BD.shape
     is_faster = n_rows >= _LEAST_ROWS and width <= _MOST_INPUTS and hidden_BD.element_size() == 2
@@ -82,33 +70,14 @@ def can_sample_hidden(hidden_BD: Tensor, flags: SamplingFlags) -> bool:
 def sample_hidden(
     hidden_BD: Tensor, weight_VD: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings
 ) -> Tensor:
-    """Sample one token for each row from the logits hidden W^T, without storing logits.
-
-    Args:
-        hidden_BD: final hidden states, for which `can_sample_hidden` is True.
-        weight_VD: weight of the LM head, in the dtype of the hidden states.
-        slots_B: int64, index of each row's entry (slot) in `settings`.
-        positions_B: int64, index in the completion of the token to sample.
-        settings: sampling settings of all slots. `last_token` is updated.
-
-    Returns:
-        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature). A
-        log-probability is NaN if the row's logits have a NaN or +inf.
-    """
+    """Sample one token for each row from the logits hidden W^T, without storing logits."""
     from areno.kernels.sampling import triton_head
 
     return triton_head.sample_hidden(hidden_BD, weight_VD, slots_B, positions_B, settings)
 
 
 def can_sample_columns(logits_BV: Tensor, flags: SamplingFlags) -> bool:
-    """Return whether `sample_columns` supports the optional steps that the rows need.
-
-    `sample_columns` needs Triton. It does not support top-k, top-p, penalties and masks.
-
-    Args:
-        logits_BV: logits. Only their device matters.
-        flags: the optional steps of sampling that at least one row needs.
-    """
+    """Return whether `sample_columns` supports the rows: with Triton, without top-k, top-p, penalties and masks."""
     return use_triton(logits_BV) and not (flags.filtered or flags.penalized or flags.masked)
 
 
@@ -124,22 +93,9 @@ def sample_columns(
 ) -> Tensor:
     """Sample one token for each row from logits whose columns are split equally over tensor-parallel ranks.
 
-    The ranks exchange a few statistics of each row instead of logits. Only the rank with a sampled token's column
-    updates `last_token` of its slot in `settings`.
-
-    Args:
-        columns_BV: float32, this rank's columns of the logits. Columns after the vocabulary are padding.
-        vocab: size of the vocabulary.
-        slots_B: int64, index of each row's entry (slot) in `settings`.
-        positions_B: int64, index in the completion of the token to sample.
-        settings: sampling settings of all slots.
-        flags: the optional steps of sampling that at least one row needs, such that `can_sample_columns` is True.
-        rank: tensor-parallel rank.
-        all_gather: function that returns the tensors x of all ranks, shape (ranks, *x.shape).
-
-    Returns:
-        (2, B) float64, the same on every rank: sampled token ids, and their log-probabilities under
-        softmax(logits / temperature).
+    The ranks exchange a few statistics of each row by `all_gather`, x -> (ranks, *x.shape), instead of logits, and all
+    get the same tokens. Columns after the vocabulary are padding. Only the rank with a sampled token's column updates
+    `last_token`.
     """
     from areno.kernels.sampling import triton
 
@@ -155,7 +111,7 @@ def draft_tokens(
     settings: SamplingSettings,
     n_tokens: int,
 ) -> Tensor:
-    """Draft the next tokens of each row, for speculative decoding.
+    """Draft the next J = `n_tokens` tokens of each row, (B, J) int64, for speculative decoding.
 
     Each token is drafted from the entry of one suffix of the row: the first suffix in the order of LEVELS that has an
     entry in the table. The entry lists tokens that followed this suffix before. One of the listed tokens is drawn by
@@ -163,17 +119,8 @@ def draft_tokens(
     listed tokens resemble the policy's distribution, the drafted and the sampled token mostly agree, also where the
     policy is undecided. A greedy row gets the most frequent of the listed tokens.
 
-    Args:
-        table: the table.
-        contexts_WB: int64, the last W = CONTEXT tokens of each row, the last one first. -1 before the text begins.
-        scopes_B: int64, number of the scope of each row.
-        slots_B: int64, index of each row's entry (slot) in `settings`.
-        positions_B: int64, index in the completion of the first drafted token.
-        settings: sampling settings of all slots.
-        n_tokens: number J of tokens to draft for each row.
-
-    Returns:
-        (B, J) int64. -1 from the first token on for which the table has no entry.
+    `contexts_WB` are the last CONTEXT tokens of each row, the last one first, and -1 before the text begins. Drafts are
+    -1 from the first token on for which the table has no entry.
     """
     if use_triton(contexts_WB):
         from areno.kernels.sampling import triton_drafts

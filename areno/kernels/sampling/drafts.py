@@ -1,9 +1,8 @@
 """Drafts of the next tokens of samples, from a table of the tokens that followed the same tokens before.
 
 For each suffix of some lengths (LEVELS), the table keeps the last C tokens that followed it. It is a hash table with
-one entry in each place: a new suffix replaces another one with the same place. An entry holds 31 more bits of the
-hash, so entries of other suffixes are taken for the wanted ones about once in 2^31 times, and drafts are only
-proposals.
+one entry in each place: a new suffix replaces another one with the same place. An entry holds 31 more bits of the hash,
+so entries of other suffixes are taken for the wanted ones about once in 2^31 times, and drafts are only proposals.
 
 A scope is a set of texts that resemble each other, such as the samples of a prompt. Some levels look at texts of the
 row's scope, others at all texts. The idea of drafts from a growing index of samples is from SuffixDecoding (arXiv
@@ -35,34 +34,19 @@ _NONE = -1  # key of a suffix that does not exist
 
 @dataclass(frozen=True, slots=True)
 class NgramTable:
-    """The table, on the device of the sampler.
+    """The table, on the device of the sampler. Its last entry receives values that are dropped."""
 
-    Attributes:
-        tags: int32 (entries + 1,), bits of the hash of the suffix. The last entry receives values that are dropped.
-        counts: int32 (entries + 1,), number of tokens that followed the suffix so far. 0 for an empty entry.
-        tokens: int32 (entries + 1, C), the last of these tokens. Token number i is at place i modulo C.
-        factors_W: int64, factors of the hash.
-        lengths_L: int64, tokens of the suffix of each level.
-        is_scoped_L: int64, 1 for a level that counts only texts of the same scope.
-        marks_L: int64, a random number for each level.
-    """
-
-    tags: Tensor
-    counts: Tensor
-    tokens: Tensor
-    factors_W: Tensor
-    lengths_L: Tensor
-    is_scoped_L: Tensor
-    marks_L: Tensor
+    tags: Tensor  # int32 (entries + 1,), bits of the hash of the suffix
+    counts: Tensor  # int32 (entries + 1,), tokens that followed so far, 0 for an empty entry
+    tokens: Tensor  # int32 (entries + 1, C), the last of them; token number i is at index i modulo C
+    factors_W: Tensor  # int64, of the hash
+    lengths_L: Tensor  # int64, tokens of the suffix
+    is_scoped_L: Tensor  # int64, 1 for a level that counts only texts of the same scope
+    marks_L: Tensor  # int64, random
 
     @classmethod
     def empty(cls, n_bits: int, device: torch.device) -> NgramTable:
-        """Return a table without entries.
-
-        Args:
-            n_bits: Logarithm of the number of entries to base 2. An entry takes 40 bytes.
-            device: Device of the table.
-        """
+        """Return a table of 2 ** n_bits entries of 40 bytes."""
         rng, n = np.random.default_rng(0), (1 << n_bits) + 1
         random = torch.from_numpy(rng.integers(-(1 << 63), (1 << 63) - 1, size=CONTEXT + len(LEVELS))).to(device)
         levels = torch.tensor(LEVELS, dtype=torch.int64).T.to(device)
@@ -78,22 +62,14 @@ class NgramTable:
 
     @property
     def n_bits(self) -> int:
-        """Logarithm of the number of entries to base 2."""
         return (len(self.counts) - 1).bit_length() - 1
 
     def clear(self) -> None:
-        """Drop all entries."""
         self.counts.zero_()
 
 
 def _keys(table: NgramTable, before_NW: Tensor, scopes_N: Tensor) -> Tensor:
-    """Return the hash of the suffix of each level, (N, L) int64, with `_NONE` where the text is too short.
-
-    Args:
-        table: The table.
-        before_NW: int64, the last W tokens, the last one first. -1 before the text begins.
-        scopes_N: int64 scopes.
-    """
+    """Return the hash of the suffix of each level, (N, L) int64, with `_NONE` where the text is too short."""
     sums_NW = ((before_NW + 1) * table.factors_W).cumsum(1)
     last_L = table.lengths_L - 1
     value_NL = sums_NW[:, last_L] ^ (scopes_N[:, None] * table.is_scoped_L) ^ table.marks_L
@@ -103,10 +79,8 @@ def _keys(table: NgramTable, before_NW: Tensor, scopes_N: Tensor) -> Tensor:
 def add_texts(table: NgramTable, texts_4N: Tensor) -> None:
     """Enter the suffixes before each new token of some texts. The result does not depend on the device.
 
-    Args:
-        table: The table, which is changed.
-        texts_4N: int64, the texts one after the other, with four rows: token, number of tokens of its text before it,
-            scope of the text, and 1 for a new token or 0 for a token that was entered before.
+    `texts_4N` has the texts one after the other, with four rows: token, number of tokens of its text before it, scope
+    of the text, and 1 for a new token or 0 for a token that was entered before.
     """
     token_N, offset_N, scope_N, is_new_N = texts_4N.unbind()
     n_levels, n_entries, device = len(table.lengths_L), len(table.counts) - 1, token_N.device
@@ -136,7 +110,6 @@ def add_texts(table: NgramTable, texts_4N: Tensor) -> None:
 
 
 def _with_edge(inner: Tensor, *, at_start: bool) -> Tensor:
-    """Return a bool tensor with True added before the start or after the end."""
     edge = torch.ones(1, dtype=torch.bool, device=inner.device)
     return torch.cat((edge, inner) if at_start else (inner, edge))
 
@@ -150,7 +123,6 @@ def draft_tokens(
     settings: SamplingSettings,
     n_tokens: int,
 ) -> Tensor:
-    """Draft tokens in plain torch. The arguments are those of `kernels.sampling.draft_tokens`."""
     context_BW = contexts_WB.T.contiguous()
     key_B, is_greedy_B = settings.key[slots_B], settings.greedy[slots_B]
     place_C = torch.arange(KEPT, device=scopes_B.device)

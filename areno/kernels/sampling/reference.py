@@ -4,8 +4,7 @@ The random number of a sampled token is a hash of (key of the sample, position i
 other rows, the device or earlier calls. The hash is splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
 number generators") in wrapping int64, with the same bits on every device.
 
-Shape letters: B rows (one token is sampled for each), V vocabulary, C chunks of the vocabulary; S slots; W words of 32
-tokens.
+C chunks of the vocabulary; S slots; W words of 32 tokens: token t is bit t % 32 of word t // 32, int32.
 """
 
 from __future__ import annotations
@@ -28,21 +27,15 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class TextIds:
-    """The token ids that have a text, which are the only ones that are sampled.
+    """The token ids that have a text, which are the only ones that are sampled."""
 
-    Attributes:
-        n_first: the ids below this one all have a text.
-        words_W: int32. Id t has a text if bit t % 32 of word t // 32 is set.
-        absent_N: int64, the ids without a text.
-    """
-
-    n_first: int
+    n_first: int  # the ids below this one all have a text
     words_W: Tensor
-    absent_N: Tensor
+    absent_N: Tensor  # int64, ascending
 
     @classmethod
     def of(cls, ranges: Iterable[tuple[int, int]], vocab_size: int, device: torch.device) -> TextIds | None:
-        """Return the ids in some ranges (first, end). None if these are all ids, or if there are no ranges."""
+        """Return the ids in ranges (first, end). None if these are all ids, or if there are no ranges."""
         has_text = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
         for first, end in ranges:
             has_text[first : min(end, vocab_size)] = True
@@ -55,36 +48,19 @@ class TextIds:
 
 @dataclass(slots=True)
 class SamplingSettings:
-    """The sampling settings of all slots, as tensors with one entry per slot.
+    """The sampling settings of all slots, one entry per slot. A slot belongs to one sample at a time."""
 
-    A slot belongs to one sample, the completion that is being generated, at a time.
-
-    Attributes:
-        key: int64 seed of the sample's random numbers, from `sample_key`.
-        temperature: float32, above 0.
-        greedy: bool, whether to take the most likely token.
-        top_k: int64, number of most likely tokens to sample from. Below 1 means all tokens.
-        top_p: float32, sum of probabilities of the most likely tokens to sample from. 1 means all tokens.
-        min_new: int64, length of the completion below which the tokens in `banned` are not sampled.
-        banned: int64 (slots, n_banned), token ids, padded with -1.
-        penalty: float32 frequency penalty: it is subtracted from a token's logit for each occurrence in the completion.
-        counts: int32 (slots, vocabulary), number of occurrences of each token in the completion. None until some slot
-            has a penalty.
-        last_token: int64, the token that was sampled last.
-        texts: the ids that have a text. None: all ids.
-    """
-
-    key: Tensor
-    temperature: Tensor
-    greedy: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_new: Tensor
-    banned: Tensor
-    penalty: Tensor
-    counts: Tensor | None
-    last_token: Tensor
-    texts: TextIds | None = None
+    key: Tensor  # int64, from `sample_key`
+    temperature: Tensor  # float32, above 0
+    greedy: Tensor  # bool
+    top_k: Tensor  # int64; below 1 means all tokens
+    top_p: Tensor  # float32
+    min_new: Tensor  # int64, length of the completion below which `banned` tokens are not sampled
+    banned: Tensor  # int64 (S, n_banned), padded with -1
+    penalty: Tensor  # float32, subtracted from a token's logit for each occurrence in the completion
+    counts: Tensor | None  # int32 (S, V), occurrences in the completion; None until some slot has a penalty
+    last_token: Tensor  # int64
+    texts: TextIds | None = None  # None means all ids
 
     def overwrites(self, flags: SamplingFlags) -> bool:
         """Return whether kernels write into the logits: edits, and ids without a text that top-k and top-p drop."""
@@ -92,44 +68,21 @@ class SamplingSettings:
 
 
 class SamplingFlags(NamedTuple):
-    """The optional steps of sampling that at least one row of a batch needs.
+    """The optional steps that at least one row of a batch needs. A CUDA graph is captured for one combination."""
 
-    A CUDA graph is captured for one combination of these values.
-
-    Attributes:
-        filtered: whether a row has top-k or top-p.
-        n_banned: width of `SamplingSettings.banned`, or 0 if every row has reached its `min_new`.
-        penalized: whether a row has a frequency penalty.
-        masked: whether a row may sample only the tokens allowed by a mask.
-    """
-
-    filtered: bool = False
-    n_banned: int = 0
-    penalized: bool = False
-    masked: bool = False
+    filtered: bool = False  # by top-k or top-p
+    n_banned: int = 0  # width of `SamplingSettings.banned`, or 0 if every row has reached its `min_new`
+    penalized: bool = False  # by a frequency penalty
+    masked: bool = False  # to the tokens that a mask allows
 
     @property
     def edits(self) -> bool:
-        """Whether a row samples from logits that bans or penalties have changed."""
         return self.penalized or self.n_banned > 0
 
 
 def sample_slots(
     logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
 ) -> Tensor:
-    """Sample one token for each row in plain torch, with the sampling settings in the row's slot.
-
-    Args:
-        logits_BV: float32 logits, shape (rows, vocabulary). Not changed.
-        slots_B: int64, index of each row's entry (slot) in `settings`.
-        positions_B: int64, index in the completion of the token to sample.
-        settings: sampling settings of all slots. `last_token` and `counts` are updated.
-        flags: the optional steps of sampling that at least one row needs.
-
-    Returns:
-        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature) before bans,
-        penalties, top-k and top-p. A log-probability is NaN if the row's logits have a NaN or +inf.
-    """
     tokens_B, logprobs_B = sample_tokens(
         logits_BV,
         settings.temperature[slots_B],
@@ -150,7 +103,6 @@ def sample_slots(
 def _edited(
     logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
 ) -> Tensor:
-    """Return a copy of the logits with frequency penalties subtracted, and -inf for banned tokens."""
     edited_BV = logits_BV.clone()
     if flags.penalized:
         assert settings.counts is not None
@@ -159,14 +111,6 @@ def _edited(
 
 
 def without_banned(logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings) -> Tensor:
-    """Return a copy of the logits with -inf for the banned tokens in rows that are shorter than their `min_new`.
-
-    Args:
-        logits_BV: float32 logits.
-        slots_B: int64, index of each row's entry (slot) in `settings`.
-        positions_B: int64, index in the completion of the token to sample.
-        settings: sampling settings of all slots.
-    """
     banned_BK, vocab = settings.banned[slots_B], logits_BV.shape[1]
     holds_BK = (banned_BK >= 0) & (positions_B < settings.min_new[slots_B])[:, None]
     index_BK = torch.where(holds_BK, banned_BK, vocab)  # unused entries write to an extra column
@@ -184,23 +128,11 @@ def sample_tokens(
     edited_BV: Tensor | None = None,
     absent_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token for each row by the inverse CDF.
+    """Sample one token for each row by the inverse CDF. Return its id and the policy's log-probability, float32.
 
-    Args:
-        logits_BV: float32 logits of the policy, (rows, vocabulary).
-        temperature_B: float32, above 0.
-        greedy_B: bool, whether the row takes the most likely token.
-        uniform_B: float64 random number of each row, in [0, 1).
-        top_k_B: int64, number of most likely tokens to sample from. Below 1 means all. Set both this and `top_p_B`, or
-            neither.
-        top_p_B: float32, probability mass to sample from. None if no row has top-k or top-p.
-        edited_BV: float32 logits to sample from, with penalties and bans. None samples from the logits of the policy.
-        absent_N: int64 ids that are not sampled, in ascending order.
-
-    Returns:
-        Token ids (B,) int64, and their log-probabilities (B,) float32 under softmax(logits / temperature), before
-        top-k, top-p, edits and the exclusion of ids. A row with a NaN or +inf logit gets log-probability NaN and any
-        token of the vocabulary.
+    `edited_BV` are the logits to sample from, with penalties and bans, if they differ from those of the policy.
+    `absent_N` are ascending ids that are not sampled. Set both `top_k_B` and `top_p_B`, or neither. A row with a NaN or
+    +inf logit gets log-probability NaN and any token.
     """
     scaled_BV = logits_BV / temperature_B[:, None]
     weights_BV, best_B, sums_BC, log_norm_B = _weights(scaled_BV)
@@ -222,14 +154,7 @@ def sample_tokens(
 
 
 def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the weights of all tokens in each row, and statistics of the weights.
-
-    With x = logits / temperature (`scaled_BV`), the weight of a token is exp(x - maximum of the row).
-
-    Returns:
-        (weights, best, sums, lse): the weights (B, V), the most likely token (B,), the sum of weights in each of the C
-        chunks of the vocabulary (B, C) float64, and the log-sum-exp of x (B,).
-    """
+    """Return weights exp(x - maximum), the best token, chunk sums (B, C) float64, and the log-sum-exp of each row."""
     top_B, best_B = scaled_BV.max(dim=-1)
     weights_BV = (scaled_BV - top_B[:, None]).exp_()
     sums_BC = _chunk_sums(weights_BV)
@@ -239,7 +164,7 @@ def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _without(
     absent_N: Tensor, scaled_BV: Tensor, weights_BV: Tensor, best_B: Tensor, sums_BC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights, best tokens and chunk sums of `_weights` without some ids. The weights may be changed."""
+    """Return weights, best tokens and chunk sums without some ids. The weights may be changed."""
     if scaled_BV.is_cuda or torch.isin(best_B, absent_N).any():  # a GPU would have to wait for the answer
         return _weights(scaled_BV.index_fill(1, absent_N, -torch.inf))[:3]
     weights_BV.index_fill_(1, absent_N, 0)
@@ -252,8 +177,7 @@ def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
     """Return which tokens top-k and top-p keep, (B, V) bool.
 
     Top-k keeps the k most likely tokens. Of these k tokens, top-p keeps the most likely ones until their weights sum to
-    top_p times the weight of all k tokens, but at least one token. Among equally likely tokens, lower ids come first. A
-    row keeps all tokens if its top_k is below 1 and its top_p is 1 or more.
+    top_p times the weight of all k tokens, but at least one token. Among equally likely tokens, lower ids come first.
     """
     sorted_BV, order_BV = weights_BV.sort(dim=-1, descending=True, stable=True)
     all_k_B, all_p_B = top_k_B < 1, top_p_B >= 1
@@ -266,33 +190,18 @@ def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
 
 
 def _chunks(weights_BV: Tensor) -> Tensor:
-    """Split the vocabulary of each row into C chunks of _CHUNK entries, (B, C, _CHUNK).
-
-    The last chunk is padded with zeros.
-    """
+    """Split the vocabulary into C chunks, (B, C, _CHUNK), the last one padded with zeros."""
     n_rows, vocab = weights_BV.shape
     return F.pad(weights_BV, (0, -vocab % _CHUNK)).view(n_rows, -1, _CHUNK)
 
 
 def _chunk_sums(weights_BV: Tensor) -> Tensor:
-    """Return the sum of the weights in each of the C chunks of _CHUNK consecutive tokens, (B, C) float64.
-
-    Summing chunks first avoids a float64 tensor of shape (B, V).
-    """
+    """Sum each chunk, (B, C) float64, which avoids a float64 tensor of shape (B, V)."""
     return _chunks(weights_BV).sum(-1, dtype=torch.float64)
 
 
 def _inverse_cdf(weights_BV: Tensor, sums_BC: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return, for each row, the first token at which the running sum of weights exceeds `uniform` times their total.
-
-    Args:
-        weights_BV: weight of each token, at least 0.
-        sums_BC: float64, sum of the weights in each of the C chunks of _CHUNK consecutive tokens, from `_chunk_sums`.
-        uniform_B: random number of each row, in [0, 1).
-
-    Returns:
-        (B,) int64 token ids.
-    """
+    """Return, for each row, the first token at which the running sum of weights exceeds `uniform` times their total."""
     cumulated_BC = sums_BC.cumsum(-1)
     chunk_B, rest_B = _first_above(cumulated_BC, uniform_B * cumulated_BC[:, -1])
     index = chunk_B[:, None, None].expand(-1, 1, _CHUNK)
@@ -302,16 +211,7 @@ def _inverse_cdf(weights_BV: Tensor, sums_BC: Tensor, uniform_B: Tensor) -> Tens
 
 
 def _first_above(cumulated_BC: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of the first running sum above the target, and the target minus the sum before that index.
-
-    Args:
-        cumulated_BC: running sums of the C values in each row.
-        target_B: target of each row.
-
-    Returns:
-        (index, rest), (B,) each. The rest is the target minus the running sum just before the index, or minus 0 at
-        index 0.
-    """
+    """Return the index of the first running sum above the target, and the target minus the sum before that index."""
     target_B = torch.minimum(target_B.clamp(min=0), cumulated_BC[:, -1] * (1 - 2.0**-50))
     index_B1 = torch.searchsorted(cumulated_BC, target_B[:, None], right=True)
     index_B1 = index_B1.clamp_(max=cumulated_BC.shape[1] - 1)
@@ -320,13 +220,13 @@ def _first_above(cumulated_BC: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor
 
 
 def _signed(value: int) -> int:
-    """Return the signed 64-bit integer with the same bits as the low 64 bits of `value`."""
+    """Return the signed 64-bit integer with the same low 64 bits."""
     value &= _WORD
     return value - (1 << 64) if value >> 63 else value
 
 
 def _mix(value: int) -> int:
-    """Return the finalizer of splitmix64 applied to a 64-bit number."""
+    """Return the finalizer of splitmix64."""
     value &= _WORD
     value = (value ^ (value >> 30)) * _MIX_1 & _WORD
     value = (value ^ (value >> 27)) * _MIX_2 & _WORD
@@ -334,60 +234,29 @@ def _mix(value: int) -> int:
 
 
 def sample_key(seed: int, sample: int) -> int:
-    """Return the key that seeds the random numbers of one sample of a request.
-
-    Args:
-        seed: seed of the request.
-        sample: index of the sample within the request.
-
-    Returns:
-        An int64 hash of both.
-    """
+    """Return the key that seeds the random numbers of one sample of a request."""
     return sample_keys(seed, [sample])[0]
 
 
 def sample_keys(seed: int, samples: Iterable[int]) -> list[int]:
-    """Return the `sample_key` of several samples of a request.
-
-    Args:
-        seed: seed of the request.
-        samples: indices of the samples within the request.
-    """
     of_request = _mix(seed + _GOLDEN)
     return [_signed(_mix(of_request + (sample + 1) * _GOLDEN)) for sample in samples]
 
 
 def mixed_bits(value_B: Tensor) -> Tensor:
-    """Return the splitmix64 hash of int64 numbers, in which each bit of a number changes about half of the bits.
-
-    Args:
-        value_B: int64 numbers, of any shape.
-    """
+    """Return the finalizer of splitmix64, in which each bit of a number changes about half of the bits."""
     value_B = (value_B ^ shifted_right(value_B, 30)) * _signed(_MIX_1)
     value_B = (value_B ^ shifted_right(value_B, 27)) * _signed(_MIX_2)
     return value_B ^ shifted_right(value_B, 31)
 
 
 def shifted_right(value_B: Tensor, bits: int) -> Tensor:
-    """Shift int64 numbers right by `bits` and fill with zeros. torch's own shift fills with the sign.
-
-    Args:
-        value_B: int64 numbers, of any shape.
-        bits: number of bits, at least 1.
-    """
+    """Shift right and fill with zeros. torch's own shift fills with the sign."""
     return (value_B >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform(key_B: Tensor, position_B: Tensor) -> Tensor:
-    """Return a random number in [0, 1) for each row, which depends only on key and position.
-
-    Args:
-        key_B: int64 key of each row's sample, from `sample_key`.
-        position_B: int64, index in the completion of the token to sample.
-
-    Returns:
-        (B,) float64 with 53 random bits.
-    """
+    """Return a float64 in [0, 1) with 53 random bits for each row, which depends only on key and position."""
     return shifted_right(mixed_bits(key_B + (position_B + 1) * _signed(_GOLDEN)), 11).double() * 2.0**-53
 
 
@@ -396,42 +265,17 @@ _FORBIDDEN = -1e30
 
 
 def allowed_tokens(masks_SW: Tensor, slots_B: Tensor, vocab_size: int) -> Tensor:
-    """Return which tokens the mask of each row allows.
-
-    Args:
-        masks_SW: int32 mask of each slot. Token t is allowed if bit t % 32 of word t // 32 is set.
-        slots_B: int64, slot of each row.
-        vocab_size: size of the vocabulary, V.
-
-    Returns:
-        (B, V) bool.
-    """
     bytes_BN = masks_SW[slots_B].view(torch.uint8)
     bits_8 = torch.arange(8, dtype=torch.uint8, device=masks_SW.device)
     return ((bytes_BN[:, :, None] >> bits_8) & 1).flatten(1)[:, :vocab_size].bool()
 
 
 def apply_masks(logits_BV: Tensor, masks_SW: Tensor, slots_B: Tensor) -> Tensor:
-    """Return a copy of the logits with -1e30 for tokens that the mask of the row does not allow.
-
-    Args:
-        logits_BV: float32 logits.
-        masks_SW: int32 mask of each slot, see `allowed_tokens`.
-        slots_B: int64, slot of each row.
-    """
+    """Return a copy of the logits with -1e30 for tokens that the mask of the row's slot does not allow."""
     return logits_BV.masked_fill(~allowed_tokens(masks_SW, slots_B, logits_BV.shape[1]), _FORBIDDEN)
 
 
 def policy_logprobs(logits_BV: Tensor, temperature_B: Tensor, tokens_B: Tensor) -> Tensor:
-    """Return the log-probability of each row's token under softmax(logits / temperature) over all tokens.
-
-    Args:
-        logits_BV: logits, (rows, vocabulary).
-        temperature_B: float32 temperature of each row.
-        tokens_B: int64 token id of each row.
-
-    Returns:
-        (B,) float64.
-    """
+    """Return the float64 log-probability of each row's token under softmax(logits / temperature) over all tokens."""
     scaled_BV = logits_BV.float() / temperature_B[:, None]
     return (scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - scaled_BV.logsumexp(-1)).double()

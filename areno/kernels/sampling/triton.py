@@ -4,16 +4,15 @@
 The vocabulary is cut into spans of consecutive logits. `_scan_kernel` reads each span once and writes three statistics:
 its maximum, the index of the first logit with the maximum, and the sum of exp((x - maximum) / temperature). If bans, a
 penalty or ids without a text change what is drawn, it also writes the maximum and sum of the policy's own logits. It
-stores the changed logits where another kernel has to read them.
-`_draw_kernel` combines the spans of a row, which gives the normaliser. It finds the span in which the running sum
-passes the row's random number, and reads that span again to find the token. With top-k or top-p, the kernels in
-`triton_truncate.py` run in between.
+stores the changed logits where another kernel has to read them. `_draw_kernel` combines the spans of a row, which gives
+the normaliser. It finds the span in which the running sum passes the row's random number, and reads that span again to
+find the token. With top-k or top-p, the kernels in `triton_truncate.py` run in between.
 
 Under tensor parallelism, a rank scans its own columns and sends the statistics of its spans to the other ranks. All
 ranks then know the span of the sampled token, and the rank with this span finds the token.
 
-Launches depend on shapes alone, so a CUDA graph can capture them. Shape letters as in `reference.py`; S spans, P
-statistics of a span, R ranks.
+Launches depend on shapes alone, so a CUDA graph can capture them. `span` is the number of logits in a span, a power of
+two. `rate` is log2(e) / temperature. S spans, P statistics of a span, R ranks.
 """
 
 from __future__ import annotations
@@ -46,19 +45,6 @@ def sample_slots(
     *,
     span: int = _SPAN,
 ) -> Tensor:
-    """Sample one token for each row with Triton kernels, with the sampling settings in the row's slot.
-
-    Args:
-        logits_BV: float32 logits, shape (rows, vocabulary). They change if `SamplingSettings.overwrites` is True.
-        slots_B: int64, index of each row's entry (slot) in `settings`.
-        positions_B: int64, index in the completion of the token to sample.
-        settings: sampling settings of all slots. `last_token` and `counts` are updated.
-        flags: the optional steps of sampling that at least one row needs.
-        span: number of logits in a span of the vocabulary, a power of two.
-
-    Returns:
-        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature).
-    """
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
     n_spans = triton.cdiv(logits_BV.shape[1], span)
@@ -81,22 +67,6 @@ def sample_columns(
     *,
     span: int = _SPAN,
 ) -> Tensor:
-    """Sample one token for each row from this rank's columns of the logits. All tensor-parallel ranks call this.
-
-    Args:
-        columns_BV: float32, this rank's columns of the logits. Columns after the vocabulary are padding.
-        vocab: size of the vocabulary.
-        slots_B: int64, index of each row's entry (slot) in `settings`.
-        positions_B: int64, index in the completion of the token to sample.
-        settings: sampling settings of all slots.
-        flags: the optional steps of sampling that at least one row needs.
-        rank: tensor-parallel rank.
-        all_gather: function that returns the tensors x of all ranks, shape (ranks, *x.shape).
-        span: number of logits in a span of the vocabulary, a power of two.
-
-    Returns:
-        (2, B) float64, the same on every rank: sampled token ids, and their log-probabilities.
-    """
     n_columns = columns_BV.shape[1]
     n_spans = triton.cdiv(n_columns, span)
     first = min(rank * n_columns, vocab)
@@ -119,23 +89,11 @@ def _scan(
     span: int,
     first: int = 0,
 ) -> Tensor:
-    """Compute statistics of each span of the logits.
+    """Return the statistics of each span, float32 (3 or 5, B, n_spans).
 
-    Args:
-        logits_BV: float32, this rank's columns of the logits.
-        slots_B: index of each row's entry (slot) in `settings`.
-        positions_B: index in the completion of the token to sample.
-        settings: sampling settings of all slots.
-        flags: the optional steps of sampling that at least one row needs.
-        n_spans: number of spans.
-        span: number of logits in a span.
-        first: vocabulary index of this rank's first column.
-
-    Returns:
-        Float32 (3, B, n_spans): the maximum, the sum of the weights exp((x - maximum) / temperature) and, as int32
-        bits, the vocabulary index of the first logit with the maximum. With bans, a penalty or ids without a text, the
-        shape is (5, B, n_spans). The first three statistics are then those of the logits that are drawn from, and the
-        other two are the maximum and the sum of weights of the policy's own logits, for the log-probability.
+    They are the maximum, the sum of weights and, as int32 bits, the vocabulary index of the first maximum, of the
+    logits that are drawn from, then the maximum and sum of the policy's own logits, if these differ. `first` is the
+    vocabulary index of this rank's first column.
     """
     n_rows, vocab = logits_BV.shape
     texts = settings.texts
@@ -175,23 +133,9 @@ def _draw(
     n_columns: int = 0,
     whole_vocab: int | None = None,
 ) -> Tensor:
-    """Sample a token for each row from the statistics of all spans.
+    """Return token ids and log-probabilities, zeros in rows whose token is on another rank.
 
-    Args:
-        logits_BV: this rank's columns of the logits, edited by bans and penalties.
-        slots_B: index of each row's entry (slot) in `settings`.
-        positions_B: index in the completion of the token to sample.
-        settings: sampling settings of all slots. `last_token` and `counts` are updated.
-        flags: the optional steps of sampling that at least one row needs.
-        stats_RPBS: results of `_scan` on all ranks, (ranks, statistics, rows, spans of a rank).
-        truncated: the three results of `truncate`, or (None, None, None) without top-k and top-p.
-        span: number of logits in a span.
-        rank: tensor-parallel rank.
-        n_columns: number of columns on each rank.
-        whole_vocab: size of the vocabulary. None if this rank has all columns.
-
-    Returns:
-        (2, B) float64: token ids and log-probabilities, or zeros in rows whose token is on another rank.
+    `truncated` are the results of `truncate`, if any. `whole_vocab` is None if this rank has all columns.
     """
     n_rows, vocab = logits_BV.shape
     n_ranks, n_stats, _, n_spans = stats_RPBS.shape
@@ -287,16 +231,12 @@ def _scan_kernel(
 
 @triton.jit
 def has_text(texts_ptr, index, inside):
-    """Return which ids have a text. `texts_ptr` is `TextIds.words_W`. False where not `inside`."""
     return ((tl.load(texts_ptr + index // 32, mask=inside, other=0) >> (index % 32)) & 1) == 1
 
 
 @triton.jit
 def _top_and_sum(x, rate):
-    """Return the maximum of x, and the sum of exp2((x - maximum) * rate), which is 0 if all x are -inf.
-
-    `rate` is log2(e) / temperature.
-    """
+    """Return the maximum of x, and the sum of exp2((x - maximum) * rate), which is 0 if all x are -inf."""
     top = tl.max(x, axis=0)
     # If all x are -inf, the sum is 0. Without `tl.where` it would be NaN.
     return top, tl.sum(tl.exp2((x - tl.where(top == float("-inf"), 0.0, top)) * rate), axis=0)
@@ -304,14 +244,10 @@ def _top_and_sum(x, rate):
 
 @triton.jit
 def _join(stats_ptr, n_cells, cell, real, rate):
-    """Combine the statistics of the spans of a row of logits: the maximum and the sum of exponentials of each span.
+    """Combine the statistics of the spans of a row.
 
-    `cell` is the index of each span's maximum in the statistics, and its sum lies `n_cells` elements later. `real` says
-    which of the spans exist. `rate` is log2(e) / temperature.
-
-    Returns:
-        (maximum of the row, maximum of each span, and for each span the sum of 2 ** (rate * (logit - maximum of the
-        row))). The sums are float64.
+    Return the maximum of the row, that of each span, and the float64 sum of each span's weights relative to the row's
+    maximum. `cell` is the index of each span's maximum in the statistics, and its sum lies `n_cells` elements later.
     """
     tops = tl.load(stats_ptr + cell, mask=real, other=float("-inf"))
     sums = tl.load(stats_ptr + n_cells + cell, mask=real, other=0.0).to(tl.float64)
@@ -321,7 +257,6 @@ def _join(stats_ptr, n_cells, cell, real, rate):
 
 @triton.jit
 def _mixed_bits(value):
-    """Return the splitmix64 hash of uint64 numbers, as the torch reference does."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
     return value ^ (value >> 31)
@@ -329,14 +264,13 @@ def _mixed_bits(value):
 
 @triton.jit
 def _uniform(key, position):
-    """Return a random float64 in [0, 1), the splitmix64 hash of key and position, as the torch reference does."""
     value = _mixed_bits(key.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     return (value >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
 
 @triton.jit
 def _first_above(running, target):
-    """Return (index of the first running sum above `target`, `target` minus the running sum before this index).
+    """Return the index of the first running sum above `target`, and `target` minus the running sum before this index.
 
     A target that is not below the last running sum is lowered first, so that there is such an index. All numbers are
     float64.

@@ -5,7 +5,7 @@
 `_gather_kernel` collects the logits between the bounds, the candidates, in the order of the vocabulary. It also sums
 the weights above the upper bound. The caller has to check that the guess was right.
 
-Shape letters as in `reference.py`; S spans of the vocabulary, R room for the candidates in a span.
+S spans of the vocabulary, R room for the candidates in a span.
 """
 
 from __future__ import annotations
@@ -29,38 +29,18 @@ _INFINITY = tl.constexpr(2139095040)  # the key of infinity; the key of -infinit
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The candidates of each row for the smallest logit that top-k or top-p keeps. There is room for R in each span.
-
-    Attributes:
-        logits_BSR: float32, the candidates in each span of the vocabulary.
-        n_BS: int32, number of candidates in each span. If the number is above R, some candidates are missing in
-            `logits_BSR`.
-        bracket_2B: float32, lower bound (included) and upper bound (excluded) of the candidates in each row.
-        above_BS: float32, sum of the weights at or above the upper bound, relative to the row's maximum.
-    """
+    """The candidates of each row with top-k or top-p. If there are more than R in a span, some are missing."""
 
     logits_BSR: Tensor
-    n_BS: Tensor
-    bracket_2B: Tensor
-    above_BS: Tensor
+    n_BS: Tensor  # int32, number of candidates, which may be above R
+    bracket_2B: Tensor  # lower bound (included) and upper bound (excluded)
+    above_BS: Tensor  # sum of weights from the upper bound on, relative to the row's maximum
 
 
 def find_candidates(
     logits_BV: Tensor, slots_B: Tensor, settings: SamplingSettings, tops_BS: Tensor, sums_BS: Tensor, span: int
 ) -> Candidates:
-    """Find the candidates for the smallest kept logit in rows with top-k or top-p.
-
-    Args:
-        logits_BV: float32 logits, shape (rows, vocabulary).
-        slots_B: int64, index of each row's entry (slot) in `settings`.
-        settings: sampling settings of all slots.
-        tops_BS: float32, largest logit in each span of the vocabulary.
-        sums_BS: float32, sum of exp((x - largest) / temperature) in each span.
-        span: number of logits in a span.
-
-    Returns:
-        The candidates. Those of rows without top-k and top-p are undefined.
-    """
+    """Find candidates from the largest logit of each span, and the sum of exp((x - largest) / temperature)."""
     (n_rows, vocab), n_spans = logits_BV.shape, tops_BS.shape[1]
     found = Candidates(
         logits_BV.new_empty((n_rows, n_spans, min(span, ROOM))),
@@ -89,7 +69,6 @@ def ordered(x):
 
 @triton.jit
 def from_ordered(number):
-    """Map an int32 key of `ordered` back to the float."""
     return tl.where(number < 0, number ^ _LAST_INT, number).to(tl.float32, bitcast=True)
 
 
@@ -101,16 +80,7 @@ def mark_of(number):
 
 @triton.jit
 def row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS: tl.constexpr):
-    """Return the maximum of a row, and the sum of its weights relative to the maximum, in float64.
-
-    Args:
-        tops_ptr: maximum of each span of each row.
-        sums_ptr: sum of weights in each span of each row, relative to the span's maximum.
-        row: index of the row.
-        n_spans: number of spans.
-        rate: log2(e) / temperature.
-        PADDED_SPANS: number of spans, padded to a power of two.
-    """
+    """Return the maximum of a row, and the sum of its weights relative to the maximum, in float64."""
     span = tl.arange(0, PADDED_SPANS)
     tops = tl.load(tops_ptr + row * n_spans + span, mask=span < n_spans, other=float("-inf"))
     sums = tl.load(sums_ptr + row * n_spans + span, mask=span < n_spans, other=0.0).to(tl.float64)
@@ -129,10 +99,7 @@ def _margin(total, weight):
 
 @triton.jit
 def _number_with(x, n_wanted):
-    """Return nearly the largest key of `ordered` such that at least `n_wanted` entries of x are at or above it.
-
-    Only the 20 highest bits of the key are searched.
-    """
+    """Return nearly the largest key (its 20 highest bits) with at least `n_wanted` entries at or above it."""
     least = tl.full([], -2147483648, tl.int64)
     for step in range(10):
         unit = tl.full([], 1, tl.int64) << (30 - 2 * step)

@@ -1,8 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Draft tokens from a table of n-grams with a Triton kernel, one program for each row.
-
-Shape letters as in `drafts.py`.
-"""
+"""Draft tokens from a table of n-grams with a Triton kernel, one program for each row."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ def draft_tokens(
     settings: SamplingSettings,
     n_tokens: int,
 ) -> Tensor:
-    """Draft tokens with a Triton kernel. The arguments are those of `kernels.sampling.draft_tokens`."""
     n_rows = len(scopes_B)
     out = torch.empty((n_rows, n_tokens), dtype=torch.int64, device=scopes_B.device)
     _draft_tokens_kernel[(n_rows,)](
@@ -83,7 +79,6 @@ def _draft_tokens_kernel(
     N_LEVELS: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """Draft the tokens of one row, one after the other."""
     row = tl.program_id(0).to(tl.int64)
     back = tl.arange(0, PADDED_CONTEXT)
     exists = back < CONTEXT

@@ -7,8 +7,7 @@ two more, without these ids, at the end of the row of statistics. `_draw_hidden_
 which gives the normaliser, finds the span of the sampled token, and computes the logits of this span again to find the
 token. For a small hidden size, logits take longer to write and to read than to compute.
 
-Launches depend on shapes alone, so a CUDA graph can capture them. Shape letters as in `reference.py`; D hidden size,
-S spans.
+Launches depend on shapes alone, so a CUDA graph can capture them. D hidden size, S spans.
 """
 
 from __future__ import annotations
@@ -34,18 +33,6 @@ def sample_hidden(
     positions_B: Tensor,
     settings: SamplingSettings,
 ) -> Tensor:
-    """Sample one token for each row from the logits hidden W^T, which are never stored.
-
-    Args:
-        hidden_BD: final hidden states, half precision or float32.
-        weight_VD: weight of the LM head, in the dtype of the hidden states.
-        slots_B: int64, index of each row's entry (slot) in `settings`.
-        positions_B: int64, index in the completion of the token to sample.
-        settings: sampling settings of all slots. `last_token` is updated.
-
-    Returns:
-        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature).
-    """
     hidden_BD = hidden_BD.contiguous()
     (n_rows, n_inputs), vocab = hidden_BD.shape, len(weight_VD)
     n_spans, rows, is_half = triton.cdiv(vocab, _SPAN), 64 if n_rows <= 64 else 128, hidden_BD.element_size() == 2
@@ -109,10 +96,7 @@ def sample_hidden(
 
 
 def _can_use_tma(*matrices: Tensor) -> bool:
-    """Return whether TMA, the copy engine of Hopper GPUs, can copy tiles of all matrices to shared memory.
-
-    Each row of the matrices must begin at a multiple of 16 bytes.
-    """
+    """Return whether TMA, the copy engine of Hopper GPUs, can copy tiles of all matrices to shared memory."""
     return is_hopper(matrices[0].device) and all(map(_is_aligned, matrices))
 
 
@@ -140,10 +124,7 @@ def _scan_hidden_kernel(
     INPUTS: tl.constexpr,
     BY_TMA: tl.constexpr,
 ):
-    """Compute the logits of a tile of rows and a span of the vocabulary, and write the statistics of the span.
-
-    With BY_TMA, `hidden_ptr` and `weight_ptr` are descriptors of the matrices, whose tiles TMA copies.
-    """
+    """Compute a tile of logits and its statistics. With BY_TMA, hidden states and weight are descriptors."""
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
     span = tl.program_id(1)

@@ -5,10 +5,10 @@
 kept logit, or are too many (for example many equal logits), `_truncate_row_kernel` searches the whole row, which takes
 about ten times as long. So a wrong guess of candidates changes the speed and never the result.
 
-A search compares sums over entries. What it sums is called the measure of an entry: 1 for top-k, and its weight
-exp((x - maximum) / temperature) for top-p.
+A search compares sums over entries in float64. What it sums is called the measure of an entry: 1 for top-k (COUNT), and
+its weight exp((x - maximum) / temperature) for top-p. Keys are the ints that `ordered` gives for floats.
 
-Shape letters as in `reference.py`; S spans of the vocabulary, N candidates of a row, as K blocks of C.
+S spans of the vocabulary, N candidates of a row, as K blocks of C.
 """
 
 from __future__ import annotations
@@ -42,23 +42,12 @@ def truncate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the logits of each row that top-k and top-p keep.
 
-    Args:
-        logits_BV: float32 logits, shape (rows, vocabulary).
-        slots_B: int64, index of each row's entry (slot) in `settings`.
-        settings: sampling settings of all slots.
-        tops_BS: float32, largest logit in each span of the vocabulary.
-        sums_BS: float32, sum of exp((x - largest) / temperature) in each span.
-        span: number of logits in a span.
-
     Returns:
-        kept_BS: float32, for each span the sum of exp((x - largest of the row) / temperature) over the logits x that
-        are
-            larger than the smallest logit kept in the row.
-        equal_BS: int32, for each span the number of logits that equal the smallest logit kept in the row.
-        bounds_3B: int32 per row: the smallest kept logit as a key of `ordered`; the number of logits equal to it that
-        are
-            kept; and whether it was found among the candidates, see `find_candidates`. In rows without top-k
-            and top-p the second is -1 and all other results are undefined.
+        kept_BS: float32, sum of the weights above the smallest kept logit in each span, relative to the row's maximum.
+        equal_BS: int32, number of logits in each span that equal the smallest kept logit.
+        bounds_3B: int32, the key of the smallest kept logit; the number of logits equal to it that are kept; and
+            whether it was found among the candidates. In rows without top-k and top-p, the number is -1 and all other
+            results are undefined.
     """
     (n_rows, vocab), n_spans = logits_BV.shape, tops_BS.shape[1]
     kept_BS, equal_BS = torch.empty_like(tops_BS), torch.empty_like(tops_BS, dtype=torch.int32)
@@ -83,29 +72,20 @@ def truncate(
 
 @triton.jit
 def _weight_of(mark, top, rate):
-    """Return the weight exp2((mark - top) * rate) of a logit `mark`, relative to the row's maximum, in float64."""
     return tl.exp2((mark - top) * rate).to(tl.float64)
 
 
 @triton.jit
 def _n_wanted(missing, weight):
-    """Return how many entries of equal weight are needed for a sum of `missing` or more. At least 1."""
+    """Return how many entries of equal weight sum to `missing` or more, at least 1."""
     return tl.maximum(tl.ceil(tl.where(weight > 0, missing / weight, 1.0)), 1.0).to(tl.int32)
 
 
 @triton.jit
 def _least_among(x, measure, wanted, low, high):
-    """Return the largest key such that the entries with this key or a larger one measure at least `wanted` in total.
+    """Return the largest key such that the entries from this key on measure at least `wanted`.
 
-    A key is the int that `ordered` gives for a float. The total measure is a number of entries for top-k, and a sum of
-    weights for top-p.
-
-    Args:
-        x: logits.
-        measure: measure of each entry: 1 for top-k, its weight for top-p.
-        wanted: smallest total measure, float64.
-        low: int64 key that satisfies the condition. The result is at least `low`.
-        high: int64 key that does not satisfy the condition.
+    This is true for the key `low` and false for the key `high`.
     """
     n_bits = tl.sum(((high - low) >> tl.arange(0, 32).to(tl.int64) > 0).to(tl.int32), axis=0)
     n_steps = (n_bits + 1) // 2
@@ -121,19 +101,13 @@ def _least_among(x, measure, wanted, low, high):
 
 @triton.jit
 def _reaching(x, measure, mark):
-    """Return the total measure of the entries x >= mark, in float64.
-
-    The measure of an entry is 1 for top-k, and its weight for top-p.
-    """
+    """Return the total measure of the entries x >= mark."""
     return tl.sum(tl.where(x >= mark, measure, 0.0), axis=0).to(tl.float64)
 
 
 @triton.jit
 def _beyond(x, measure, mark):
-    """Return the total measure of the entries x > mark, in float64.
-
-    The measure of an entry is 1 for top-k, and its weight for top-p.
-    """
+    """Return the total measure of the entries x > mark."""
     return tl.sum(tl.where(x > mark, measure, 0.0), axis=0).to(tl.float64)
 
 
@@ -154,15 +128,10 @@ def _search(
     ROOM: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Search among up to N candidates of a row for the smallest logit that top-k or top-p keeps.
+    """Return whether the smallest kept logit is among up to N candidates, its key, and how many of its equals are kept.
 
-    `low` and `high` are the bounds of the candidates as keys of `ordered`, `top` is the row's maximum, `total` the sum
-    of its weights, and `above_S` the sum of the weights above the candidates in each span. `has_k` says whether the row
-    has top-k.
-
-    Returns:
-        (is_found, least, n_equal): whether the logit was found, its key of `ordered`, and how many of the logits equal
-        to it are kept.
+    `low` and `high` are the bounds of the candidates as keys, `top` is the row's maximum, `total` the sum of its
+    weights, and `above_S` the sum of the weights above the candidates in each span.
     """
     # Candidates are loaded as a matrix, each row of which belongs to one span.
     span_S = tl.arange(0, PADDED_SPANS)
@@ -229,10 +198,9 @@ def _truncate_kernel(
     FEWEST: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Search among the candidates of each row that has FEWEST to MOST candidates for the smallest kept logit.
+    """Search in each row that has FEWEST to MOST candidates.
 
-    The kernel is launched once for each range of sizes. The launch with FEWEST = 0 first marks every row as not
-    found.
+    The kernel is launched once for each range of sizes. The launch with FEWEST = 0 first marks every row as not found.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
@@ -293,10 +261,7 @@ def _keep_kernel(
     PADDED_SPANS: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Sum the kept weights and count the logits equal to the smallest kept logit, in each span.
-
-    Only rows whose smallest kept logit was found among the candidates are computed.
-    """
+    """Compute `kept` and `equal` for rows whose smallest kept logit was found among the candidates."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(bounds_ptr + 2 * tl.num_programs(0) + row) > 0:
         span_S = tl.arange(0, PADDED_SPANS)
@@ -314,7 +279,6 @@ def _keep_kernel(
 
 @triton.jit
 def _measure(x, top, rate, inside, COUNT: tl.constexpr):
-    """Return 1 for each entry if COUNT (for top-k), otherwise its weight (for top-p). 0 where not `inside`."""
     if COUNT:
         return tl.where(inside, 1.0, 0.0)
     else:
@@ -323,11 +287,7 @@ def _measure(x, top, rate, inside, COUNT: tl.constexpr):
 
 @triton.jit
 def _least_kept(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN: tl.constexpr):
-    """Return the largest key such that the row's entries from this key on have a total of at least `wanted`.
-
-    A key is the int that `ordered` gives for a float. Entries with this key or a larger one count. The total is the
-    number of entries if COUNT, otherwise the sum of their weights.
-    """
+    """Return the largest key such that the row's entries from it on measure at least `wanted`."""
     lane = tl.arange(0, SPAN)
     least = tl.full([], -2147483648, tl.int64)
     for step in range(16):
@@ -354,10 +314,7 @@ def _least_kept(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN:
 
 @triton.jit
 def _above(logits_ptr, vocab, top, rate, least, COUNT: tl.constexpr, SPAN: tl.constexpr):
-    """Return the total of the row's entries whose key of `ordered` is above `least`, in float64.
-
-    The total is the number of entries if COUNT, otherwise the sum of their weights.
-    """
+    """Return the total measure of the row's entries whose key is above `least`."""
     lane = tl.arange(0, SPAN)
     sums = tl.zeros([SPAN], tl.float32)
     for first in range(0, vocab, SPAN):

@@ -2,7 +2,7 @@
 
 A decoding step sums two small tensors for each layer, and NCCL's latency would be a large part of its time. Here one
 kernel, which a CUDA graph can capture, writes data into the memory of the other GPUs or reads data from it. NVLink
-multicast is not used. `open_symmetric_memory` opens and tests the memory of a process group.
+multicast is not used. All ranks of the group must make the same calls. Tensors are contiguous, and results new.
 """
 
 from __future__ import annotations
@@ -25,21 +25,9 @@ _ALIGNMENT = 16  # bytes
 class SymmetricMemory:
     """Collectives through buffers on each GPU of a process group, which all GPUs of the group can read and write.
 
-    `open_symmetric_memory` creates an object that is ready for use. After the constructor, `connect` has to be called
-    before the collectives.
-
-    Args:
-        group: process group, whose GPUs are all in one machine.
-        device: GPU of this rank.
-
-    Attributes:
-        device: GPU of this rank.
-        max_bytes: size in bytes of the largest tensor that `all_gather` accepts. `all_reduce` may accept less, see
-            `can_sum`. NCCL is as fast for larger tensors.
-
-    Raises:
-        RuntimeError: the device has no symmetric memory.
-        ImportError: Triton or torch's symmetric memory is missing.
+    `open_symmetric_memory` creates an object that is ready for use. After the constructor, `connect` has to be called.
+    The constructor raises RuntimeError or ImportError if symmetric memory or Triton is missing. `all_gather` takes at
+    most `max_bytes`, as NCCL is as fast for larger tensors.
     """
 
     def __init__(self, group: Any, device: torch.device):
@@ -66,11 +54,7 @@ class SymmetricMemory:
         self._whole = empty(self.max_bytes, torch.uint8) if self._size in _TWO_SHOT_SIZES else None
 
     def connect(self) -> None:
-        """Map the buffers of the other GPUs into this process. All ranks of the group must call this.
-
-        Raises:
-            RuntimeError: the GPUs cannot access each other's memory.
-        """
+        """Map the other GPUs' buffers into this process. RuntimeError if the GPUs cannot access each other's memory."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
         def zeros(*shape: int) -> Tensor:
@@ -93,26 +77,16 @@ class SymmetricMemory:
             symmetric_memory.rendezvous(self._whole, self._group)
 
     def can_sum(self, x: Tensor) -> bool:
-        """Return whether `all_reduce` accepts a tensor of this size, dtype and alignment.
-
-        Args:
-            x: the tensor to sum.
-        """
+        """Return whether `all_reduce` accepts a tensor of this size, dtype and alignment."""
         is_aligned = x.nbytes % _ALIGNMENT == 0  # for torch's two-shot all-reduce
         fits = is_aligned and self._fits(x) and x.nbytes <= self._max_summed
         return fits and x.dtype in (torch.bfloat16, torch.float32)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the ranks. All ranks of the group must call this.
+        """Return the sum of x over the ranks.
 
         Sums are in float32, in the order of the ranks. Large tensors in a group of 4 or 8 GPUs use torch's two-shot
         all-reduce instead, which rounds to the dtype of x after each addition.
-
-        Args:
-            x: a contiguous tensor that `can_sum` accepts. Not changed.
-
-        Returns:
-            A new tensor in the shape and dtype of x.
         """
         if self._whole is None or x.nbytes <= _ONE_SHOT_BYTES:
             return self._kernels.all_reduce(x, self._shared)
@@ -121,49 +95,24 @@ class SymmetricMemory:
         return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._group.group_name, torch.empty_like(x))
 
     def can_add_and_norm(self, n: int, size: int, dtype: torch.dtype) -> bool:
-        """Return whether `add_and_norm` accepts rows of this number, size and dtype.
-
-        Args:
-            n: number of rows.
-            size: number of elements in a row.
-            dtype: dtype of the elements.
-        """
+        """Return whether `add_and_norm` accepts n rows of this size and dtype."""
         return 0 < n <= self._max_rows and size * dtype.itemsize <= self._row_bytes and dtype == torch.bfloat16
 
     def add_and_norm(
         self, x_ND: Tensor, part_ND: Tensor, weight_D: Tensor, eps: float, plus_one: bool
     ) -> tuple[Tensor, Tensor]:
-        """All-reduce a layer's output, add it to the residual stream, and return the stream and its RMS norm.
+        """All-reduce a layer's output, and return the residual stream with it added, and the stream's RMS norm.
 
-        All ranks of the group must call this.
-
-        Args:
-            x_ND: residual stream, (tokens, hidden size), the same on all ranks.
-            part_ND: this rank's summand of the layer's output, bfloat16, in a size that `can_add_and_norm` accepts.
-            weight_D: weight of the norm.
-            eps: epsilon of the norm.
-            plus_one: whether the norm multiplies by 1 + weight instead of weight.
-
-        Returns:
-            The new residual stream (N, D) in the dtype of x, and its norm (N, D) in the dtype of the weight.
+        The stream has the dtype of x and is the same on all ranks, the norm has that of the weight.
         """
         assert part_ND.dtype == torch.bfloat16, "rows that a region may not hold"
         return self._kernels.add_and_norm(x_ND, part_ND.contiguous(), weight_D, eps, plus_one, self._shared)
 
     def can_gather(self, x: Tensor) -> bool:
-        """Return whether `all_gather` accepts a tensor of this size and shape.
-
-        Args:
-            x: the tensor to gather.
-        """
         return self._fits(x) and x.dim() > 0 and x.shape[-1] * x.element_size() % 4 == 0
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the tensors x of all ranks, shape (ranks, *x.shape). All ranks of the group must call this.
-
-        Args:
-            x: a contiguous tensor that `can_gather` accepts, of the same shape and dtype on all ranks.
-        """
+        """Return the tensors x of all ranks, (ranks, *x.shape)."""
         return self._kernels.all_gather(x.view(torch.int32), self._shared).view(x.dtype)
 
     def _fits(self, x: Tensor) -> bool:
@@ -171,15 +120,9 @@ class SymmetricMemory:
 
 
 def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory | None:
-    """Open the symmetric memory of a process group, and test it. All ranks of the group must call this.
+    """Open the symmetric memory of a process group, and test it.
 
-    Args:
-        group: process group, whose GPUs are all in this machine.
-        device: GPU of this rank.
-
-    Returns:
-        The memory, ready for collectives. If the memory does not work on some GPU of the group, the reason is
-        logged, and every rank gets None.
+    If it does not work on some GPU of the group, the reason is logged, and every rank gets None.
     """
     found: list[SymmetricMemory] = []
     # All ranks agree after each step. If one rank failed, the other ranks would otherwise wait for it in `connect`.
@@ -205,10 +148,7 @@ def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory |
 
 
 def _is_right(memory: SymmetricMemory, n_bytes: int, group: Any, generator: torch.Generator) -> bool:
-    """Return whether `all_reduce` and `all_gather` give right results on this rank, for a tensor of `n_bytes` bytes.
-
-    The tensor is random. All ranks of the group must call this.
-    """
+    """Return whether `all_reduce` and `all_gather` of a random tensor of `n_bytes` bytes are right on this rank."""
     x = torch.randint(-4, 5, (n_bytes // 2,), generator=generator, device=memory.device).bfloat16()  # sums are exact
     expected = x.clone()
     dist.all_reduce(expected, group=group)
@@ -218,7 +158,7 @@ def _is_right(memory: SymmetricMemory, n_bytes: int, group: Any, generator: torc
 
 
 def _is_any(here: bool, group: Any, device: torch.device) -> bool:
-    """Return whether `here` is True on any rank. All ranks of the group must call this."""
+    """Return whether `here` is True on any rank."""
     found = torch.tensor(float(here), device=device)
     dist.all_reduce(found, group=group)
     return bool(found.item())

@@ -11,10 +11,11 @@ emptied the slot.
 
 `all_gather`, for int32 elements of any bit pattern: a program copies its part into its region of this GPU's outbox,
 signals the other GPUs, waits for their signals, and reads their regions. Each region exists twice, and calls alternate
-between the two. So a program may overwrite a region without waiting for readers: the barrier of the call in between
-has made sure that all GPUs have read it.
+between the two. So a program may overwrite a region without waiting for readers: the barrier of the call in between has
+made sure that all GPUs have read it.
 
-Programs count their calls in device memory, so a CUDA graph can capture the launches. The counts may wrap around.
+Programs count their calls in device memory, so a CUDA graph can capture the launches. The counts may wrap around. A
+tensor has at most REGION * PROGRAMS bytes.
 """
 
 from __future__ import annotations
@@ -39,41 +40,18 @@ _EMPTY_32 = tl.constexpr(EMPTY * (2**16 + 1) - 2**32)
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """The symmetric memory of a process group, in the form that the kernels take.
-
-    The fields `inboxes`, `outboxes` and `signals` are device addresses of tables. A table lists the address of a tensor
-    on each GPU.
-
-    Attributes:
-        rank: this GPU's rank in the group.
-        size: number of GPUs.
-        inboxes: table of tensors with 3 x size x PROGRAMS regions, initially EMPTY.
-        turns: int32 (2, PROGRAMS) on this GPU, initially zero: the slot of the next call, and the number of units of
-            _CLEARED bytes that the last call used.
-        outboxes: table of tensors with 2 x PROGRAMS regions.
-        signals: table of tensors with size x PROGRAMS int32 counters, initially zero.
-        counts: int32 (PROGRAMS,) on this GPU, initially zero: the number of calls of `all_gather`.
-    """
+    """The symmetric memory of a process group. Inboxes, outboxes and signals are tables of an address on each GPU."""
 
     rank: int
     size: int
-    inboxes: int
-    turns: Tensor
-    outboxes: int
-    signals: int
-    counts: Tensor
+    inboxes: int  # of 3 x size x PROGRAMS regions, initially EMPTY
+    turns: Tensor  # int32 (2, PROGRAMS), initially 0: slot of the next call, units of _CLEARED bytes of the last
+    outboxes: int  # of 2 x PROGRAMS regions
+    signals: int  # of size x PROGRAMS int32 counters, initially 0
+    counts: Tensor  # int32 (PROGRAMS,), initially 0: calls of `all_gather`
 
 
 def all_reduce(x: Tensor, memory: GroupMemory) -> Tensor:
-    """Return the sum of x over the GPUs, added in float32 in the order of the ranks. All ranks must call this.
-
-    Args:
-        x: contiguous, bfloat16 or float32, at most REGION * PROGRAMS bytes.
-        memory: symmetric memory of the group.
-
-    Returns:
-        A new tensor in the shape and dtype of x.
-    """
     out = torch.empty_like(x)
     piece = REGION // x.element_size()
     inbox = (memory.inboxes, memory.turns, memory.rank)
@@ -85,21 +63,9 @@ def all_reduce(x: Tensor, memory: GroupMemory) -> Tensor:
 def add_and_norm(
     x_ND: Tensor, part_ND: Tensor, weight_D: Tensor, eps: float, plus_one: bool, memory: GroupMemory
 ) -> tuple[Tensor, Tensor]:
-    """All-reduce a layer's output, add it to the residual stream, and return the stream and its RMS norm.
+    """Compute `all_reduce`, then `elementwise.triton_norm.add_rms_norm`, whose squares are added in another order here.
 
-    All ranks must call this. The result is that of `all_reduce` and `elementwise.triton_norm.add_rms_norm`, except for
-    the order in which the squares of a row are added.
-
-    Args:
-        x_ND: residual stream, at most PROGRAMS rows.
-        part_ND: this GPU's summand of the layer's output, at most REGION bytes per row.
-        weight_D: weight of the norm.
-        eps: epsilon of the norm.
-        plus_one: whether the norm multiplies by 1 + weight instead of weight.
-        memory: symmetric memory of the group.
-
-    Returns:
-        The new residual stream (N, D) in the dtype of x, and its norm (N, D) in the dtype of the weight.
+    There are at most PROGRAMS rows of at most REGION bytes.
     """
     n, size = x_ND.shape
     block = triton.next_power_of_2(size)
@@ -113,12 +79,6 @@ def add_and_norm(
 
 
 def all_gather(x: Tensor, memory: GroupMemory) -> Tensor:
-    """Return the tensors x of all GPUs, shape (size, *x.shape). All ranks must call this.
-
-    Args:
-        x: contiguous, int32, at most REGION * PROGRAMS bytes.
-        memory: symmetric memory of the group.
-    """
     out = x.new_empty((memory.size, *x.shape))
     piece = REGION // x.element_size()
     outbox = (memory.outboxes, memory.signals, memory.counts, memory.rank)
@@ -140,10 +100,7 @@ def _sum_of_all(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """Return the sum of x over the GPUs in float32, where x is this program's part of a tensor.
-
-    Only the first `n_inside` elements of x exist, those where `inside` is True. All GPUs must call this.
-    """
+    """Return the sum of this program's part over the GPUs in float32. The first `n_inside` elements exist."""
     program = tl.program_id(0)
     IS_WIDE: tl.constexpr = x.dtype == tl.float32
     NUMBER: tl.constexpr = tl.int32 if IS_WIDE else tl.int16
@@ -192,7 +149,6 @@ def _all_reduce_kernel(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """Sum a part of x, PIECE elements, over the GPUs in each program."""
     first, lane = tl.program_id(0) * PIECE, tl.arange(0, PIECE)
     inside = first + lane < n
     x = tl.load(x_ptr + first + lane, mask=inside, other=0.0)
@@ -220,10 +176,6 @@ def _all_reduce_norm_kernel(
     BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Sum one row over the GPUs in each program, add it to the residual stream, and compute the RMS norm.
-
-    The norm is that of the new residual stream.
-    """
     column = tl.arange(0, BLOCK)
     inside = column < size
     index = tl.program_id(0).to(tl.int64) * size + column
@@ -242,10 +194,7 @@ def _all_reduce_norm_kernel(
 
 @triton.jit
 def _barrier(signals_ptr, program, count, rank, SIZE: tl.constexpr, N_PROGRAMS: tl.constexpr):
-    """Signal that this program has written its part of a tensor, and wait for the signals of the other GPUs.
-
-    `count` is the number of calls so far, including this one.
-    """
+    """Signal that this program has written its part of call number `count`, and wait for the other GPUs."""
     signals = signals_ptr.to(tl.pointer_type(tl.uint64))
     tl.debug_barrier()  # all threads have written
     for step in tl.static_range(1, SIZE):
@@ -273,7 +222,6 @@ def _all_gather_kernel(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """Gather a part of x, PIECE elements, from every GPU in each program."""
     program = tl.program_id(0)
     count = tl.load(counts_ptr + program) + 1
     outboxes = outboxes_ptr.to(tl.pointer_type(tl.uint64))
