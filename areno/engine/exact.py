@@ -111,11 +111,11 @@ def _try_adapter(adapter: Adapter, multiple: int) -> None:
             1 if each row is computed separately.
     """
     x_NI, b_SR = _noise(multiple * _CPU_SIZES[-1], adapter.a), _noise(len(adapter.b), adapter.b)
-    n_columns = max(column + size for column, _, size in adapter.places)
+    n_columns = max(column + size for column, _, size in adapter.slices)
 
     def added(n_rows: int) -> Tensor:
         h_NR, y_NO = adapter.project_a(x_NI[:n_rows]), x_NI.new_zeros(n_rows, n_columns)
-        return add_lora(y_NO, h_NR, b_SR, adapter.places, adapter.tiles, adapter.scaling)
+        return add_lora(y_NO, h_NR, b_SR, adapter.slices, adapter.tiles, adapter.scaling)
 
     all_NO = added(len(x_NI))
     for n_rows in (size * multiple for size in _CPU_SIZES):

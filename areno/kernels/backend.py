@@ -32,7 +32,7 @@ def runs_triton(device: torch.device) -> bool:
     return ((device.type == "cuda" and compiles_for(device)) or interprets()) and is_installed()
 
 
-def form(x: Tensor, package: str) -> Any:
+def implementation(x: Tensor, package: str) -> Any:
     """Import the module `triton` of a kernel package, or its module `reference` where Triton cannot run."""
     return importlib.import_module(f"{package}.{'triton' if use_triton(x) else 'reference'}")
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.adapters import Place, add_lora, add_lora_stacked, swiglu_stacked, tiles
+from areno.kernels.adapters import AdapterSlice, add_lora, add_lora_stacked, swiglu_stacked, tiles
 from areno.kernels.backend import use_triton
 from areno.kernels.matmul import add_matmul, fixed_order_matmul
 from areno.layers.config import ROW_MULTIPLE, AdapterSpec
@@ -60,7 +60,7 @@ class Adapter(nn.Module):
         a: the A matrices, stacked (R, I), so that one product serves all.
         b: the B matrices, stacked (sum of the output sizes, rank).
         layout: for "a" and "b", which rows or columns of which checkpoint tensors this rank has.
-        places: for each A, the columns of the layer's output and the rows of `b` that belong to it.
+        slices: for each A, the columns of the layer's output and the rows of `b` that belong to it.
         on: whether the adapters are used. If False, the layer computes as if it had none.
         in_order: whether products are computed with a fixed order of sums, for the setting `engine.exact`.
         stacked: the layer's weight with a copy of A below, (X, I), and the layer's bias padded with zeros or None. The
@@ -73,7 +73,7 @@ class Adapter(nn.Module):
         self.tp, self.scaling, self.rank = spec.tp, adapters.scaling, adapters.rank
         self.row_parallel = parts[0].dim == 1
         self.on, self.in_order = True, False
-        rank, of_a, of_b, places, row = self.rank, [], [], [], 0
+        rank, of_a, of_b, slices, row = self.rank, [], [], [], 0
         for number, group in enumerate(self.groups):
             column, first_row = parts[group[0]].offset, row
             for part in (parts[index] for index in group):
@@ -83,12 +83,12 @@ class Adapter(nn.Module):
                 of_b.append(Part((n_out, rank), offset=row, **({} if self.row_parallel else cut)))
                 row += n_out if self.row_parallel else part.size
             of_a.append(Part((rank, n_in), offset=number * rank, **(cut if self.row_parallel else {})))
-            places.append(Place(column, first_row, row - first_row))
+            slices.append(AdapterSlice(column, first_row, row - first_row))
         self.layout: Layout = {"a": tuple(of_a), "b": tuple(of_b)}
-        self.places = tuple(places)
+        self.slices = tuple(slices)
         n_in = parts[0].size if self.row_parallel else parts[0].full_shape[1]
         self.a, self.b = spec.empty(len(groups) * rank, n_in), spec.empty(row, rank)
-        self.register_buffer("tiles", tiles(self.places, rank, self.a.device), persistent=False)
+        self.register_buffer("tiles", tiles(self.slices, rank, self.a.device), persistent=False)
         self.tiles: Tensor
         self.stacked: tuple[Tensor, Tensor | None] | None = None
         self._n_out = 0
@@ -109,7 +109,7 @@ class Adapter(nn.Module):
             b = self.tp.copy_in(b)
         else:
             a = self.tp.copy_in(a)
-        return add_lora(y_NO, self.project_a(x_NI, a), b, self.places, self.tiles, self.scaling)
+        return add_lora(y_NO, self.project_a(x_NI, a), b, self.slices, self.tiles, self.scaling)
 
     def project_a(self, x_NI: Tensor, a_RI: Tensor | None = None) -> Tensor:
         """Return x A^T.
@@ -153,7 +153,7 @@ class Adapter(nn.Module):
             bias[:n_out] = bias_O
             bias_O.data = bias[:n_out]
         self.stacked = weight, bias
-        self._n_out, self._tiles_of_all = n_out, tiles(self.places, self.rank, weight.device, whole=n_out)
+        self._n_out, self._tiles_of_all = n_out, tiles(self.slices, self.rank, weight.device, whole=n_out)
 
     @torch.no_grad()
     def refresh_stacked(self) -> None:
@@ -204,7 +204,7 @@ class Adapter(nn.Module):
             both_NX: the result of `stacked_product`.
             gelu: whether to use the tanh form of GELU instead of SiLU.
         """
-        return swiglu_stacked(both_NX, self.b, self.places, self.scaling, self._n_out, gelu)
+        return swiglu_stacked(both_NX, self.b, self.slices, self.scaling, self._n_out, gelu)
 
     # Methods for fused layers, outside autograd.
 
@@ -237,14 +237,14 @@ class Adapter(nn.Module):
         h_NR, back_NR = self.project_a(x_NI), self._back(grad_NO)
         self.tp.all_reduce(h_NR if self.row_parallel else back_NR)
         h_NR = h_NR * self.scaling
-        for index, (column, row, size) in enumerate(self.places):
+        for index, (column, row, size) in enumerate(self.slices):
             h_Nr = h_NR[:, index * self.rank : (index + 1) * self.rank]
             add_matmul(self.b.grad[row : row + size], grad_NO[:, column : column + size].t(), h_Nr)
         add_matmul(self.a.grad, back_NR.t(), x_NI)
 
     def _back(self, grad_NO: Tensor) -> Tensor:
         """Return the gradient with respect to x A^T, (N, R), from this rank's outputs only."""
-        pieces = [grad_NO[:, column : column + size] @ self.b[row : row + size] for column, row, size in self.places]
+        pieces = [grad_NO[:, column : column + size] @ self.b[row : row + size] for column, row, size in self.slices]
         return torch.cat(pieces, dim=-1) * self.scaling
 
     # Methods outside of training and decoding.
@@ -275,7 +275,7 @@ class Adapter(nn.Module):
             (O, I) in the dtype of the weight.
         """
         out = weight_OI.detach().clone()
-        for index, (column, row, size) in enumerate(self.places):
+        for index, (column, row, size) in enumerate(self.slices):
             a = self.a[index * self.rank : (index + 1) * self.rank].float()
             product = self.b[row : row + size].float() @ a
             out[column : column + size] = (out[column : column + size].float() + self.scaling * product).to(out.dtype)

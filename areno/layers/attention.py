@@ -38,13 +38,13 @@ class SharedKeys:
     The keys of a row are those of its prefix, which is shared with other rows, and those of its own tokens.
 
     Attributes:
-        places_M: int64, the index among the N tokens of each key, row by row.
+        tokens_M: int64, the index among the N tokens of each key, row by row.
         cu_seqlens: (R + 1,) int32, the cumulative numbers of keys, from 0 to M.
         max_len: the largest number of keys of a row.
         n_tokens: N, the number of tokens that all rows have of their own, and of tokens of an earlier pass.
     """
 
-    places_M: Tensor
+    tokens_M: Tensor
     cu_seqlens: Tensor
     max_len: int
     n_tokens: int
@@ -56,9 +56,9 @@ class SharedKeys:
             n_tokens: number of the row's tokens.
         """
         total = self.n_tokens + n_tokens
-        places_M = torch.cat([self.places_M, torch.arange(self.n_tokens, total, device=self.places_M.device)])
-        cu_seqlens = F.pad(self.cu_seqlens, (0, 1), value=len(places_M))
-        return SharedKeys(places_M, cu_seqlens, max(self.max_len, n_tokens), total)
+        tokens_M = torch.cat([self.tokens_M, torch.arange(self.n_tokens, total, device=self.tokens_M.device)])
+        cu_seqlens = F.pad(self.cu_seqlens, (0, 1), value=len(tokens_M))
+        return SharedKeys(tokens_M, cu_seqlens, max(self.max_len, n_tokens), total)
 
     def gather(self, x_NKD: Tensor) -> Tensor:
         """Return the keys or the values of all rows, (M, K, D), differentiable.
@@ -66,11 +66,11 @@ class SharedKeys:
         Args:
             x_NKD: keys or values of the N tokens.
         """
-        return copy_rows(x_NKD, self.places_M, lambda: self._order)
+        return copy_rows(x_NKD, self.tokens_M, lambda: self._order)
 
     @cached_property
     def _order(self) -> tuple[Tensor, Tensor]:
-        return order_of_copies(self.places_M, self.n_tokens)
+        return order_of_copies(self.tokens_M, self.n_tokens)
 
     def sum(self, grad_MKD: Tensor) -> Tensor:
         """Return the gradient with respect to the argument of `gather`, (N, K, D).
@@ -247,7 +247,7 @@ class PackedAttend:
 
         The first access copies cu_seqlens to the host.
         """
-        return RowChunks.of(self.cu_seqlens.tolist(), self.cu_seqlens.device)
+        return RowChunks.from_starts(self.cu_seqlens.tolist(), self.cu_seqlens.device)
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
         """Compute the gated delta rule of rows that begin with zero states, differentiable.

@@ -248,7 +248,7 @@ class ExpertMLP(nn.Module):
         how = groups.ends_E, False, self.row_multiple
         gate_MI, up_MI = reference.grouped_matmul(rows_MD, self.experts_gate_up.stack_EOI, *how).chunk(2, dim=-1)
         y_MD = reference.grouped_matmul(F.silu(gate_MI) * up_MI, self.experts_down.stack_EOI, *how)
-        out_ND = reference.combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E)
+        out_ND = reference.combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E)
         return self.tp.scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
 
     def _groups(self, chosen_Nk: Tensor) -> Groups:
@@ -297,7 +297,7 @@ class ExpertMLP(nn.Module):
         gate_up_M2I = grouped_matmul(rows_MD, self.experts_gate_up.stack_EOI, groups.ends_E)
         del rows_MD
         y_MD = grouped_matmul(swiglu(gate_up_M2I), self.experts_down.stack_EOI, groups.ends_E)
-        out_ND = combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E)
+        out_ND = combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E)
         if whole:
             out_ND = self.tp.reduce_scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
         return out_ND, gate_up_M2I, (chosen_Nk.to(routing.dtype),)
@@ -341,9 +341,9 @@ class ExpertMLP(nn.Module):
         gate_up.accumulate(grad_gate_up_M2I, rows_MD, groups)
         del rows_MD
         grad_x_MD = grouped_matmul(grad_gate_up_M2I, gate_up.stack_EOI, ends_E, transposed=True)
-        grad_x_ND = combine(grad_x_MD, groups.places_Nk, None, ends_E)
+        grad_x_ND = combine(grad_x_MD, groups.copies_Nk, None, ends_E)
         grad_x_ND = self.tp.reduce_scatter_rows(grad_x_ND) if split else self.tp.all_reduce(grad_x_ND)
-        grad_weights_Nk = grad_weights_M.index_select(0, groups.places_Nk.flatten()).view_as(weights_Nk)
+        grad_weights_Nk = grad_weights_M.index_select(0, groups.copies_Nk.flatten()).view_as(weights_Nk)
         # The router's part of the gradient is the same on all ranks, so it is added after the sum.
         grad_weights_Nk = self.tp.all_reduce(grad_weights_Nk)
         (grad_logits_NE,) = torch.autograd.grad(weights_Nk, logits_NE, grad_weights_Nk)

@@ -58,7 +58,7 @@ def head_order(rope: Rope, head_dim: int) -> Tensor | None:
     return torch.cat((first, rest[0], second, rest[1]))
 
 
-def in_order(rows: Tensor, order_D: Tensor) -> Tensor:
+def permute_heads(rows: Tensor, order_D: Tensor) -> Tensor:
     """Return a copy of a weight in which the output rows of every head are permuted.
 
     Args:

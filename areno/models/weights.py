@@ -25,7 +25,7 @@ from areno.files.durable import sync, sync_tree
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.linear import Linear
 from areno.layers.parallel import ParallelGroup
-from areno.layers.rotary import head_order, in_order
+from areno.layers.rotary import head_order, permute_heads
 from areno.layers.shard import Part
 from areno.models.config import Family, TransformerConfig
 from areno.models.families import FAMILIES, module_names, stored_names
@@ -448,7 +448,7 @@ def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file:
         rows = tensors[name].split([entry.part.full_shape[0] for entry in stored.entries])
         for part, order in zip(rows, stored.orders, strict=True):
             if order is not None:
-                part.copy_(in_order(part, order.argsort()))
+                part.copy_(permute_heads(part, order.argsort()))
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors creates files that only their owner can read
@@ -516,7 +516,7 @@ def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "c
         piece = entry.part.cut(source if n_rows == shape[0] else source[row : row + n_rows])
         row += n_rows
         region = entry.part.region(entry.parameter)
-        region.copy_(piece if order is None else in_order(piece, order))
+        region.copy_(piece if order is None else permute_heads(piece, order))
         heartbeat.beat()
         all_finite &= is_finite(region)
     return all_finite

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def chunks_of(lengths: list[int], chunk: int = 8) -> RowChunks:
-    return RowChunks.of(torch.tensor([0, *lengths]).cumsum(0).tolist(), CPU, chunk)
+    return RowChunks.from_starts(torch.tensor([0, *lengths]).cumsum(0).tolist(), CPU, chunk)
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 20, 3, 8, 17], [2, 0, 16]])

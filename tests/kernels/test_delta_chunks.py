@@ -44,7 +44,7 @@ def given_to(
     if equal_keys:
         k, beta = k[:1].expand_as(k).clone(), 1 - 1e-3 * beta
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    chunks = RowChunks.of(starts, torch.device(device), size)
+    chunks = RowChunks.from_starts(starts, torch.device(device), size)
     before = draw(len(lengths), n_value, key_dim, value_dim)
     return (
         [q, k, draw(n, n_value, value_dim), -decay * draw(n, n_value).square(), beta],

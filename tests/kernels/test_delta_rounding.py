@@ -41,7 +41,7 @@ def test_chunks_are_as_exact_as_single_steps(strength: float) -> None:
         exact = torch_recurrent_gated_delta_rule(*(each.double() for each in given))[0][0]
         again = torch_chunk_gated_delta_rule(*(each.double() for each in given))[0][0]
     torch.testing.assert_close(again, exact, atol=1e-12, rtol=1e-9)
-    chunks = RowChunks.of([0, n], torch.device("cpu"))
+    chunks = RowChunks.from_starts([0, n], torch.device("cpu"))
     found = {
         "ours": chunked_delta(q * 8**-0.5, k, v, decay, beta, chunks)[0],
         "theirs": torch_recurrent_gated_delta_rule(*given)[0][0],

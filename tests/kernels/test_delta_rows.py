@@ -34,7 +34,7 @@ ROWS = [18, 2, 0, 1]  # more than a program or a chunk has, and shorter than the
 
 
 def chunks_of(lengths: list[int], device: torch.device = CPU, chunk: int = 16) -> RowChunks:
-    return RowChunks.of(torch.tensor([0, *lengths]).cumsum(0).tolist(), device, chunk)
+    return RowChunks.from_starts(torch.tensor([0, *lengths]).cumsum(0).tolist(), device, chunk)
 
 
 def in_torch(function: Any, *given: Any, **more: Any) -> Any:

@@ -118,7 +118,7 @@ def compare_common(dtype, tol, divergence, ranges, keep, n_ranks=1):
         hidden = made["hidden"].clone().requires_grad_()
         weight = made["weight"][first : first + per_rank].clone().requires_grad_()
         theirs = partial(float32_matmul, weight_OI=made["their_weight"][first : first + per_rank])
-        common = CommonIds.of(ranges, first, max(0, min(33 - first, per_rank)), torch.device("cpu"))
+        common = CommonIds.from_ranges(ranges, first, max(0, min(33 - first, per_rank)), torch.device("cpu"))
         teacher = WholeTeacher(made["their_hidden"], theirs, divergence, common)
         how = {"temperature": 0.7, "chunk": 5, "keep_bytes": keep, "first": first, "most_rows": per_rank}
         if n_ranks > 1:

@@ -83,8 +83,8 @@ def compare_products(device: str = "cpu", dtype: torch.dtype = torch.float32, to
 
             x[end:] = torch.nan  # nothing may read what is not computed
             for given in (weights, None):
-                got = ops.combine(x, groups.places_Nk, given, groups.ends_E)
-                expected = reference.combine(x.nan_to_num(), groups.places_Nk, given, groups.ends_E)
+                got = ops.combine(x, groups.copies_Nk, given, groups.ends_E)
+                expected = reference.combine(x.nan_to_num(), groups.copies_Nk, given, groups.ends_E)
                 torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
             gate_up, copies = random(rows, 2 * outputs, device=device, dtype=dtype), weights.flatten()[groups.choices_M]

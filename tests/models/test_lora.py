@@ -17,7 +17,7 @@ from areno.engine.engine import Engine
 from areno.engine.spec import LoraSpec, RoleSpec
 from areno.errors import CheckpointError
 from areno.layers.config import AdapterSpec
-from areno.layers.rotary import in_order
+from areno.layers.rotary import permute_heads
 from areno.models import cost
 from areno.models.adapter_shapes import adapter_parameters, linear_shapes
 from areno.models.adapters import add_adapters, is_adapter, load_adapters, read_adapter_config, stored_adapters
@@ -264,7 +264,7 @@ def test_gradients_are_those_of_peft(case: str, tmp_path: Path) -> None:
         rows = expected[name].split([entry.part.full_shape[0] for entry in entries])
         for entry, order, wanted in zip(entries, orders, rows, strict=True):
             assert entry.parameter.grad is not None
-            ordered = wanted if order is None else in_order(wanted, order)
+            ordered = wanted if order is None else permute_heads(wanted, order)
             scale, grad = max(1.0, wanted.abs().max().item()), entry.part.region(entry.parameter.grad)
             torch.testing.assert_close(grad.double(), ordered, atol=1e-6 * scale, rtol=0, msg=name)
 

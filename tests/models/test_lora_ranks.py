@@ -20,7 +20,7 @@ from areno.config.run import Layout
 from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec
 from areno.engine.train.flat import FlatParameters
-from areno.kernels.adapters import Place, add_lora, add_lora_stacked, reference, swiglu_stacked, tiles
+from areno.kernels.adapters import AdapterSlice, add_lora, add_lora_stacked, reference, swiglu_stacked, tiles
 from areno.kernels.attention import choose_backend
 from areno.layers.adapter import Adapter, sampling
 from areno.layers.attention import PackedAttend
@@ -198,13 +198,13 @@ def test_on_a_gpu(folder: Path, tmp_path: Path, model: str, dtype: str, exact: b
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_on_a_gpu(dtype: torch.dtype) -> None:
-    places = (Place(0, 0, 1024), Place(1024, 1024, 200), Place(1300, 1224, 136))
+    slices = (AdapterSlice(0, 0, 1024), AdapterSlice(1024, 1024, 200), AdapterSlice(1300, 1224, 136))
     for rank, n_rows in ((8, 1), (32, 256), (128, 1500)):
         y, h, b = (torch.randn(s, device="cuda").to(dtype) for s in ((n_rows, 1436), (n_rows, 3 * rank), (1360, rank)))
-        expected = reference.add_lora(y.double(), h.double(), b.double(), places, 0.5)
+        expected = reference.add_lora(y.double(), h.double(), b.double(), slices, 0.5)
         with torch.no_grad():
-            found = add_lora(y.clone(), h, b, places, tiles(places, rank, y.device), 0.5)
-            rows = [add_lora(y[:n].clone(), h[:n], b, places, tiles(places, rank, y.device), 0.5) for n in (1, n_rows)]
+            found = add_lora(y.clone(), h, b, slices, tiles(slices, rank, y.device), 0.5)
+            rows = [add_lora(y[:n].clone(), h[:n], b, slices, tiles(slices, rank, y.device), 0.5) for n in (1, n_rows)]
         close = {"atol": 1e-3, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
         torch.testing.assert_close(found.double(), expected, **close)
         assert all(torch.equal(each, found[: len(each)]) for each in rows)
@@ -223,38 +223,38 @@ def compare_kernel() -> None:
         return torch.randn(shape, generator=generator)
 
     for rank, n_rows in ((1, 1), (8, 17), (70, 65)):
-        places = (Place(3, 0, 130), Place(140, 130, 7))
+        slices = (AdapterSlice(3, 0, 130), AdapterSlice(140, 130, 7))
         y, h, b = draw(n_rows, 150), draw(n_rows, 2 * rank), draw(137, rank)
-        expected = reference.add_lora(y, h, b, places, 0.7)
+        expected = reference.add_lora(y, h, b, slices, 0.7)
         with torch.no_grad():
-            found = add_lora(y, h, b, places, tiles(places, rank, y.device), 0.7)
+            found = add_lora(y, h, b, slices, tiles(slices, rank, y.device), 0.7)
         assert found is y
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert torch.equal(expected[:, :3], y[:, :3])
-    apart = (Place(3, 0, 60), Place(70, 60, 70))  # with columns between and behind them that stay
+    apart = (AdapterSlice(3, 0, 60), AdapterSlice(70, 60, 70))  # with columns between and behind them that stay
     y, h, b = draw(5, 150), draw(5, 8), draw(130, 4)
     found = add_lora_stacked(torch.cat([y, h], dim=1), b, tiles(apart, 4, y.device, whole=150), 0.7, 150)
     torch.testing.assert_close(found, reference.add_lora(y, h, b, apart, 0.7), atol=1e-4, rtol=1e-4)
-    for rank, n_rows, places in (
-        (3, 1, (Place(0, 0, 150),)),  # gate and up share an A
-        (8, 17, (Place(0, 0, 75), Place(75, 75, 75))),
-        (70, 20, (Place(75, 0, 75),)),  # up alone
-        (4, 3, (Place(0, 0, 75),)),  # gate alone
+    for rank, n_rows, slices in (
+        (3, 1, (AdapterSlice(0, 0, 150),)),  # gate and up share an A
+        (8, 17, (AdapterSlice(0, 0, 75), AdapterSlice(75, 75, 75))),
+        (70, 20, (AdapterSlice(75, 0, 75),)),  # up alone
+        (4, 3, (AdapterSlice(0, 0, 75),)),  # gate alone
     ):
-        y, h, b = draw(n_rows, 150), draw(n_rows, len(places) * rank), draw(150, rank)
-        whole = reference.add_lora(y, h, b, places, 0.7)
+        y, h, b = draw(n_rows, 150), draw(n_rows, len(slices) * rank), draw(150, rank)
+        whole = reference.add_lora(y, h, b, slices, 0.7)
         both = torch.cat([y, h], dim=1)
-        found = add_lora_stacked(both, b, tiles(places, rank, y.device, whole=150), 0.7, 150)
+        found = add_lora_stacked(both, b, tiles(slices, rank, y.device, whole=150), 0.7, 150)
         torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4)
         for gelu in (False, True):
             gate, up = whole.chunk(2, dim=-1)
             expected = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
-            found = swiglu_stacked(both, b, places, 0.7, 150, gelu)
+            found = swiglu_stacked(both, b, slices, 0.7, 150, gelu)
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
             two_steps = swiglu(
-                add_lora_stacked(both.half(), b.half(), tiles(places, rank, y.device, whole=150), 0.7, 150), gelu
+                add_lora_stacked(both.half(), b.half(), tiles(slices, rank, y.device, whole=150), 0.7, 150), gelu
             )
-            assert torch.equal(swiglu_stacked(both.half(), b.half(), places, 0.7, 150, gelu), two_steps)
+            assert torch.equal(swiglu_stacked(both.half(), b.half(), slices, 0.7, 150, gelu), two_steps)
         assert torch.equal(both[:, :150], y)
     with mock.patch("areno.kernels.adapters.triton.MANY_ROWS", 17):
         bits = [add_lora_alone(n) for n in (1, 16, 17, 64, 65)]
@@ -266,9 +266,9 @@ def add_lora_alone(n_rows: int) -> Tensor:
     y, h, b = (torch.randn(shape, generator=generator) for shape in ((65, 40), (65, 8), (40, 8)))
     # The interpreter's products are numpy's, which on some processors round by the number of rows: these are exact.
     h, b = ((each * 8).round() / 8 for each in (h, b))
-    places = (Place(0, 0, 40),)
+    slices = (AdapterSlice(0, 0, 40),)
     with torch.no_grad():
-        return add_lora(y[:n_rows].clone(), h[:n_rows], b, places, tiles(places, 8, y.device), 0.7)
+        return add_lora(y[:n_rows].clone(), h[:n_rows], b, slices, tiles(slices, 8, y.device), 0.7)
 
 
 def adapted(tp: ParallelGroup, targets: tuple[str, ...], **changes: Any) -> Transformer:

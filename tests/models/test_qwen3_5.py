@@ -142,8 +142,12 @@ def test_chunks_and_steps_on_the_gpu_are_those_of_the_cpu() -> None:
     weights, given, slots = random_weights(), random_tokens(300), torch.tensor([2, 0])
     on_gpu = DeltaWeights(*(each.cuda() if isinstance(each, torch.Tensor) else each for each in weights))
     starts = [0, 130, 131, 300]
-    expected, behind = delta_rows(given, weights, RowChunks.of(starts, torch.device("cpu")), return_states=True)
-    found, after = delta_rows(given.cuda(), on_gpu, RowChunks.of(starts, torch.device("cuda")), return_states=True)
+    expected, behind = delta_rows(
+        given, weights, RowChunks.from_starts(starts, torch.device("cpu")), return_states=True
+    )
+    found, after = delta_rows(
+        given.cuda(), on_gpu, RowChunks.from_starts(starts, torch.device("cuda")), return_states=True
+    )
     assert behind is not None
     assert after is not None
     torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-3)

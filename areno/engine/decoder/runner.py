@@ -414,7 +414,7 @@ class Runner:
         states = self.states
         if states is None:
             return attend
-        rows = RowChunks.of(cu_q.tolist(), self.device)
+        rows = RowChunks.from_starts(cu_q.tolist(), self.device)
         slots_R = self._upload(np.array([chunk.prefill.leader.slot for chunk in chunks], dtype=np.int64))
         goes_on = np.array([chunk.start > 0 for chunk in chunks])
         continues_R = self._upload(goes_on) if goes_on.any() else None

@@ -62,7 +62,7 @@ class SlotSampler:
             penalty=torch.zeros(n_slots, dtype=torch.float32, device=device),
             counts=None,
             last_token=torch.zeros(n_slots, dtype=torch.int64, device=device),
-            texts=TextIds.of(texts, vocab_size, device),
+            texts=TextIds.from_ranges(texts, vocab_size, device),
         )
         self.n_slots, self.vocab_size = n_slots, vocab_size
         self.masks_SW: Tensor | None = None

@@ -175,7 +175,7 @@ class TrainBackend:
             common_ids: See `RoleSpec`.
         """
         head = self.model.output
-        common = CommonIds.of(common_ids, head.first, head.n_valid, self.device) if common_ids else None
+        common = CommonIds.from_ranges(common_ids, head.first, head.n_valid, self.device) if common_ids else None
         return TeacherPasses(self._run_layers, self.model.local_logits, divergence, switch, common)
 
     def train(

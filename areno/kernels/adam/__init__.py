@@ -10,19 +10,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from areno.kernels.adam.reference import BLOCK, Pair, Update
-from areno.kernels.backend import form
+from areno.kernels.backend import implementation
 
 __all__ = ["BLOCK", "Update", "adam", "adam_8bit", "squares_and_nonzeros"]
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
-    form(grad, __name__).adam(grad, master, param, moments, update)
+    implementation(grad, __name__).adam(grad, master, param, moments, update)
 
 
 def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
-    form(grad, __name__).adam_8bit(grad, master, param, moments, scales, update)
+    implementation(grad, __name__).adam_8bit(grad, master, param, moments, scales, update)
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
     """Return [sum of squares, number of nonzero elements], float64."""
-    return form(grad, __name__).squares_and_nonzeros(grad)
+    return implementation(grad, __name__).squares_and_nonzeros(grad)

@@ -3,7 +3,7 @@
 A fused linear layer has several projections side by side in its output y (N, O). P of them have an adapter of rank R,
 and only the columns of these projections change. h (N, P R) has R columns for each adapted projection. b (S, R) holds
 their B matrices, stacked by rows. Projections that share an A matrix count as one. `scaling` is alpha / rank, and
-`tiles_T4` the result of `tiles(places, rank, device)`.
+`tiles_T4` the result of `tiles(slices, rank, device)`.
 
 During sampling, A is stacked below the layer's weight, so one product gives y and h side by side, (N, X = O + P R or
 more). `add_lora_stacked` and `swiglu_stacked` take this stacked output. They exist as Triton kernels only.
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 
 from areno.kernels.adapters import reference
-from areno.kernels.adapters.reference import TILE, Place, tiles
+from areno.kernels.adapters.reference import TILE, AdapterSlice, tiles
 from areno.kernels.backend import use_triton
 
-__all__ = ["TILE", "Place", "add_lora", "add_lora_stacked", "swiglu_stacked", "tiles"]
+__all__ = ["TILE", "AdapterSlice", "add_lora", "add_lora_stacked", "swiglu_stacked", "tiles"]
 
 
 def add_lora(
-    y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, places: tuple[Place, ...], tiles_T4: Tensor, scaling: float
+    y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, slices: tuple[AdapterSlice, ...], tiles_T4: Tensor, scaling: float
 ) -> Tensor:
     """Return y + scaling * h B^T. Triton changes and returns `y_NO`; plain torch, also used by autograd, copies."""
     if use_triton(y_NO) and not torch.is_grad_enabled():
         from areno.kernels.adapters.triton import add_lora as kernel
 
         return kernel(y_NO, h_NR, b_SR, tiles_T4, scaling)
-    return reference.add_lora(y_NO, h_NR, b_SR, places, scaling)
+    return reference.add_lora(y_NO, h_NR, b_SR, slices, scaling)
 
 
 def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
@@ -42,9 +42,9 @@ def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: f
 
 
 def swiglu_stacked(
-    both_NX: Tensor, b_SR: Tensor, places: tuple[Place, ...], scaling: float, n_columns: int, gelu: bool
+    both_NX: Tensor, b_SR: Tensor, slices: tuple[AdapterSlice, ...], scaling: float, n_columns: int, gelu: bool
 ) -> Tensor:
     """Return silu(gate) * up, (N, I), with adapters added to gate and up, `n_columns` = 2 I columns together."""
     from areno.kernels.adapters.triton import swiglu_stacked as kernel
 
-    return kernel(both_NX, b_SR, places, scaling, n_columns, gelu)
+    return kernel(both_NX, b_SR, slices, scaling, n_columns, gelu)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 TILE = 128  # columns of y that one program of the Triton kernels computes
 
 
-class Place(NamedTuple):
+class AdapterSlice(NamedTuple):
     """The output columns that one adapter changes, and the rows of its matrix in the stacked B matrices."""
 
     column: int
@@ -20,33 +20,33 @@ class Place(NamedTuple):
     size: int
 
 
-def tiles(places: tuple[Place, ...], rank: int, device: torch.device, whole: int = 0) -> Tensor:
+def tiles(slices: tuple[AdapterSlice, ...], rank: int, device: torch.device, whole: int = 0) -> Tensor:
     """Cut the columns of a layer's output into tiles, one for each program of a Triton kernel.
 
     A tile is an int32 row of (T, 4): first column in the output, first row in b, number of columns, and first column in
     h, or -1 for columns without an adapter. These are included only if `whole` is the number of all columns.
     """
-    covered = [(place, index * rank) for index, place in enumerate(places)]
+    covered = [(part, index * rank) for index, part in enumerate(slices)]
     end = 0
-    for place in sorted(places, key=lambda each: each.column):
-        if end < min(place.column, whole):
-            covered.append((Place(end, 0, place.column - end), -1))
-        end = place.column + place.size
+    for part in sorted(slices, key=lambda part: part.column):
+        if end < min(part.column, whole):
+            covered.append((AdapterSlice(end, 0, part.column - end), -1))
+        end = part.column + part.size
     if end < whole:
-        covered.append((Place(end, 0, whole - end), -1))
+        covered.append((AdapterSlice(end, 0, whole - end), -1))
     rows = [
-        (place.column + at, place.row + at, min(TILE, place.size - at), h_column)
-        for place, h_column in covered
-        for at in range(0, place.size, TILE)
+        (part.column + at, part.row + at, min(TILE, part.size - at), h_column)
+        for part, h_column in covered
+        for at in range(0, part.size, TILE)
     ]
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 def add_lora(
-    y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, places: Sequence[tuple[int, int, int]], scaling: float
+    y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, slices: Sequence[tuple[int, int, int]], scaling: float
 ) -> Tensor:
     rank, end, pieces = b_SR.shape[1], 0, []
-    for index, (column, row, size) in enumerate(places):
+    for index, (column, row, size) in enumerate(slices):
         if column > end:
             pieces.append(y_NO[:, end:column])
         end = column + size

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
-from areno.kernels.adapters.reference import TILE, Place
+from areno.kernels.adapters.reference import TILE, AdapterSlice
 from areno.kernels.elementwise.triton_swiglu import activated
 from areno.kernels.jit import kernel
 
@@ -51,12 +51,12 @@ def _add_lora(
 
 
 def swiglu_stacked(
-    both_NX: Tensor, b_SR: Tensor, places: tuple[Place, ...], scaling: float, n_columns: int, gelu: bool
+    both_NX: Tensor, b_SR: Tensor, slices: tuple[AdapterSlice, ...], scaling: float, n_columns: int, gelu: bool
 ) -> Tensor:
     n_rows, inner, rank = len(both_NX), n_columns // 2, b_SR.shape[1]
     out_NI = both_NX.new_empty((n_rows, inner))
     sizes = _sizes(n_rows, rank)
-    gate, up = (_half(places, first, rank) for first in (0, inner))
+    gate, up = (_adapter_at(slices, first, rank) for first in (0, inner))
     if n_rows:
         _swiglu_stacked_kernel[(triton.cdiv(n_rows, sizes["ROWS"]), triton.cdiv(inner, TILE))](
             both_NX,
@@ -85,11 +85,11 @@ def _sizes(n_rows: int, rank: int) -> dict[str, int]:
     return {"RANK": rank, "ROWS": rows, "COLUMNS": TILE, "INPUTS": inputs, "num_warps": n_warps}
 
 
-def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
+def _adapter_at(slices: tuple[AdapterSlice, ...], first: int, rank: int) -> tuple[int, int]:
     """Return (first row in b, first column in h) of the adapter for the output column `first`, or (0, -1)."""
-    for index, place in enumerate(places):
-        if place.column <= first < place.column + place.size:
-            return place.row + first - place.column, index * rank
+    for index, each in enumerate(slices):
+        if each.column <= first < each.column + each.size:
+            return each.row + first - each.column, index * rank
     return 0, -1
 
 

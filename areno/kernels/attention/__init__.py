@@ -50,11 +50,11 @@ def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, firsts_B: Tensor | Non
     if window is not None or firsts_B is not None:
         device = q_BHLD.device
         firsts_B = torch.zeros(1, dtype=torch.int64, device=device) if firsts_B is None else firsts_B
-        # Padding behind the last query of a row attends to the last keys, since a query without keys would give NaN.
-        places_BL1 = (firsts_B.view(-1, 1, 1) + torch.arange(n_q, device=device).view(-1, 1)).clamp(max=n_k - 1)
-        mask = (keys_L := torch.arange(n_k, device=device)) <= places_BL1
+        # Padding after the last query of a row attends to the last keys, since a query without keys would give NaN.
+        positions_BL1 = (firsts_B.view(-1, 1, 1) + torch.arange(n_q, device=device).view(-1, 1)).clamp(max=n_k - 1)
+        mask = (keys_L := torch.arange(n_k, device=device)) <= positions_BL1
         if window is not None:
-            mask &= keys_L > places_BL1 - window
+            mask &= keys_L > positions_BL1 - window
         mask = mask.unsqueeze(1)
     enable_gqa = q_BHLD.shape[1] != k_BKLD.shape[1]
     if enable_gqa and q_BHLD.is_cuda:

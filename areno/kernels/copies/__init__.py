@@ -1,7 +1,7 @@
 """Sums of the copies of rows: the backward pass of a gather that takes some rows several times.
 
 The Triton kernel adds the copies of a row in a fixed order in float32 and rounds once, so the sum is the same in each
-run. `places_M` (int64) has the row of each copy. Shape letters: N rows, M copies, X elements of a row.
+run. `rows_M` (int64) has the row of each copy. Shape letters: N rows, M copies, X elements of a row.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areno.kernels.backend import form
+from areno.kernels.backend import implementation
 
 __all__ = ["copy_rows", "order_of_copies", "sum_copies"]
 
 
-def order_of_copies(places_M: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
+def order_of_copies(rows_M: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
     """Sort the copies by row, once for all calls of `sum_copies`.
 
     Return the indices of the copies in this order, (M,), and the position in it of each row's first copy, followed by
     M.
     """
-    sorted_M, order_M = places_M.sort(stable=True)
-    return order_M, torch.searchsorted(sorted_M, torch.arange(n_rows + 1, device=places_M.device))
+    sorted_M, order_M = rows_M.sort(stable=True)
+    return order_M, torch.searchsorted(sorted_M, torch.arange(n_rows + 1, device=rows_M.device))
 
 
 def sum_copies(copies_MX: Tensor, order_M: Tensor, starts: Tensor) -> Tensor:
     """Return the sum of the copies of each row, (N, X), zeros for a row without copies. Copies are contiguous."""
-    return form(copies_MX, __name__).sum_copies(copies_MX, order_M, starts)
+    return implementation(copies_MX, __name__).sum_copies(copies_MX, order_M, starts)
 
 
-def copy_rows(x_NX: Tensor, places_M: Tensor, order: Callable[[], tuple[Tensor, Tensor]] | None = None) -> Tensor:
+def copy_rows(x_NX: Tensor, rows_M: Tensor, order: Callable[[], tuple[Tensor, Tensor]] | None = None) -> Tensor:
     """Return copies of rows as index_select does, differentiable. Only the backward pass calls `order`."""
-    return _CopyRows.apply(x_NX, places_M, order)  # type: ignore[return-value]
+    return _CopyRows.apply(x_NX, rows_M, order)  # type: ignore[return-value]
 
 
 class _CopyRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_NX: Tensor, places_M: Tensor, order: Callable[[], tuple[Tensor, Tensor]] | None) -> Tensor:
-        ctx.save_for_backward(places_M)
+    def forward(ctx: Any, x_NX: Tensor, rows_M: Tensor, order: Callable[[], tuple[Tensor, Tensor]] | None) -> Tensor:
+        ctx.save_for_backward(rows_M)
         ctx.n_rows, ctx.order = len(x_NX), order
-        return x_NX.index_select(0, places_M)
+        return x_NX.index_select(0, rows_M)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (places_M,) = ctx.saved_tensors
-        order = order_of_copies(places_M, ctx.n_rows) if ctx.order is None else ctx.order()
+        (rows_M,) = ctx.saved_tensors
+        order = order_of_copies(rows_M, ctx.n_rows) if ctx.order is None else ctx.order()
         grad_M = grads[0]
         flat_MX = (grad_M.unsqueeze(1) if grad_M.dim() == 1 else grad_M.flatten(1)).contiguous()
         return sum_copies(flat_MX, *order).view(ctx.n_rows, *grad_M.shape[1:]), None, None

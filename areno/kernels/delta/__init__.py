@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from areno.kernels.backend import form
+from areno.kernels.backend import implementation
 from areno.kernels.delta import reference
 from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights, RowChunks
 
@@ -53,7 +53,7 @@ def delta_rows(
 ) -> tuple[Tensor, DeltaStates | None]:
     """Return the output (N, I), and the states after the last tokens of the R rows (None unless `return_states`)."""
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (proj_NP, *weights[:4]))
-    rows = reference.delta_rows if recorded else form(proj_NP, __name__).delta_rows
+    rows = reference.delta_rows if recorded else implementation(proj_NP, __name__).delta_rows
     return rows(proj_NP, weights, chunks, initial, return_states)
 
 
@@ -61,8 +61,8 @@ def delta_rows_backward(
     grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool = True
 ) -> tuple[Tensor, DeltaGradients | None]:
     """Return the gradients with respect to projections and weights. The latter are None unless `of_weights`."""
-    return form(proj_NP, __name__).delta_rows_backward(grad_NI, proj_NP, weights, chunks, of_weights)
+    return implementation(proj_NP, __name__).delta_rows_backward(grad_NI, proj_NP, weights, chunks, of_weights)
 
 
 def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
-    return form(proj_BP, __name__).delta_step(proj_BP, weights, states, slots_B)
+    return implementation(proj_BP, __name__).delta_step(proj_BP, weights, states, slots_B)

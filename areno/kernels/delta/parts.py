@@ -79,7 +79,7 @@ class RowChunks:
     rows_N: Tensor  # row of each token, in packed order
 
     @classmethod
-    def of(cls, starts: Sequence[int], device: torch.device, chunk: int = CHUNK) -> RowChunks:
+    def from_starts(cls, starts: Sequence[int], device: torch.device, chunk: int = CHUNK) -> RowChunks:
         starts_R = np.array(starts, dtype=np.int64)
         n_tokens, lengths_R = int(starts_R[-1]), np.diff(starts_R)
         order_R = np.argsort(-lengths_R, kind="stable")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from areno.kernels.backend import form, use_triton
+from areno.kernels.backend import implementation, use_triton
 
 
 class Groups(NamedTuple):
@@ -25,7 +25,7 @@ class Groups(NamedTuple):
 
     tokens_M: Tensor  # int64, the token of each copy
     choices_M: Tensor  # int64, the pair of each copy: token * k + choice
-    places_Nk: Tensor  # int64, the copy of each pair, the inverse of `choices_M`
+    copies_Nk: Tensor  # int64, the copy of each pair, the inverse of `choices_M`
     ends_E: Tensor  # int32, index after the last copy of each expert of this rank
 
 
@@ -34,7 +34,7 @@ def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Ten
 
     The weights are those of the softmax over all experts, divided by their sum for each token if `normalised`.
     """
-    return form(logits_NX, __name__).choose_experts(logits_NX, top_k, normalised)
+    return implementation(logits_NX, __name__).choose_experts(logits_NX, top_k, normalised)
 
 
 def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> Groups:
@@ -63,20 +63,20 @@ def grouped_matmul(
     For `engine.exact`, the torch reference pads each group to a multiple of `row_multiple` rows. The Triton kernel
     computes each row by itself, and needs `row_multiple` 1.
     """
-    return form(x_MI, __name__).grouped_matmul(x_MI, weight, ends_E, transposed, row_multiple)
+    return implementation(x_MI, __name__).grouped_matmul(x_MI, weight, ends_E, transposed, row_multiple)
 
 
 def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
     """Add a^T b over the rows of each expert to its weight gradient in place, summed in the dtype of `out_EOI`."""
-    form(a_MO, __name__).add_grouped_matmul(out_EOI, a_MO, b_MI, ends_E)
+    implementation(a_MO, __name__).add_grouped_matmul(out_EOI, a_MO, b_MI, ends_E)
 
 
-def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
+def combine(y_MD: Tensor, copies_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
     """Sum the expert outputs of each token, weighted by 1 if None, in the order of its choices and in at least fp32.
 
     The result is (N, D). Choices of experts on other ranks count as 0.
     """
-    return form(y_MD, __name__).combine(y_MD, places_Nk, weights_Nk, ends_E)
+    return implementation(y_MD, __name__).combine(y_MD, copies_Nk, weights_Nk, ends_E)
 
 
 def weighted_swiglu_backward(
@@ -86,4 +86,4 @@ def weighted_swiglu_backward(
 
     The results are the gradient of gate and up, y, and the float32 gradient of w, which is 0 after the last group.
     """
-    return form(grad_MI, __name__).weighted_swiglu_backward(grad_MI, gate_up_M2I, weights_M, ends_E)
+    return implementation(grad_MI, __name__).weighted_swiglu_backward(grad_MI, gate_up_M2I, weights_M, ends_E)

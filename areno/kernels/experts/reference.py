@@ -34,10 +34,10 @@ def grouped_matmul(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: boo
     return F.pad(done, (0, 0, 0, len(x_MI) - len(done)))
 
 
-def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
-    is_here_Nk = places_Nk < ends_E[-1]
+def combine(y_MD: Tensor, copies_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
+    is_here_Nk = copies_Nk < ends_E[-1]
     total: Tensor | None = None
-    for choice, places_N in enumerate(places_Nk.unbind(1)):
+    for choice, places_N in enumerate(copies_Nk.unbind(1)):
         rows_ND = y_MD[places_N].to(torch.promote_types(y_MD.dtype, torch.float32))
         rows_ND = rows_ND.masked_fill(~is_here_Nk[:, choice, None], 0)
         if weights_Nk is not None:

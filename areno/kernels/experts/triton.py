@@ -250,14 +250,14 @@ def _add_grouped_kernel(
     tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
 
 
-def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
-    n_tokens, top_k = places_Nk.shape
+def combine(y_MD: Tensor, copies_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
+    n_tokens, top_k = copies_Nk.shape
     size = y_MD.shape[1]
     out_ND = y_MD.new_empty((n_tokens, size))
     if n_tokens:
         _combine_kernel[(n_tokens, triton.cdiv(size, 1024))](
             y_MD.contiguous(),
-            places_Nk.contiguous(),
+            copies_Nk.contiguous(),
             weights_Nk if weights_Nk is None else weights_Nk.float().contiguous(),
             ends_E[-1:],
             out_ND,

@@ -75,12 +75,12 @@ def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor
     chosen_Nk = chosen_Nk.contiguous()
     n_copies, device = chosen_Nk.numel(), chosen_Nk.device
     tokens_M, choices_M = (torch.empty(n_copies, dtype=torch.int64, device=device) for _ in range(2))
-    places_Nk = torch.empty_like(chosen_Nk)
+    copies_Nk = torch.empty_like(chosen_Nk)
     ends_E = torch.empty(n_experts, dtype=torch.int32, device=device)
     _sort_kernel[(n_experts + 1,)](
-        chosen_Nk, tokens_M, choices_M, places_Nk, ends_E, n_copies, first, n_experts, chosen_Nk.shape[1], BLOCK=_BLOCK
+        chosen_Nk, tokens_M, choices_M, copies_Nk, ends_E, n_copies, first, n_experts, chosen_Nk.shape[1], BLOCK=_BLOCK
     )
-    return tokens_M, choices_M, places_Nk, ends_E
+    return tokens_M, choices_M, copies_Nk, ends_E
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from areno.kernels.backend import form
+from areno.kernels.backend import implementation
 from areno.kernels.fixed_order.reference import SPAN, border, n_spans, padded_attention, row_multiple
 
 __all__ = ["SPAN", "border", "n_spans", "packed_attention", "padded_attention", "row_multiple"]
@@ -29,4 +29,6 @@ def packed_attention(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output (N, H, C), and the log-sum-exp of scaled scores (H, N) in float32, or None from plain torch."""
-    return form(q_NHC, __name__).packed_attention(q_NHC, k_MKC, v_MKC, cu_seqlens_q, cu_seqlens_k, max_q, window)
+    return implementation(q_NHC, __name__).packed_attention(
+        q_NHC, k_MKC, v_MKC, cu_seqlens_q, cu_seqlens_k, max_q, window
+    )

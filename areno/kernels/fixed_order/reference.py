@@ -84,10 +84,10 @@ def padded_attention(
     total, acc = torch.zeros_like(best), torch.zeros_like(q_XPC)
     for index in range(spans):
         span = slice(border(index), border(index + 1))
-        places = torch.arange(span.start, span.stop)
-        hidden = places > positions_XP1
+        keys = torch.arange(span.start, span.stop)
+        hidden = keys > positions_XP1
         if window is not None:
-            hidden |= places <= positions_XP1 - window
+            hidden |= keys <= positions_XP1 - window
         scores = torch.bmm(q_XPC, k_XMC[:, span].transpose(1, 2)).masked_fill_(hidden, -torch.inf)
         new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
         # With a window, a query may attend to no key of the first spans. The query's maximum is then still -inf.

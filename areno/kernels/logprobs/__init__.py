@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areno.kernels.backend import form
+from areno.kernels.backend import implementation
 from areno.kernels.logprobs import reference
 from areno.kernels.matmul import add_matmul, float32_matmul
 
@@ -78,7 +78,7 @@ def sampled_logprobs(
 
 
 def kernels_for(x: Tensor) -> Any:
-    return reference if x.dtype == torch.float64 else form(x, __name__)  # the Triton kernels compute in fp32
+    return reference if x.dtype == torch.float64 else implementation(x, __name__)  # the Triton kernels compute in fp32
 
 
 def log_softmax(

@@ -67,7 +67,7 @@ class CommonIds:
     absent_V: Tensor | None = None  # bool, ids among the columns that are left out
 
     @staticmethod
-    def of(ranges: Iterable[tuple[int, int]], first: int, n_valid: int, device: torch.device) -> CommonIds:
+    def from_ranges(ranges: Iterable[tuple[int, int]], first: int, n_valid: int, device: torch.device) -> CommonIds:
         """Return the ids in ranges (first, end), for a rank with the columns `first` to `first + n_valid` - 1."""
         absent_V = torch.ones(n_valid, dtype=torch.bool)
         for start, end in ranges:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from areno.kernels.backend import form
+from areno.kernels.backend import implementation
 from areno.kernels.paged.reference import PagedBatch, max_group_rows
 
 __all__ = ["PagedBatch", "decode_attention", "max_group_rows"]
@@ -20,4 +20,4 @@ def decode_attention(
     q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
 ) -> Tensor:
     """Write new keys and values at each row's last position, and return its attention over all its positions."""
-    return form(q_BHC, __name__).decode_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window)
+    return implementation(q_BHC, __name__).decode_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window)

@@ -53,7 +53,7 @@ class PagedBatch:
         splits: largest number of splits of a row, and of a group.
         max_len: upper bound of lengths_B that the host knows, where the torch reference stops reading. The Triton
             kernels read lengths_B on the device, so a CUDA graph stays valid.
-        places: window -> result of `_places`, which all layers with this window share.
+        cache_positions: window -> result of `_cache_positions`, which all layers with this window share.
     """
 
     table_TW: Tensor
@@ -67,7 +67,7 @@ class PagedBatch:
     pdl: bool = False
     reads_early: bool = False
     max_len: int | None = None
-    places: dict[int | None, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False)
+    cache_positions: dict[int | None, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False)
 
 
 def decode_attention(
@@ -76,9 +76,9 @@ def decode_attention(
     """Compute one masked attention over all rows, whose keys and values are gathered from the cache."""
     n_rows, n_heads, head_dim = q_BHC.shape
     n_kv_heads = kv_blocks.shape[3]
-    if window not in batch.places:  # the first layer with this window
-        batch.places[window] = _places(batch, kv_blocks.shape[1] - 1, kv_blocks.shape[2], window)
-    stored_B, read_N, mask_BL = batch.places[window]
+    if window not in batch.cache_positions:  # the first layer with this window
+        batch.cache_positions[window] = _cache_positions(batch, kv_blocks.shape[1] - 1, kv_blocks.shape[2], window)
+    stored_B, read_N, mask_BL = batch.cache_positions[window]
     for part, new in zip(kv_blocks.flatten(1, 2), (k_BKC, v_BKC), strict=True):
         part.index_copy_(0, stored_B, new)
     units = kv_blocks.view(2, -1, mask_BL.shape[1] * n_rows // len(read_N) * n_kv_heads * head_dim)
@@ -94,7 +94,9 @@ def decode_attention(
     )
 
 
-def _places(batch: PagedBatch, scratch: int, block_size: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def _cache_positions(
+    batch: PagedBatch, scratch: int, block_size: int, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the positions in the cache that a decoding step writes and reads.
 
     A position is block * S + offset. The results are the position of each new token, int64; the units (of several

@@ -34,7 +34,7 @@ class TextIds:
     absent_N: Tensor  # int64, ascending
 
     @classmethod
-    def of(cls, ranges: Iterable[tuple[int, int]], vocab_size: int, device: torch.device) -> TextIds | None:
+    def from_ranges(cls, ranges: Iterable[tuple[int, int]], vocab_size: int, device: torch.device) -> TextIds | None:
         """Return the ids in ranges (first, end). None if these are all ids, or if there are no ranges."""
         has_text = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
         for first, end in ranges:
