@@ -46,16 +46,7 @@ TOKEN = "HF_TOKEN"  # environment variable
 
 
 class Ranking:
-    """Orders the saved checkpoints by the value of saver.best_metric at their steps.
-
-    Args:
-        config: The section saver of the settings.
-
-    Attributes:
-        mode: Whether larger ("max") or smaller ("min") values are better.
-        values: Step of each checkpoint -> value of the metric. None if the step has no value, or a value that is not
-            finite.
-    """
+    """Orders the saved checkpoints by the value of saver.best_metric at their steps."""
 
     def __init__(self, config: SaverConfig):
         self.config = config
@@ -66,15 +57,7 @@ class Ranking:
         self._warned = False
 
     def record(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Record the value of saver.best_metric in a step, if the scalars contain this metric.
-
-        Args:
-            step: Number of the step.
-            scalars: Scalars of the step by name.
-
-        Returns:
-            True if the ranking changed, because the step has a checkpoint and the scalars contain the metric.
-        """
+        """Return whether the ranking changed: the step has a checkpoint, and the scalars contain saver.best_metric."""
         self._names |= scalars.keys()
         metric = self.config.best_metric
         if metric is None or metric not in scalars:
@@ -86,11 +69,7 @@ class Ranking:
         return step in self.values
 
     def add(self, step: int) -> None:
-        """Add the checkpoint of a step. The metric of the step may be recorded before or after this call.
-
-        Args:
-            step: Step of the checkpoint.
-        """
+        """Add the checkpoint of a step. The metric of the step may be recorded before or after this call."""
         self.warn_of_wrong_name()
         self.values[step] = self._last[1] if self._last[0] == step else None
 
@@ -107,23 +86,15 @@ class Ranking:
             logger.warning("saver.best_metric: no step has recorded %s, so no checkpoint is the best%s", metric, hint)
 
     def best(self, steps: Iterable[int]) -> list[int]:
-        """Return the steps that have a value, the best first. Among equal values, the earlier step is first.
-
-        Args:
-            steps: Steps with a checkpoint.
-        """
+        """Return the steps that have a value, the best first. Among equal values, the earlier step is first."""
         sign = -1 if self.mode == "max" else 1
         valued = [(sign * value, step) for step in steps if (value := self.values.get(step)) is not None]
         return [step for _, step in sorted(valued)]
 
     def kept(self, steps: Iterable[int]) -> set[int]:
-        """Return the steps whose checkpoints must not be removed.
+        """Return the steps of the newest `saver.keep` and the best `saver.keep_best` checkpoints, which must be kept.
 
-        The newest `saver.keep` checkpoints and the best `saver.keep_best` checkpoints are kept. All checkpoints are
-        kept if saver.keep is null, or if saver.best_metric is set and no step has a value yet.
-
-        Args:
-            steps: Steps with a checkpoint. Steps that were never added to the ranking are left out of the result.
+        All are kept if saver.keep is null, or if saver.best_metric is set and no step has a value yet.
         """
         known = sorted(step for step in steps if step in self.values)
         best = self.best(known)
@@ -132,25 +103,14 @@ class Ranking:
         return {*known[-self.config.keep :], *best[: self.config.keep_best]}
 
     def text(self, best: int | None) -> str:
-        """Return the content of metrics.json: metric, mode, best step and the value of each checkpoint.
-
-        Args:
-            best: Step of the best checkpoint. None if no checkpoint has a value.
-        """
         values = {str(step): value for step, value in sorted(self.values.items())}
         record = {"best_metric": self.config.best_metric, "best_mode": self.mode, "best_step": best, "values": values}
         return json.dumps(record, indent=2) + "\n"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the recorded values, for the training state from which a run resumes."""
         return {"values": [[step, value] for step, value in self.values.items()], "last": list(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the values that `state_dict` returned.
-
-        Args:
-            state: The saved values.
-        """
         self.values = dict(state["values"])
         self._last = (state["last"][0], state["last"][1])
 
@@ -160,13 +120,6 @@ class HubUpload:
 
     While an upload is in progress, only the newest waiting checkpoint is kept in the queue. A failed upload causes a
     warning.
-
-    Args:
-        repo: Repository, as owner/name. It is created if it does not exist.
-        private: Whether a new repository is private.
-
-    Raises:
-        ConfigError: `repo` is not the name of a repository, or the environment variable HF_TOKEN is not set.
     """
 
     def __init__(self, repo: str, private: bool):
@@ -189,11 +142,7 @@ class HubUpload:
         self._thread: threading.Thread | None = None  # None if no checkpoint waits
 
     def push(self, folder: Path) -> None:
-        """Start to upload a checkpoint, or queue it until the current upload ends. Returns at once.
-
-        Args:
-            folder: Folder of the checkpoint.
-        """
+        """Start to upload a checkpoint, or queue it until the current upload ends. Returns at once."""
         with self._lock:
             if self._waiting is not None:
                 logger.warning("%s is not pushed to the hub: a newer checkpoint has overtaken it", self._waiting.name)
@@ -259,15 +208,8 @@ class _Dropped(Exception):
 class Saver:
     """Writes the checkpoints of one run, and removes checkpoints that the settings do not keep.
 
-    Args:
-        config: The section saver of the settings.
-        default_dir: Folder of the checkpoints if saver.path is null.
-        is_written: Returns whether the files of the last `save` are complete, and raises CheckpointError if they cannot
-            be written. The default returns True, for a `save` whose files are complete when it returns.
-
-    Attributes:
-        saved_step: Step of the newest complete checkpoint. None before the first checkpoint.
-        due: Returns whether to save after a step, see Trigger.due.
+    `is_written` returns whether the files of the last `save` are complete, and raises CheckpointError if they cannot be
+    written.
     """
 
     def __init__(self, config: SaverConfig, default_dir: str | Path, is_written: Callable[[], bool] = lambda: True):
@@ -288,14 +230,7 @@ class Saver:
         """Make the folder of the checkpoints, and lock it for this run until `release`.
 
         If an earlier process of the same run has crashed, its unfinished checkpoints are removed, and a checkpoint that
-        it was replacing is restored.
-
-        Args:
-            run_dir: Folder of the run.
-
-        Raises:
-            CheckpointError: The folder of the checkpoints cannot be written.
-            ConfigError: Another process uses this folder, or it holds checkpoints of another run.
+        it was replacing is restored. Raises ConfigError if another process or run owns the folder.
         """
         with as_checkpoint_error(self.folder, "be written", _KEY), ExitStack() as claim:
             claim.callback(remove_empty, make_folders(self.folder))
@@ -323,38 +258,21 @@ class Saver:
             self._claim = claim.pop_all()
 
     def refuse_checkpoints(self) -> None:
-        """Raise ConfigError if the folder of the checkpoints holds any checkpoints.
-
-        A new run calls this method. It has saved nothing yet, so the checkpoints are from another run.
-        """
+        """Raise ConfigError if the folder has checkpoints. Those of a new run are from another run."""
         if self._has_checkpoints():
             raise self._belongs("holds the checkpoints of {}; choose another folder, or move that one away")
 
     def release(self) -> None:
-        """Unlock the folder of the checkpoints, and remove an unfinished checkpoint.
-
-        The folder is removed too if `claim` made it and it is empty.
-        """
+        """Unlock the folder of the checkpoints, and remove an unfinished checkpoint."""
         self._drop()
         self._claim.close()
 
     def save(self, write: Callable[[Path], object], step: int) -> Path:
-        """Write the checkpoint of a step.
+        """Write the checkpoint of a step, and return its final path. Waits for the previous checkpoint first.
 
-        If the previous checkpoint is unfinished, this method waits for it first. A Ctrl-C or SIGTERM is raised either
-        before the folder gets its final name, or after the link `latest` and `self.saved_step` name the new checkpoint.
-
-        Args:
-            write: Writes the files of the checkpoint into the folder that it is called with. With saver.mode async or
-                auto, `write` may return before the files are complete. A later `poll` or `finish` then gives the folder
-                its final name.
-            step: Number of the step.
-
-        Returns:
-            The final path of the checkpoint, step-<step>.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be written. No partial files remain.
+        With saver.mode async or auto, `write` may return before the files are complete. A later `poll` or `finish` then
+        gives the folder its final name. A Ctrl-C or SIGTERM is raised either before that, or after the link `latest`
+        and `self.saved_step` name the new checkpoint. After a CheckpointError, no partial files remain.
         """
         self.finish()
         final = self._path(step)
@@ -369,14 +287,7 @@ class Saver:
         return final
 
     def poll(self) -> bool:
-        """Give an unfinished checkpoint its final name if its files are complete. Does not block.
-
-        Returns:
-            False if a checkpoint is still being written.
-
-        Raises:
-            CheckpointError: The checkpoint could not be written. No partial files remain.
-        """
+        """Give an unfinished checkpoint its final name and return True, if its files are complete. Does not block."""
         step, self._unfinished_step = self._unfinished_step, None
         if step is None:
             return True
@@ -391,20 +302,12 @@ class Saver:
         return True
 
     def finish(self) -> None:
-        """Block until the files of the last checkpoint are complete.
-
-        Raises:
-            CheckpointError: The checkpoint could not be written. No partial files remain.
-        """
+        """Block until the files of the last checkpoint are complete."""
         while not self.poll():
             time.sleep(_POLL_S)
 
     def end(self) -> None:
-        """Block until the last checkpoint and all uploads of a finished run are complete.
-
-        Raises:
-            CheckpointError: The checkpoint could not be written. No partial files remain.
-        """
+        """Block until the last checkpoint and all uploads of a finished run are complete."""
         self.finish()
         self.ranking.warn_of_wrong_name()
         if self._hub is not None:
@@ -412,26 +315,15 @@ class Saver:
             self._tidy()
 
     def has(self, step: int) -> bool:
-        """Return whether the checkpoint of a step is the newest complete checkpoint or is being written.
-
-        Args:
-            step: Number of the step.
-        """
+        """Return whether the checkpoint of a step is the newest complete checkpoint or is being written."""
         return step in (self.saved_step, self._unfinished_step)
 
     @property
     def newest(self) -> Path | None:
-        """Folder of the newest complete checkpoint. None before the first."""
         return None if self.saved_step is None else self._path(self.saved_step)
 
     def was_interrupted(self, step: int) -> bool:
-        """Return whether the previous process of this run ended while it wrote the checkpoint of this step.
-
-        Such a checkpoint must be saved again. Returns False if it has been saved since.
-
-        Args:
-            step: Number of the step.
-        """
+        """Return whether the previous process of this run ended while it wrote the checkpoint of this step."""
         return step == self._interrupted_step and not self.has(step)
 
     @property
@@ -440,17 +332,10 @@ class Saver:
         return self.config.best_metric is not None and self.config.best_metric.startswith("eval/")
 
     def record(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record the scalars of a step for the ranking, and remove checkpoints that are no longer kept.
-
-        Args:
-            step: Number of the step.
-            scalars: Scalars of the step by name.
-        """
         if self.ranking.record(step, scalars):
             self._tidy()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return saved step, trigger counters and ranking, for the training state from which a run resumes."""
         return {
             "saved_step": self.saved_step,
             "under_way": self._unfinished_step,
@@ -459,11 +344,7 @@ class Saver:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, and remove a checkpoint that this process has not finished writing.
-
-        Args:
-            state: The dictionary from `state_dict`.
-        """
+        """Restore what `state_dict` returned, and remove a checkpoint that this process has not finished writing."""
         self._drop()
         self.saved_step, self._interrupted_step = state["saved_step"], state["under_way"]
         if (

@@ -18,22 +18,8 @@ Measure = Callable[[str, BatchLoader[Any]], dict[str, float]]
 class Evaluator:
     """Computes the metrics of a run's validation sets, and decides on early stopping.
 
-    Args:
-        config: Settings of the run.
-        loaders: Name of each validation set -> its batches. If there is only one set, its name may be "". With an empty
-            mapping, nothing is evaluated.
-        measure: Function (name of a set, its batches) -> metrics of the set.
-
-    Attributes:
-        due: Returns whether to evaluate after a step, see Trigger.due.
-        metric: Name of the metric that early stopping watches, without "eval/".
-        evaluated_step: Step of the last evaluation. None before the first.
-        best: Best value of the metric so far. None before the first value.
-        best_step: Step of the best value. None before the first value.
-        n_without: Number of consecutive evaluations without an improvement of the metric.
-
-    Raises:
-        ConfigError: evaluator.metric or saver.best_metric is not among the computed metrics.
+    `loaders` maps the name of each validation set to its batches. The name of a single set may be "". Raises
+    ConfigError if evaluator.metric or saver.best_metric is not among the computed metrics.
     """
 
     def __init__(self, config: ExperimentConfig, loaders: Mapping[str, BatchLoader[Any]], measure: Measure):
@@ -49,14 +35,9 @@ class Evaluator:
         self.n_without = 0
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Compute the metrics of every validation set.
+        """Return <set>/<metric> for each validation set, and <metric> for the mean over the sets.
 
-        Args:
-            step: The current step.
-
-        Returns:
-            Metrics by name: <set>/<metric> for each set, and <metric> for the mean over the sets. A single set with
-            the name "" has only <metric>. Empty without validation sets.
+        A single set with the name "" has only <metric>.
         """
         if not self._loaders:
             return {}
@@ -81,12 +62,10 @@ class Evaluator:
         return self.config.patience is not None and self.n_without >= self.config.patience
 
     def describe(self) -> str:
-        """Return a text with the number of evaluations without an improvement, and the best value."""
         best = "" if self.best is None else f" (best {self.best:.6g}, step {self.best_step})"
         return f"eval/{self.metric} has not improved in {self.n_without} evaluations{best}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return best value, counters and loader positions, for the training state from which a run resumes."""
         return {
             "trigger": self.trigger.state_dict(),
             "evaluated_step": self.evaluated_step,
@@ -97,11 +76,7 @@ class Evaluator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. Validation sets that were added or removed since then are ignored.
-
-        Args:
-            state: The saved counters.
-        """
+        """Restore what `state_dict` returned. Validation sets that were added or removed since then are ignored."""
         self.trigger.load_state_dict(state["trigger"])
         self.evaluated_step, self.n_without = state["evaluated_step"], state["n_without"]
         self.best, self.best_step = state["best"], state["best_step"]
@@ -110,16 +85,7 @@ class Evaluator:
 
 
 def over_sets(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of several validation sets.
-
-    Args:
-        found: Name of a set -> name of a metric -> value.
-
-    Returns:
-        <set>/<metric> -> the value of the metric for the set, and <metric> -> the mean of the metric over the sets that
-        have the metric. Each set has the same weight in the mean. For num_sequences, the sum takes the place of the
-        mean.
-    """
+    """Return <set>/<metric> of each set, and <metric>, the mean over the sets that have it (num_sequences: the sum)."""
     scalars: dict[str, float] = {}
     for metric in dict.fromkeys(metric for metrics in found.values() for metric in metrics):
         values = [metrics[metric] for metrics in found.values() if metric in metrics]

@@ -20,33 +20,19 @@ DECISION_STEPS = 16
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The samples of one prompt.
+    """The samples of one prompt."""
 
-    Attributes:
-        batch: Number of the prompt's batch, from 1.
-        place: Index of the prompt in its batch.
-        item: The prompt.
-        n_samples: Number of samples.
-        begun_at: Step in which the first token of the group was sampled. None until that step has ended. With agents,
-            it is set when they start.
-        finished: Sample number -> output of a finished sample. With agents, an AgentSample.
-        parked: Sample number -> output of a sample that was interrupted, possibly without tokens.
-        is_postponed: Whether the group was postponed. A postponed group has no tokens and waits for a step of postponed
-            groups.
-    """
-
-    batch: int
-    place: int
+    batch: int  # number of the prompt's batch, from 1
+    place: int  # index of the prompt in its batch
     item: PromptItem
     n_samples: int
-    begun_at: int | None = None
-    finished: dict[int, Any] = field(default_factory=dict)
-    parked: dict[int, GenerationOutput] = field(default_factory=dict)
-    is_postponed: bool = False
+    begun_at: int | None = None  # None until the step of its first token has ended; agents set it at once
+    finished: dict[int, Any] = field(default_factory=dict)  # by number; an AgentSample or GenerationOutput
+    parked: dict[int, GenerationOutput] = field(default_factory=dict)  # interrupted samples, possibly without tokens
+    is_postponed: bool = False  # it has no tokens, and waits for a step of postponed groups
 
     @property
     def missing(self) -> int:
-        """Number of unfinished samples."""
         return self.n_samples - len(self.finished)
 
     @property
@@ -60,58 +46,33 @@ class Group:
         return [self.latest(sample) for sample in range(self.n_samples) if sample not in self.finished]
 
     def record(self, output: Any) -> None:
-        """Record a finished sample.
-
-        Args:
-            output: The sample: a GenerationOutput or an AgentSample.
-        """
         self.finished[output.sample] = output
         self.parked.pop(output.sample, None)
 
     def latest(self, sample: int) -> GenerationOutput:
-        """Return the output of a sample so far.
-
-        Args:
-            sample: Number of the sample.
-        """
         return self.finished.get(sample) or self.parked.get(sample) or _nothing(sample)
 
 
 @dataclass(slots=True, eq=False)
 class AgentSample:
-    """The sample of an agent that has ended.
-
-    Attributes:
-        sample: Number of the sample.
-        scored: The sample, which has no reward yet.
-        record: Record for reward functions. None if the agent failed.
-    """
+    """The sample of an agent that has ended."""
 
     sample: int
-    scored: ScoredSample
-    record: RewardRecord | None
+    scored: ScoredSample  # has no reward yet
+    record: RewardRecord | None  # for reward functions; None if the agent failed
 
 
 def _nothing(sample: int) -> GenerationOutput:
-    """Return the output of a sample that has no tokens."""
     return GenerationOutput(request_id=0, sample=sample, tokens=[], logprobs=[], versions=[], finish_reason=None)
 
 
 def n_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence[int]) -> int:
-    """Return how many groups a step must train so that every group meets its deadline.
+    """Return how many groups, the earliest first, a step must train so that every group meets its deadline.
 
     The deadline of a group is `limit` steps after the step in which its sampling began, or the last step of the run.
-    Groups with the earliest deadlines are trained first. Later steps have room for their own batch sizes only, so some
-    groups must be trained before their own deadlines.
-
-    Args:
-        begun_at: For each group, the step in which its sampling began. None if it begins in this step.
-        step: Number of the step.
-        limit: Largest number of steps between beginning and training.
-        sizes: Number of groups that this step and each of the next `limit` steps train. Fewer steps if the run ends.
-
-    Returns:
-        The number of groups, those with the earliest deadlines.
+    Later steps have room for their own batch sizes only, so some groups must be trained before their own deadlines.
+    `sizes` has the number of groups that this step and each of the next `limit` steps train, fewer if the run ends.
+    `begun_at` is None for a group that begins in this step.
     """
     last = len(sizes) - 1
     deadlines = [min((step if begun is None else begun) + limit - step, last) for begun in begun_at]
@@ -123,18 +84,8 @@ class Choice:
     """Decides during the rollout which groups a step trains on.
 
     Groups that are due belong to the step: those at their deadline, or postponed ones that complete the batch. The rest
-    of the step's batch is filled with the groups that are whole first.
-
-    Args:
-        groups: The groups that the step samples, the oldest first.
-        due: The groups that are due.
-        size: Number of groups that the step trains on.
-
-    Attributes:
-        groups: The groups that the step samples.
-        size: Number of groups that the step trains on.
-        taken: The groups of the step that are whole so far, in the order in which they became whole.
-        known: The samples of earlier steps that the step trains on, each with its group.
+    of the step's batch is filled with the groups that are whole first, in `taken`. `known` has the samples of earlier
+    steps that the step trains on, each with its group.
     """
 
     def __init__(self, groups: Sequence[Group], due: Sequence[Group], size: int):
@@ -151,15 +102,7 @@ class Choice:
         return self.taken
 
     def _certain(self, group: Group, finished: Sequence[Any]) -> list[tuple[Group, Any]]:
-        """Take a group that is whole and belongs to the step.
-
-        Args:
-            group: The group.
-            finished: Those of its samples that have finished since the last call for this group.
-
-        Returns:
-            The samples of which it is certain since this call that the step trains on them, each with the group.
-        """
+        """Return the samples of a group of which it is certain since this call that the step trains on them."""
         if group in self._due:
             found = finished
         elif group.missing or not self._n_open:
@@ -173,15 +116,9 @@ class Choice:
         return [(group, output) for output in found]
 
     def add(self, outputs: Iterable[tuple[Group, Any]]) -> list[tuple[Group, Any]]:
-        """Record finished samples.
+        """Record finished samples in their order, and return those that the step certainly trains on.
 
-        Args:
-            outputs: Each finished sample (GenerationOutput or AgentSample) with its group, in the order in which the
-                samples finished.
-
-        Returns:
-            The samples of which it is certain now that the step trains on them, each with its group. Each sample of the
-            step is returned once, by this method or in `known`.
+        Each sample of the step is returned once, by this method or in `known`.
         """
         found = []
         for group, output in outputs:
@@ -201,26 +138,13 @@ class Admission:
 
     A group whose rewards are all equal is dropped as soon as the rewards are known, and another prompt begins in its
     place (the admission of AReaL, arXiv 2505.24298). Groups with different rewards are trained in the order in which
-    they became whole. Groups at their deadline have a place in the step, unless they are dropped.
+    they became whole. Groups at their deadline, the first `n_due` of `begun`, have a place in the step, unless they are
+    dropped. At most `most` groups are begun and not dropped, and `at_once` samples are decoded at the same time.
 
     Decisions depend on the order of finished samples and on rewards, not on the time at which a reward is known. For
     this, `to_judge` returns the groups whose rewards the caller must wait for. It returns a group only if the device
     would have free places or the step may be complete, and not before the next decoding interval after the group became
     whole.
-
-    Args:
-        begun: The groups that earlier steps have begun, the oldest first.
-        n_due: Number of these groups, from the first, that are at their deadline.
-        size: Number of groups that the step trains on.
-        most: Largest number of groups that are begun and not dropped.
-        at_once: Number of samples that are decoded at the same time.
-        next_group: Returns the next group to begin. None if there is none.
-
-    Attributes:
-        groups: The groups of the step that are begun, in this order.
-        size: Number of groups that the step trains on.
-        taken: The groups that the step trains on so far, in the order in which they became whole.
-        dropped: The groups with equal rewards.
     """
 
     def __init__(
@@ -272,11 +196,7 @@ class Admission:
         return found
 
     def add(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> None:
-        """Record finished samples.
-
-        Args:
-            outputs: Each finished sample with its group, in the order in which the samples finished.
-        """
+        """Record finished samples, in the order in which they finished."""
         for group, output in outputs:
             group.record(output)
             self._n_open -= 1
@@ -289,15 +209,10 @@ class Admission:
         on_begin: Callable[[list[Group]], None],
         is_uniform: Callable[[Group], bool],
     ) -> int:
-        """Make all decisions after a decoding interval: record its samples, begin groups, and drop uniform groups.
+        """Make all decisions after a decoding interval, and return the number of unfinished samples.
 
-        Args:
-            outputs: Each finished sample with its group, in the order in which the samples finished.
-            on_begin: Function that is called with the groups that begin, before they are judged.
-            is_uniform: Function that waits for the rewards of a whole group, and returns whether all are equal.
-
-        Returns:
-            Number of unfinished samples. 0 if the step is over.
+        It is 0 if the step is over. `on_begin` is called with the groups that begin, before they are judged.
+        `is_uniform` waits for the rewards of a whole group, and returns whether all are equal.
         """
         self.add(outputs)
         on_begin(self.begin())
@@ -318,11 +233,7 @@ class Admission:
         return self._unknown[0] if self._n_old and is_needed else None
 
     def judge(self, is_uniform: bool) -> None:
-        """Record the rewards of the group that `to_judge` returned.
-
-        Args:
-            is_uniform: Whether all its rewards are equal.
-        """
+        """Record whether all rewards of the group that `to_judge` returned are equal."""
         group = self._unknown.pop(0)
         self._n_old -= self._n_old > 0
         if is_uniform:
@@ -346,11 +257,6 @@ class Admission:
 
 
 def n_tokens(output: Any) -> int:
-    """Return the number of sampled tokens of a sample.
-
-    Args:
-        output: The sample: a GenerationOutput or an AgentSample.
-    """
     if isinstance(output, AgentSample):
         return output.scored.sequence.n_tokens
     return len(vars(output)["tokens"])  # reading the attribute would make a list of an array

@@ -27,19 +27,12 @@ logger = logging.getLogger("areno")
 
 
 class InFlight:
-    """The groups that are sampled across steps.
+    """The groups that are sampled across steps, the oldest first in `groups`.
 
-    Args:
-        items_at: Returns the encoded prompts with given indices in the dataset.
-        n_samples: Number of samples of each prompt.
-        limit: Largest number of steps between the first token of a group and the training on it. 0: the step that
-            begins a group trains on it, or its tokens are thrown away.
-        sampled_with: The settings of sampling, as plain values. After a change of them, samples cannot continue.
-        keeps_samples: Whether the samples are a part of the state. False with agents, whose processes end with the run.
-            A resumed run samples their prompts anew.
-
-    Attributes:
-        groups: The groups under way, the oldest first.
+    `limit` is the largest number of steps between the first token of a group and the training on it. With 0, the step
+    that begins a group trains on it, or its tokens are thrown away. `sampled_with` are the settings of sampling. After
+    a change of them, samples cannot continue. `keeps_samples` is False with agents, whose processes end with the run: a
+    resumed run samples their prompts anew.
     """
 
     def __init__(
@@ -65,17 +58,11 @@ class InFlight:
         upcoming: Callable[[int], Sequence[Sequence[PromptItem]]],
         number: int | None = None,
     ) -> Choice:
-        """Begin the rollout of a step: admit prompts, and choose the groups to sample.
+        """Begin the rollout of a step: admit `n_ahead` prompts beyond its batch, and choose the groups to sample.
 
-        Args:
-            step: Number of the step.
-            n_ahead: Number of prompts that the step samples beyond its batch.
-            batch: The prompts of the step. Empty after the last batch of the run, if prompts are left in flight.
-            upcoming: Returns the prompts of the next n steps, or of fewer steps if the run ends before.
-            number: Number of the batch, from 1. None if each step before has taken one batch.
-
-        Returns:
-            The choice of the groups that the step trains on.
+        `batch` is empty after the last batch of the run, if prompts are left in flight. `upcoming` returns the prompts
+        of the next n steps, fewer if the run ends before. `number` is that of the batch, None if each step before has
+        taken one.
         """
         number = step if number is None else number
         size, limit = len(batch) or len(self.groups), self._limit
@@ -103,13 +90,7 @@ class InFlight:
         return Choice([*due, *groups[: size + n_ahead]], due, size)
 
     def admit(self, batch: int, items: Sequence[PromptItem], most: int | None = None) -> int:
-        """Add prompts of a batch that were not added before, and return their number.
-
-        Args:
-            batch: Number of the batch, from 1.
-            items: The prompts of the batch.
-            most: Largest number of prompts to add. None adds all.
-        """
+        """Add prompts of a batch that were not added before, at most `most`, and return their number."""
         new = [place for place in range(len(items)) if (batch, place) > self._newest]
         new = new if most is None else new[: max(0, most)]
         if not new:
@@ -121,17 +102,9 @@ class InFlight:
     def begin_replacing(
         self, step: int, size: int, most: int, at_once: int, more: Callable[[], tuple[int, Sequence[PromptItem]] | None]
     ) -> Admission:
-        """Begin the rollout of a step with dynamic sampling, which admits prompts during the rollout.
+        """Begin the rollout of a step with dynamic sampling, which admits prompts during the rollout; see Admission.
 
-        Args:
-            step: Number of the step.
-            size: Number of groups that the step trains on.
-            most: Largest number of groups that are begun and not dropped.
-            at_once: Number of samples that are decoded at the same time.
-            more: Returns (number, prompts) of the next batch. None if the step may take no further batch.
-
-        Returns:
-            The decisions of the step.
+        `more` returns (number, prompts) of the next batch, None if the step may take no further batch.
         """
 
         def next_group() -> Group | None:
@@ -151,16 +124,7 @@ class InFlight:
         return Admission(begun, min(n, size), size, most, at_once, next_group)
 
     def end(self, step: int, choice: Choice | Admission, parked: Iterable[tuple[Group, GenerationOutput]]) -> int:
-        """End the rollout of a step. The groups that the step trains on or drops are no longer under way.
-
-        Args:
-            step: Number of the step.
-            choice: The choice of the groups.
-            parked: Each unfinished sample with its group.
-
-        Returns:
-            The number of tokens that are thrown away, which is 0 with a limit above 0.
-        """
+        """End the rollout of a step, and return the number of tokens that are thrown away, 0 with a limit above 0."""
         for group, output in parked:
             if output.finish_reason is None:
                 group.parked[output.sample] = output
@@ -185,11 +149,7 @@ class InFlight:
         """Return the lengths in tokens of the trained samples whose groups were begun `limit` steps before a step.
 
         All these groups have been trained or dropped by now, whichever step trained them, so their lengths are not
-        biased towards short samples. Call it once for each step.
-
-        Args:
-            step: Number of the step, which has ended its rollout.
-            trained: The groups that the step trains on.
+        biased towards short samples. Call it once for each step, after its rollout.
         """
         for group in trained:
             begun_at = step if group.begun_at is None else group.begun_at
@@ -199,7 +159,6 @@ class InFlight:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups under way with their samples, as plain values for a JSON file."""
         groups = [_written(group, self._keeps_samples) for group in self.groups]
         lengths = [[step, _encoded(np.asarray(each, "<i4"))] for step, each in self._lengths.items()]
         return {
@@ -210,13 +169,7 @@ class InFlight:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the groups that `state_dict` returned.
-
-        If the settings of sampling have changed, the prompts stay under way, and their tokens are thrown away.
-
-        Args:
-            state: The saved groups.
-        """
+        """Restore the groups. If the settings of sampling have changed, their tokens are thrown away."""
         batch, place = state["newest"]
         self._newest = batch, place
         items = self._items_at([group["row"] for group in state["groups"]])
@@ -239,7 +192,6 @@ _ARRAYS = {"tokens": "<i4", "logprobs": "<f8", "versions": "<i4"}
 
 
 def _written(group: Group, with_samples: bool) -> dict[str, Any]:
-    """Return a group as plain values, possibly without its samples. The prompt is written as the index of its row."""
     return {
         "batch": group.batch,
         "place": group.place,
@@ -262,7 +214,6 @@ def _record(output: GenerationOutput) -> dict[str, Any]:
 
 
 def _output(record: Mapping[str, Any]) -> GenerationOutput:
-    """Return the sample that `_record` wrote."""
     arrays: dict[str, Any] = {name: _decoded(record[name], dtype) for name, dtype in _ARRAYS.items()}
     routes = record.get("routes")
     if routes is not None:

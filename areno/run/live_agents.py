@@ -29,15 +29,8 @@ from areno.plan.plan import sampling_params
 class LiveAgents:
     """The rollout session of agents that live across steps, with its servers.
 
-    Args:
-        config: Settings of the run.
-        trainer: The loaded models.
-        pool: The agent processes.
-        resources: Exit stack that is closed when the steps end, which ends the session.
-
-    Attributes:
-        finished: Results of `read` (see `begin`) for ended agents that no rollout has taken yet.
-        parked: The number of tokens of each sample that the last suspension has interrupted.
+    `finished` has the results of `read` (see `begin`) for ended agents that no rollout has taken yet, and `parked` the
+    number of tokens of each sample that the last suspension has interrupted. `resources` is closed when the steps end.
     """
 
     def __init__(self, config: PolicyExperimentConfig, trainer: Trainer, pool: AgentPool, resources: ExitStack):
@@ -50,15 +43,11 @@ class LiveAgents:
 
     @property
     def is_open(self) -> bool:
-        """Whether the session is open."""
         return self._session is not None
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Continue agents and their requests for the time of a `with` block. Opens the session if it is not open.
-
-        After an exception, the agents and the session end.
-        """
+        """Continue agents and requests inside the `with` block. After an exception, agents and session end."""
         if self._session is None:
             session = self._trainer.rollout_session(sampling_params=sampling_params(self._config.gconfig), proxy=False)
             self._session = self._resources.enter_context(session)
@@ -92,7 +81,6 @@ class LiveAgents:
         return n_recomputed
 
     def _serve(self, gconfig: GenerationConfig, seed: int) -> SessionProxy:
-        """Start a server for agents."""
         assert self._session is not None
         settings = ProxySettings(params=sampling_params(gconfig), timeout_s=self._config.agent.timeout_s, seed=seed)
         context = self._trainer.engine.info.context_len
@@ -101,12 +89,7 @@ class LiveAgents:
 
     @contextmanager
     def serving(self, gconfig: GenerationConfig, seed: int) -> Iterator[SessionProxy]:
-        """Run a server for agents besides those that are under way, for the time of a `with` block.
-
-        Args:
-            gconfig: Sampling settings of requests that set none.
-            seed: Seed of the requests.
-        """
+        """Run a server beside those of the batches, for the time of a `with` block."""
         server = self._serve(gconfig, seed)
         try:
             yield server
@@ -115,35 +98,19 @@ class LiveAgents:
                 self._session.end_server(server)
 
     def server(self, batch: int, seed: int) -> SessionProxy:
-        """Return the server of a batch of prompts, which is started if it does not run.
-
-        Args:
-            batch: Number of the batch.
-            seed: Seed of the batch.
-        """
+        """Return the server of a batch of prompts, which is started if it does not run."""
         if batch not in self._servers:
             self._servers[batch] = self._serve(self._config.gconfig, seed)
         return self._servers[batch]
 
     def begin(self, server: SessionProxy, items: Sequence[AgentItem], read: Callable[[int, AgentOutcome], Any]) -> None:
-        """Start agents.
-
-        Args:
-            server: The server for their requests.
-            items: Their items.
-            read: Function that receives the index of an item and the outcome of its agent. Its result is added to
-                `finished`.
-        """
+        """Start agents. Results of `read`, called with the index of an item and its outcome, go to `finished`."""
         server.prefetch(items)
         context = AgentContext(server.base_url, server.api_key, server.session, self._config.agent.timeout_s)
         self._pool.begin(items, context, lambda place, outcome: self.finished.append(read(place, outcome)))
 
     def keep_servers(self, batches: Collection[int]) -> None:
-        """Stop the servers of all other batches.
-
-        Args:
-            batches: Numbers of the batches that still have prompts under way.
-        """
+        """Stop the servers of all other batches."""
         assert self._session is not None
         for batch in self._servers.keys() - batches:
             self._session.end_server(self._servers.pop(batch))

@@ -39,42 +39,18 @@ _MAX_CHARS = 160  # of the settings in the line at the start
 
 @dataclass(frozen=True, kw_only=True)
 class RunTexts:
-    """Names and texts that describe a run in its outputs.
+    """Names and texts that describe a run in its outputs."""
 
-    Attributes:
-        headline: Names of the scalars in the console line of each step.
-        reward: Names of the reward functions and the reward model, for warnings. "" without rewards.
-        unanswered: A text such as "no row of train.jsonl" if no dataset row has the field `solutions`, for warnings. ""
-            if rows have this field.
-        facts: Name -> text, printed at the start of the run. Empty prints nothing.
-        token_text: Returns the text of a token id, for recorded samples.
-        is_untrained: Returns whether a checkpoint has the weights that the run began with.
-    """
-
-    headline: Sequence[str] = ()
-    reward: str = ""
-    unanswered: str = ""
-    facts: Mapping[str, str] = field(default_factory=dict)
+    headline: Sequence[str] = ()  # scalars in the console line of each step
+    reward: str = ""  # names of the reward functions and the reward model; "" without rewards
+    unanswered: str = ""  # such as "no row of train.jsonl"; "" if rows have the field `solutions`
+    facts: Mapping[str, str] = field(default_factory=dict)  # printed at the start of the run
     token_text: Callable[[int], str] = str
-    is_untrained: Callable[[Path], bool] = lambda folder: False
+    is_untrained: Callable[[Path], bool] = lambda folder: False  # whether a checkpoint has the first weights
 
 
 class RunOutputs(AbstractContextManager["RunOutputs"]):
-    """The trackers, the live display and the warnings of a run. Leaving the context finishes the trackers.
-
-    Args:
-        config: Settings of the run.
-        folder: Folder of the run.
-        log: The open log of the run.
-        progress: Provides the current step, the number of steps and the elapsed seconds.
-        texts: Names and texts that describe this run.
-        trackers: More trackers, which a script passes.
-
-    Attributes:
-        trackers: All trackers as one. They receive the scalars and samples of each step.
-        display: The live display of the terminal. None if the console is not live.
-        scalars: Name -> value for the current step.
-    """
+    """The trackers, the live display and the warnings of a run. Leaving the context finishes the trackers."""
 
     def __init__(
         self,
@@ -113,12 +89,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         return self._progress.seconds
 
     def announce(self, files: RunFiles) -> None:
-        """Print the facts and the settings of the run at its start. Prints nothing if `texts.facts` is empty.
-
-        Args:
-            files: Files of the run. The folder of the TensorBoard event files is printed as the place of the
-                metrics.
-        """
+        """Print the facts and the settings of the run at its start, if there are facts."""
         if not self._texts.facts:
             return
         facts = {"run": os.path.relpath(self.folder), **self._texts.facts}
@@ -130,38 +101,23 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             self.display.start(facts | settings)
 
     def begin_step(self) -> None:
-        """Clear `scalars` for the next step.
-
-        From the first step on, the run has a file of metrics, so its folder stays if it fails.
-        """
+        """Clear `scalars`, and make the file of metrics, because of which the folder stays if the run fails."""
         self.scalars = {}
         (self.folder / METRICS).touch()
 
     def log(self, scalars: Mapping[str, float]) -> None:
-        """Send scalars of the current step to the trackers.
-
-        Args:
-            scalars: <namespace>/<name> -> value, such as "train/loss".
-        """
         self.scalars |= scalars
         self.trackers.log(self._progress.step, scalars)
 
     def warn_of_divergence(self) -> None:
-        """Log warnings if the scalars of the current step show that training diverges."""
         for text in self._divergence.check(self.scalars):
             logger.warning("step %d: %s", self._progress.step, text)
 
     def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
         """Count consecutive steps whose updates were all skipped because loss or gradient norm was not finite.
 
-        The first such step of the run causes a warning, and so does the first step without a trained token.
-
-        Args:
-            stats: Statistics of the step, with "loss" and "grad_norm".
-            applied: Whether at least one update of the step was applied.
-
-        Raises:
-            EngineError: The updates of actor.max_skipped_steps consecutive steps were skipped.
+        The first such step of the run causes a warning, and so does the first step without a trained token. Raises
+        EngineError after actor.max_skipped_steps of them.
         """
         broken = [name for name in ("loss", "grad_norm") if not math.isfinite(stats[name])]
         self._n_applied += applied
@@ -184,14 +140,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             _raise_skipped(f"{self._n_skipped} steps in a row")
 
     def watch_rewards(self, outcomes: Sequence[RewardOutcome]) -> None:
-        """Count consecutive steps in which no sample has a reward, and warn of each.
-
-        Args:
-            outcomes: The outcome of each sample of the step.
-
-        Raises:
-            ArenoError: actor.max_skipped_steps consecutive steps had no reward.
-        """
+        """Warn of a step without any reward. Raises ArenoError after actor.max_skipped_steps consecutive ones."""
         unscored = [outcome for outcome in outcomes if outcome.value is None]
         n, n_samples, key = self._unscored
         self._unscored = n + len(unscored), n_samples + len(outcomes), unscored[-1].key if unscored else key
@@ -220,7 +169,6 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         return f". Where it fails: areno reward {functions} --data {folder}"
 
     def warn_of_unscored(self) -> None:
-        """Log how many samples of the run have no reward."""
         n, n_samples, key = self._unscored
         if n:
             text = "%d of %d samples of this run have no reward and are not trained%s"
@@ -247,7 +195,6 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             _raise_skipped("all steps")  # a checkpoint would look as if the run had learned something
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters on which warnings depend, for the training state from which a run resumes."""
         return {
             "n_skipped": self._n_skipped,
             "n_applied": self._n_applied,
@@ -257,11 +204,6 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters that `state_dict` returned.
-
-        Args:
-            state: The saved counters.
-        """
         self._n_skipped, self._n_applied = state["n_skipped"], state["n_applied"]
         self._unrewarded = tuple(state.get("unrewarded", (0, "", "")))
         self._unscored = tuple(state.get("unscored", (0, 0, "")))
@@ -269,10 +211,6 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
 
 
 def _shortened(settings: str) -> str:
-    """Cut a text with many settings to one line.
-
-    A cut line ends with a reference to config.yaml, which has all settings.
-    """
     return textwrap.shorten(settings, _MAX_CHARS, placeholder=" ... (all: config.yaml)")
 
 

@@ -30,29 +30,17 @@ logger = logging.getLogger("areno")
 Name = str | tuple[str, ...]
 """Name of a main metric in the history, or several, of which the first that has values counts."""
 EVALUATED_REWARDS = ("eval_accuracy", "eval_rewards_mean")
-"""By which runs of rewards are compared."""
+"""Metrics by which runs with rewards are compared."""
 
 
 class Trigger:
-    """Decides after which steps an action is due, such as saving a checkpoint or evaluating.
-
-    Args:
-        config: Intervals in steps, epochs and seconds.
-        clock: Returns the current time in seconds.
-    """
-
     def __init__(self, config: FrequencyConfig, clock: Callable[[], float] = time.monotonic):
         self.config, self._clock = config, clock
         self.epochs_ended = 0
         self._last = clock()
 
     def due(self, step: int, epoch_ended: bool = False) -> bool:
-        """Return whether the action is due after a step. Call this exactly once per step, since it counts epochs.
-
-        Args:
-            step: Number of the step, from 1.
-            epoch_ended: Whether the step took the last batch of an epoch.
-        """
+        """Return whether the action is due after a step. Call this exactly once per step, since it counts epochs."""
         now, config = self._clock(), self.config
         self.epochs_ended += epoch_ended
         is_due = (
@@ -65,20 +53,10 @@ class Trigger:
         return is_due
 
     def state_dict(self) -> dict[str, float]:
-        """Return the counters on which `due` depends, for a resumed run.
-
-        Returns:
-            "epochs_ended": the number of epochs that have ended. "seconds_since_last": the seconds since the action was
-            last due. The time between two processes of a run does not count as such seconds.
-        """
+        """Return the counters. The time between two processes of a run does not count in seconds_since_last."""
         return {"epochs_ended": self.epochs_ended, "seconds_since_last": self._clock() - self._last}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the counters that `state_dict` returned.
-
-        Args:
-            state: The saved counters.
-        """
         self.epochs_ended = int(state["epochs_ended"])
         self._last = self._clock() - state["seconds_since_last"]
 
@@ -86,18 +64,9 @@ class Trigger:
 class RunProgress:
     """The current step, epoch, rows and seconds of a run, its batches, and the history of its main metrics.
 
-    Args:
-        config: Settings of the run, which include its seed and its length in steps, epochs or rows.
-        loader: The training batches.
-
-    Attributes:
-        step: Number of the current step, from 1. 0 before the first step.
-        epoch_ended: Whether the current step has taken the last batch of an epoch.
-        batches_taken: Number of batches since the start of the run. A step with dynamic sampling may take several.
-        in_flight: The prompts that are sampled across steps, with rollout.prompts_ahead.
-        counts_right: Whether a reward of at least 1 is a right answer. Not with a reward model or a judge, and no more
-            after a reward above 1.
-        history: Name -> one value per step or per evaluation, oldest first. `keep` appends to it.
+    `step` counts from 1. `batches_taken` may grow by several in a step with dynamic sampling. `counts_right` says
+    whether a reward of at least 1 is a right answer: not with a reward model or a judge, and no more after a reward
+    above 1. `history` has one value per step or per evaluation, oldest first.
     """
 
     def __init__(self, config: ExperimentConfig, loader: BatchLoader[Any]):
@@ -124,20 +93,13 @@ class RunProgress:
 
     @property
     def seed(self) -> int:
-        """The seed of the current step, derived from `config.seed` and the step."""
         return self.seed_of(self.step)
 
     def seed_of(self, step: int) -> int:
-        """Return the seed of a step.
-
-        Args:
-            step: Number of the step.
-        """
         return self.config.seed * 1_000_003 + step
 
     @property
     def epoch(self) -> int:
-        """Index of the current epoch, from 0."""
         return self._epoch or 0
 
     @property
@@ -174,7 +136,6 @@ class RunProgress:
 
     @property
     def last_reward(self) -> float | None:
-        """The mean reward of the step before. None if there is none."""
         return self.history["reward_mean"][-1] if "reward_mean" in self.history else None
 
     def open_batches(self) -> None:
@@ -183,12 +144,10 @@ class RunProgress:
         self._batches = self.loader.epochs(self.config.total_train_epochs)
 
     def next_step(self) -> Batch[Any] | None:
-        """Begin the next step and return its batch.
+        """Begin the next step and return its batch, or None if the run has had all its steps, epochs or rows.
 
-        Returns:
-            The batch. It is empty if all batches are taken, but with dynamic sampling across steps (see
-            `InFlight.begin_replacing`), prompts of them are left. None if the run has had all its steps, epochs or
-            rows.
+        The batch is empty if all batches are taken, but with dynamic sampling across steps (see
+        `InFlight.begin_replacing`), prompts of them are left.
         """
         limit = self.config.total_train_steps
         if limit is not None and self.step >= limit:
@@ -203,11 +162,7 @@ class RunProgress:
         return batch
 
     def next_batch(self) -> Batch[Any] | None:
-        """Return the next batch without beginning a step, for steps that need more than one batch.
-
-        Returns:
-            The batch. None if no rows are left.
-        """
+        """Return the next batch without beginning a step, for steps that need several. None if no rows are left."""
         if self._rows_left is not None and self._rows_left <= 0:
             return None
         if not self._upcoming and not self._read():
@@ -230,27 +185,18 @@ class RunProgress:
         return batch is not None
 
     def upcoming(self, n: int) -> list[Batch[Any]]:
-        """Return the batches of the next `n` steps without beginning a step. Fewer if the run ends before.
-
-        Args:
-            n: Number of batches.
-        """
+        """Return the batches of the next `n` steps without beginning a step. Fewer if the run ends before."""
         n = min(n, self.total_steps - self.step)
         while len(self._upcoming) < n and self._read():
             pass
         return [batch for batch, _ in itertools.islice(self._upcoming, max(n, 0))]
 
     def log_epoch_end(self) -> None:
-        """Log the end of the current epoch. Does nothing before the first batch."""
         if self._epoch is not None:
             log_epoch(self._epoch, "end")
 
     def note_rewards(self, rewards: Iterable[float]) -> None:
-        """Count right answers no more, and forget the accuracy so far, if a reward is above 1.
-
-        Args:
-            rewards: Rewards of a rollout or an evaluation.
-        """
+        """Count right answers no more, and forget the accuracy so far, if a reward is above 1."""
         if self.counts_right and exceed_one(rewards := list(rewards)):
             self.counts_right = False
             self.history.pop("eval_accuracy", None)
@@ -258,31 +204,16 @@ class RunProgress:
             logger.warning(text + "measured no more, and the result of the run is its mean reward", max(rewards))
 
     def keep(self, **values: float) -> None:
-        """Append values of the current step to `history`.
-
-        Args:
-            **values: Name -> value.
-        """
+        """Append values of the current step to `history`."""
         for name, value in values.items():
             self.history.setdefault(name, []).append(float(value))
 
     def recent(self, name: str, n: int = 1) -> float:
-        """Return the mean of the last `n` values in `history[name]`.
-
-        Args:
-            name: Name of a metric in the history.
-            n: Number of values. Fewer are averaged if the history is shorter.
-        """
+        """Return the mean of the last `n` values in `history[name]`."""
         return float(np.mean(self.history[name][-n:]))
 
     def result(self, evaluated: Name, trained: str, n: int = 1) -> float:
-        """Return the result of the run: the last evaluation metric or, without evaluation, a mean over training steps.
-
-        Args:
-            evaluated: Name of the evaluation metric, whose last value is returned.
-            trained: Name of the training metric, used if nothing was evaluated.
-            n: Number of last values of `trained` that are averaged.
-        """
+        """Return the last value of `evaluated` or, without evaluation, the mean of the last `n` of `trained`."""
         name = self._name(evaluated)
         return self.recent(name) if name in self.history else self.recent(trained, n)
 
@@ -291,11 +222,9 @@ class RunProgress:
         return next((one for one in names if one in self.history), names[-1])
 
     def changes(self, names: Mapping[Name, int]) -> list[str]:
-        """Return texts that compare the first value of a metric with its last values, such as "loss 2.000 -> 1.000".
+        """Return texts that compare a first value with the mean of the last n, such as "loss 2.000 -> 1.000".
 
-        Args:
-            names: Name in `history` -> number of last values to average. Metrics without values are left out, and so
-                are evaluation metrics (eval_*) with a single value.
+        Metrics without values are left out, and so are evaluation metrics (eval_*) with a single value.
         """
         return [
             f"{name} {values[0]:.3f} -> {self.recent(name, n):.3f}"
@@ -304,7 +233,6 @@ class RunProgress:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, history and the position in the data, for the training state from which a run resumes."""
         return {
             "step": self.step,
             "loader": self._position,
@@ -318,11 +246,7 @@ class RunProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, so that the next step follows. Call this before `open_batches`.
-
-        Args:
-            state: The saved counters.
-        """
+        """Restore what `state_dict` returned, so that the next step follows. Call this before `open_batches`."""
         self.step, self._epoch = state["step"], state["epoch"]
         self.loader.load_state_dict(state["loader"])
         self._position = self.loader.state_dict()

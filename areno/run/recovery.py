@@ -37,102 +37,53 @@ class RecoverableEngine(Protocol):
     """The methods of areno.engine.engine.Engine that write and load training states."""
 
     def save_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Start to write weights and optimizers into a folder, without waiting for the files.
-
-        Args:
-            folder: An existing folder.
-            with_moments: Whether to write the moments of the optimizers.
-        """
+        """Start to write weights and optimizers into a folder, without waiting for the files."""
         ...
 
     def state_written(self, wait: bool = False) -> bool:
-        """Return whether all ranks have written their files.
-
-        Args:
-            wait: Whether to block until all files are written.
-        """
+        """Return whether all ranks have written their files."""
         ...
 
     def load_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Load weights and optimizers from a folder that `save_state` has filled.
-
-        Args:
-            folder: Folder of an earlier `save_state`.
-            with_moments: Whether to load the moments of the optimizers. If False, the moments start at zero.
-        """
+        """Load from a folder that `save_state` has filled. Without moments, those of the optimizers start at zero."""
         ...
 
-    def restart(self) -> None:
-        """Start the worker processes again after a worker was lost."""
-        ...
+    def restart(self) -> None: ...
 
     def phase_memory_gib(self) -> float:
         """Return the largest peak memory of a worker in GiB since the last call."""
         ...
 
-    def begin_kernels(self) -> None:
-        """Begin to record operators and kernels."""
-        ...
+    def begin_kernels(self) -> None: ...
 
-    def end_kernels(self, name: str) -> None:
-        """Write the operators and kernels that were recorded."""
-        ...
+    def end_kernels(self, name: str) -> None: ...
 
-    def write_memory_snapshots(self, name: str) -> None:
-        """Write the state of each device's memory."""
-        ...
+    def write_memory_snapshots(self, name: str) -> None: ...
 
     @property
-    def token_budgets(self) -> dict[str, Any]:
-        """The chosen sizes of micro-batches, which a state records."""
-        ...
+    def token_budgets(self) -> dict[str, Any]: ...
 
-    def restore_token_budgets(self, record: Mapping[str, Any]) -> None:
-        """Continue with the sizes of micro-batches that a state has recorded.
-
-        Args:
-            record: The `token_budgets` of the engine that wrote the state.
-        """
-        ...
+    def restore_token_budgets(self, record: Mapping[str, Any]) -> None: ...
 
 
 @dataclass
 class _Write:
-    """A training state that is being written.
-
-    Attributes:
-        step: Step of the state.
-        folder: Unfinished folder of the state.
-        record: The data for run.json.
-        alarm: Timer that logs a warning if writing takes too long.
-        thread: Thread that completes the folder. None until the engine has written its files.
-        error: Exception raised in `thread`, if any.
-    """
+    """A training state that is being written."""
 
     step: int
     folder: Path
-    record: Mapping[str, Any]
-    alarm: threading.Timer
-    thread: threading.Thread | None = None
+    record: Mapping[str, Any]  # for run.json
+    alarm: threading.Timer  # logs a warning if writing takes too long
+    thread: threading.Thread | None = None  # completes the folder; None until the engine has written its files
     error: Exception | None = None
 
 
 class StateWriter:
-    """Writes the training states of one run in the background, one at a time. A run resumes from such a state.
+    """Writes the training states of one run in the background, one at a time.
 
-    If a state cannot be written, a warning is logged, the run continues, and earlier states are kept.
-
-    Args:
-        config: The section recover of the settings.
-        states: The folder of the states.
-        engine: Returns the engine. Called each time a state is written, because the engine does not exist yet when the
-            run is opened.
-        before: Syncs the other files of the run to disk. Called in another thread, before a state becomes complete.
-        slow_s: Seconds after which an unfinished state causes a warning. None never warns.
-
-    Attributes:
-        written_step: Step of the newest complete state that this process wrote or loaded. None before the first.
-        failure: Why the last state that failed could not be written, or "".
+    If a state cannot be written, a warning is logged, the run continues, and earlier states are kept. `engine` is
+    called each time a state is written, because the engine does not exist yet when the run is opened. `before` syncs
+    the other files of the run to disk. It is called in another thread, before a state becomes complete.
     """
 
     def __init__(
@@ -150,15 +101,10 @@ class StateWriter:
         self.failure = ""
 
     def begin(self, step: int, record: Mapping[str, Any]) -> bool:
-        """Start to write the training state of a step. Does nothing if the previous state is still being written.
+        """Start to write the training state of a step. Return False if the previous state is still being written.
 
-        Args:
-            step: The step that has just ended.
-            record: The data for run.json: the run's state dict without weights, its settings and fingerprints; see
-                Recovery.remember.
-
-        Returns:
-            False if the call has done nothing, otherwise True, even if writing has failed with a warning.
+        If writing fails, a warning is logged and the result is True. `record` is the data for run.json, see
+        Recovery.remember.
         """
         self.poll()
         if self._write is not None:
@@ -182,13 +128,7 @@ class StateWriter:
         return True
 
     def poll(self, wait: bool = False) -> None:
-        """Complete the training state that is being written, if the engine has written all files of the state.
-
-        Does nothing if no state is being written.
-
-        Args:
-            wait: Whether to block until the state is complete or has failed.
-        """
+        """Complete the state that is being written, if the engine has written all its files or `wait` is true."""
         write = self._write
         if write is None:
             return
@@ -214,8 +154,6 @@ class StateWriter:
             self._write, self.written_step = None, write.step
 
     def _alarm(self, step: int) -> threading.Timer:
-        """Start a timer that logs a warning if the state of a step is not complete after `slow_s` seconds."""
-
         def warn() -> None:
             logger.warning(
                 "the state of step %d has been in progress for %.0f s: the disk of %s is slow, or does not answer. "
@@ -245,16 +183,7 @@ class StateWriter:
         write.thread.start()
 
     def write(self, step: int, record: Mapping[str, Any]) -> bool:
-        """Write the training state of a step, and block until it is complete.
-
-        Args:
-            step: The step that has just ended.
-            record: The data for run.json: the run's state dict without weights, its settings and fingerprints; see
-                Recovery.remember.
-
-        Returns:
-            Whether the state is complete. False if it could not be written.
-        """
+        """Write the training state of a step, block until it is complete, and return whether that succeeded."""
         self.poll(wait=True)
         self.begin(step, record)
         self.poll(wait=True)
@@ -285,7 +214,6 @@ class StateWriter:
             raise CheckpointError("{} has {:.3g} GiB free, and it needs {:.3g}", place, free / 2**30, needed / 2**30)
 
     def _failed(self, step: int, error: Exception) -> None:
-        """Remove an unfinished state and log why it could not be written."""
         with suppress(OSError):
             self.drop()
         self.failure = str(error)
@@ -296,28 +224,11 @@ class StateWriter:
 class Recovery(AbstractContextManager["Recovery"]):
     """Writes and loads the training states of one run, and restarts lost workers.
 
-    A training state consists of weights, optimizers and the run's state dict. A run resumes from the newest state.
-    Inside the context, no other process can resume the same run.
-
-    Args:
-        config: Settings of the run.
-        folder: Folder of the run.
-        engine: Returns the engine. Called when a state is written or loaded.
-        inputs: Fingerprints of the model and data files, keyed by the setting that names the files, such as
-            "actor.path". A resumed run must have the same fingerprints.
-
-    Attributes:
-        files: Log, metrics and samples of the run. Resuming truncates them to the step of the state.
-        resumes: Whether an earlier process has already begun this run.
-        trigger: Decides after which steps a state is due.
-        models_recorded: False from the moment a model is trained until the next call of `remember`, otherwise True.
-
-    Raises:
-        ConfigError: On entering the context, if another process runs the same run; if the current settings, models or
-            data differ from those in the newest state and a resumed run does not accept the change; or if recover.mode
-            is "off" and the folder has states, or "resume" and it has none.
-        CheckpointError: On entering the context, if all states are damaged or missing, or the newest has another
-            format.
+    Inside the context, no other process can resume the same run. `inputs` are fingerprints of the model and data files,
+    keyed by the setting that names the files, such as "actor.path". Entering the context raises ConfigError if another
+    process runs the same run, if the current settings, models or data differ from those in the newest state and a
+    resumed run does not accept the change, or if recover.mode is "off" and the folder has states, or "resume" and it
+    has none.
     """
 
     def __init__(
@@ -374,14 +285,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         self._resources.close()
 
     def _check(self, state: State) -> None:
-        """Check that the run can continue from a state with the current settings, models and data.
-
-        Args:
-            state: The state from which the run is to continue.
-
-        Raises:
-            ConfigError: A setting, model or dataset differs from that of the state, so that the run cannot continue.
-        """
+        """Raise ConfigError if the run cannot continue from a state with the current settings, models and data."""
         found = changes(type(self.config), state.record["config"], self._settings)
         earlier = EarlierRun.find(self.folder)
         if earlier is not None:  # config.yaml has the changes that the user asked for by --resume
@@ -407,14 +311,8 @@ class Recovery(AbstractContextManager["Recovery"]):
     def load(self) -> dict[str, Any] | None:
         """Load the newest complete training state into the engine, and truncate the files of the run to its step.
 
-        A state with damaged files is renamed, and the next older state is tried.
-
-        Returns:
-            The state dict that `remember` received before the state was written. None if no state was ever written, or
-            if recover.mode is off. The run then starts from its first step.
-
-        Raises:
-            CheckpointError: States were written, but all are damaged or missing, or the newest has another format.
+        A state with damaged files is renamed, and the next older state is tried. Returns the state dict of the run.
+        Returns None if no state was ever written, or if recover.mode is off. The run then starts from its first step.
         """
         begun_at, self._begun_at = self._begun_at or self.files.sizes(), {}
         while self.is_on and (state := self.states.newest() if self.resumes else None) is not None:
@@ -436,15 +334,10 @@ class Recovery(AbstractContextManager["Recovery"]):
 
     @property
     def may_restart(self) -> bool:
-        """Whether recover.retries allows another restart of the workers."""
         return self.is_on and self._n_restarts < self.config.recover.retries
 
     def give_up(self, lost: WorkerLost) -> NoReturn:
-        """Raise the error of a lost worker. If workers were restarted before, the message also names recover.retries.
-
-        Args:
-            lost: The error of the worker.
-        """
+        """Raise the error of a lost worker. After earlier restarts, the message also names recover.retries."""
         if not self._n_restarts:
             raise lost
         text = "{}; the workers were started again {} before, and {} is {}, so the run ends"
@@ -452,11 +345,6 @@ class Recovery(AbstractContextManager["Recovery"]):
         raise WorkerLost(text, lost, times, Key("recover.retries"), self.config.recover.retries) from lost
 
     def count(self, lost: WorkerLost) -> None:
-        """Count one restart of the workers, and log it.
-
-        Args:
-            lost: The error of the worker.
-        """
         self._n_restarts += 1
         logger.warning("%s", lost)
         logger.warning(
@@ -464,25 +352,14 @@ class Recovery(AbstractContextManager["Recovery"]):
         )
 
     def restart(self, lost: WorkerLost) -> None:
-        """Restart all workers with the models that they loaded first. Call `load` next.
-
-        Args:
-            lost: The error of the worker.
-
-        Raises:
-            WorkerLost: Another worker is lost during the restart.
-        """
+        """Restart all workers with the models that they loaded first. Call `load` next."""
         self._begun_at, self.resumes = self.files.sizes(), True
         self.count(lost)
         self._engine().restart()
         self.writer.poll(wait=True)  # by now it is known whether all ranks had written a state in progress
 
     def remember(self, run: Mapping[str, Any]) -> None:
-        """Record the state dict of the run in memory. The next training state that is written to disk contains it.
-
-        Args:
-            run: The state dict of the run, without weights.
-        """
+        """Record the state dict of the run in memory. The next training state that is written to disk contains it."""
         self._last = {
             "areno": __version__,
             "versions": self._versions,
@@ -494,37 +371,23 @@ class Recovery(AbstractContextManager["Recovery"]):
         self.models_recorded = True
 
     def write(self, step: int, due: bool) -> None:
-        """Start to write a training state to disk if it is due.
+        """Start to write a training state if it is due.
 
-        The state contains the state dict that `remember` received last. If the previous state is still being written, a
-        later call writes the due state.
-
-        Args:
-            step: The step that has just ended.
-            due: Whether a state is due after this step.
+        While the previous one is being written, wait for a later call.
         """
         if self.is_on and (due or self._waiting):
             self._waiting = not self.writer.begin(step, self._last)
 
     def write_now(self, step: int) -> None:
-        """Write a training state to disk, and block until it is complete.
-
-        The counters and loader positions in it are those of the last call of `remember`.
-
-        Args:
-            step: The step that has just ended.
-        """
+        """Write a training state with what `remember` received last, and block until it is complete."""
         if self.is_on:
             self.writer.write(step, self._last)
 
     def write_at_interrupt(self, step: int) -> None:
         """Write a last training state when the run ends early.
 
-        The state contains the state dict that `remember` received last. If a model has been trained since then, the
-        weights do not fit this state dict. In this case nothing is written, and the current step is lost.
-
-        Args:
-            step: The current step, for the warning about a lost step.
+        If a model has been trained since the last call of `remember`, the weights do not fit its state dict. In this
+        case nothing is written, and the current step is lost.
         """
         last = self._last["run"]["step"] if self._last else 0
         if not self.is_on or not last:
@@ -539,11 +402,7 @@ class Recovery(AbstractContextManager["Recovery"]):
             logger.warning("the state of step %d could not be written: %s", last, error)
 
     def poll(self) -> None:
-        """Complete the training state that is being written, if its files are ready.
-
-        Call this often while a step runs. If the previous check was less than 0.5 seconds ago, the call does
-        nothing.
-        """
+        """Complete the state that is being written, if its files are ready. Call this often while a step runs."""
         now = time.monotonic()
         if self.is_on and now - self._polled_at > _POLL_EVERY_S:
             self._polled_at = now
@@ -562,13 +421,7 @@ class Recovery(AbstractContextManager["Recovery"]):
             )
 
     def finished(self, step: int, result: float, ended_by: str) -> None:
-        """Record on disk that the run has finished, if the training state of its last step is complete.
-
-        Args:
-            step: The last step.
-            result: The final value of the metric by which runs are compared.
-            ended_by: The setting that ended the run, such as "total_train_steps".
-        """
+        """Record on disk that the run has finished, if the training state of its last step is complete."""
         if self.written_step == step:
             self.states.set_finished(step, result, ended_by)
 

@@ -73,26 +73,16 @@ _KINDS = {key: found for found, keys in _LISTED.items() for key in keys.split()}
 
 @dataclass(frozen=True)
 class Change:
-    """One setting whose value differs between an earlier process of a run and this process.
+    """One setting whose value differs between an earlier process of a run and this process."""
 
-    Attributes:
-        key: Dotted name of the setting.
-        before: Value in the earlier process.
-        now: Value in this process.
-        kind: Whether a resumed run accepts the change. "harmless": always. "explicit": only if the user names the run
-            by --resume. "never": not at all.
-        effect: Effect of the change on the run, in words.
-    """
-
-    key: str
+    key: str  # dotted name
     before: Any
     now: Any
     kind: Kind
-    effect: str
+    effect: str  # on the run, in words
 
     @property
     def is_end(self) -> bool:
-        """Whether the setting limits the length of the run, such as total_train_steps."""
         return self.effect == _END
 
     @property
@@ -108,11 +98,7 @@ class Change:
 def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Return the settings that differ between two processes of a run, in the order of the fields of `cls`.
 
-    Args:
-        cls: The configuration class.
-        before: Settings of the earlier process. Settings may have names that areno has since renamed. Missing settings
-            have their defaults.
-        now: Settings of this process.
+    `before` may have names that areno has since renamed. Missing settings have their defaults.
     """
     before = with_current_names(cls, before)
     pairs = _differences(with_defaults(cls, before), with_defaults(cls, now))
@@ -122,11 +108,7 @@ def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _kind(key: str, is_race: bool) -> tuple[Kind, str]:
-    """Return the kind and the effect of a change to a setting, as described in `Change`.
-
-    A setting that is not in the list of known settings is of kind "explicit". `is_race` says whether steps train on the
-    prompts that are finished first.
-    """
+    """Return kind and effect of a change. `is_race`: steps train on the prompts that are finished first."""
     section = key
     while section not in _KINDS and section:
         section = section.rpartition(".")[0]
@@ -137,10 +119,7 @@ def _kind(key: str, is_race: bool) -> tuple[Kind, str]:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, old value, new value) of each setting that differs.
-
-    If a section is null in `old` or `new` but not in both, the whole section is yielded as one setting.
-    """
+    """Yield (dotted key, old value, new value). A section that is null on one side only is yielded as one setting."""
     for name in {**new, **old}:
         one, other = old.get(name), new.get(name)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -150,15 +129,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 
 class EarlierRun:
-    """A run that an earlier process has left in a folder, and that may be resumed.
-
-    Args:
-        folder: Folder of the run, with a config.yaml.
-
-    Attributes:
-        folder: Folder of the run.
-        states: The training states of the run, on disk.
-    """
+    """A run that an earlier process has left in a folder, and that may be resumed."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -166,32 +137,20 @@ class EarlierRun:
 
     @classmethod
     def find(cls, folder: Path) -> EarlierRun | None:
-        """Return the run in a folder, or None if the folder has no config.yaml.
-
-        config.yaml is missing if the folder holds no run, or if the run ended before its folder was complete.
-
-        Args:
-            folder: Any path, which need not exist.
-        """
+        """Return the run in a folder. None without config.yaml: no run, or one that ended before it was complete."""
         return cls(folder) if run_folder.is_described(folder) else None
 
     @property
     def config(self) -> dict[str, Any]:
-        """Settings of the run as nested dictionaries. Raises ArenoError if config.yaml cannot be read."""
         return settings_of(self.folder)
 
     @property
     def can_resume(self) -> bool:
-        """Whether the run can be resumed.
-
-        A run can be resumed if it has a folder of training states. A run that has left no results can be resumed too,
-        by starting again.
-        """
+        """Whether the run has a folder of training states, or has left no results, so that it can start again."""
         return self.states.has_begun or not run_folder.has_results(self.folder)
 
     @property
     def is_running(self) -> bool:
-        """Whether another process runs this run at the moment."""
         if not self.states.has_begun:
             return False
         try:
@@ -201,35 +160,19 @@ class EarlierRun:
             return True
 
     def refuse_running(self) -> None:
-        """Raise ConfigError if another process runs this run at the moment."""
         if self.is_running:
             raise ConfigError(Problem("trial_name", "the run in {} is still running, in another process", self.folder))
 
     def refuse_recipe(self, recipe: str, key: str = "trial_name") -> None:
-        """Raise ConfigError if this run belongs to another algorithm.
-
-        Args:
-            recipe: Name of the algorithm that is to resume the run.
-            key: The setting or flag by which the user named the folder of the run, for the message.
-        """
+        """Raise ConfigError if this run belongs to another algorithm."""
         meant = recipe_of(self.folder)
         if meant not in ("", recipe):
             raise ConfigError(Problem(key, "{} is a run of {}, not of {}", self.folder, meant, recipe))
 
     def refuse_other(self, config: Section, recipe: str | None, explicit: bool = False) -> list[Change]:
-        """Check that the run can be resumed with a configuration.
+        """Raise ConfigError if the run cannot be resumed with a configuration, and return the settings that differ.
 
-        Args:
-            config: Settings of the process that is to resume the run.
-            recipe: Name of the algorithm of that process. None does not check the algorithm.
-            explicit: Whether the user has named the run by --resume, and so accepts changes of kind "explicit" (see
-                Change).
-
-        Returns:
-            The settings that differ from those of the run.
-
-        Raises:
-            ConfigError: The run belongs to another algorithm, or has finished a step and a change is not accepted.
+        `explicit` says that the user has named the run by --resume. Without a `recipe`, the algorithm is not checked.
         """
         if recipe is not None:
             self.refuse_recipe(recipe)
@@ -240,14 +183,7 @@ class EarlierRun:
 
 
 def refuse(found: Sequence[Change], folder: Path, explicit: bool) -> None:
-    """Raise ConfigError if any of the changed settings does not allow a run to be resumed.
-
-    Args:
-        found: The changed settings.
-        folder: Folder of the run, for the messages.
-        explicit: Whether changes of kind "explicit" are accepted. Changes of kind "never" are never accepted; see
-            Change.
-    """
+    """Raise ConfigError if any of the changed settings does not allow a run to be resumed."""
     problems = []
     for change in found:
         if change.kind == "never":
@@ -261,17 +197,7 @@ def refuse(found: Sequence[Change], folder: Path, explicit: bool) -> None:
 
 
 def folder_for(config: ExperimentConfig, run_dir: str | Path | None) -> Path:
-    """Return the folder of a run that a script starts.
-
-    Args:
-        config: Settings of the run.
-        run_dir: The folder to use. None takes the folder of trial_name if the run in it can be resumed, and otherwise
-            makes a new folder under cluster.fileroot.
-
-    Raises:
-        ConfigError: trial_name names a run with other settings, a run in progress, or a run that ended without a
-            state.
-    """
+    """Return `run_dir`, the folder of a trial_name that can be resumed, or a new folder."""
     if run_dir is not None:
         return Path(run_dir)
     if config.trial_name is not None and (
@@ -285,29 +211,13 @@ def folder_for(config: ExperimentConfig, run_dir: str | Path | None) -> Path:
 
 
 def run_to_resume(config: ExperimentConfig, folder: Path) -> EarlierRun | None:
-    """Return the earlier run in a folder if a new process resumes it, or None if a new run begins.
-
-    Args:
-        config: Settings of the run that is to start.
-        folder: Folder of that run.
-
-    Returns:
-        The earlier run. None with recover.mode=off, or if the folder holds no run that can be resumed.
-    """
+    """Return the earlier run in a folder if a new process resumes it, or None if a new run begins."""
     earlier = EarlierRun.find(folder) if config.recover.mode != "off" else None
     return earlier if earlier is not None and earlier.can_resume else None
 
 
 def named_run(text: str, recipe: str) -> Path:
-    """Return the folder that the flag --resume names, as an absolute path.
-
-    Args:
-        text: The folder as the user wrote it.
-        recipe: Name of the algorithm whose command was called.
-
-    Raises:
-        ConfigError: The folder holds no run of this algorithm that can be resumed.
-    """
+    """Return the folder that the flag --resume names. Raises ConfigError if it holds no run that can be resumed."""
     folder = Path(os.path.abspath(os.path.expanduser(text)))
     problem = ""
     if not folder.is_dir():
@@ -327,16 +237,7 @@ def named_run(text: str, recipe: str) -> Path:
 
 
 def resumes(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -> bool:
-    """Return whether a command resumes the run or the sweep in a folder.
-
-    Args:
-        config: Settings of the run, or of the first run of the sweep.
-        folder: Folder of the run or the sweep.
-        sweep: Overrides of the sweep. None for a single run.
-
-    Raises:
-        ConfigError: The folder holds a sweep with other overrides.
-    """
+    """Return whether a command resumes the run or sweep in a folder. `sweep` is None for a single run."""
     if sweep is None:
         return run_to_resume(config, folder) is not None
     if config.recover.mode == "off" or not run_folder.is_sweep(folder):
@@ -360,21 +261,10 @@ def _unnamed(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
 def accept_changes(
     earlier: EarlierRun, config: ExperimentConfig, recipe: str, overrides: list[str], explicit: bool
 ) -> list[Change]:
-    """Check that a run can be resumed, and write the changed settings into its folder.
+    """Check that a run can be resumed, write the changed settings into its folder, and return them.
 
-    Args:
-        earlier: The run to resume.
-        config: Settings of the process that resumes the run.
-        recipe: Name of the algorithm whose command was called.
-        overrides: Overrides of the command line.
-        explicit: Whether the user has named the run by --resume. If True, the overrides are added to the recorded
-            overrides of the run. If False, they replace the recorded overrides.
-
-    Returns:
-        The settings that differ from the recorded settings of the run.
-
-    Raises:
-        ConfigError: The run is in progress, belongs to another algorithm, or a change is not accepted.
+    If the user has named the run by --resume, the overrides are added to the recorded overrides. Otherwise they replace
+    them.
     """
     earlier.refuse_running()
     changed = earlier.refuse_other(config, recipe, explicit)
@@ -385,13 +275,7 @@ def accept_changes(
 
 
 def existing(folder: Path) -> NewFolder:
-    """Return a NewFolder for a folder that already holds a run or sweep.
-
-    All of its present files count as older than the run, so that `NewFolder.discard` will not remove any of them.
-
-    Args:
-        folder: Folder of the run or sweep.
-    """
+    """Return a NewFolder whose present files count as older than the run, so that `discard` keeps them."""
     return NewFolder(folder, frozenset([folder, *folder.parents, *folder.glob("*")]))
 
 
@@ -401,18 +285,9 @@ def existing(folder: Path) -> NewFolder:
 def print_result(
     earlier: EarlierRun, config: ExperimentConfig, changed: Sequence[Change], command: str
 ) -> float | None:
-    """Print the result of a run that has already finished, and the command that trains it further.
+    """Print the result of a finished run and the command that trains it further, and return the result.
 
-    Prints nothing if the run has steps left.
-
-    Args:
-        earlier: The run, which may have finished.
-        config: Settings of the run in this process.
-        changed: Settings that differ from the earlier process of the run.
-        command: The command of the run's algorithm, such as "python -m areno.recipes.gspo".
-
-    Returns:
-        The result. None if the run has steps left.
+    If the run has steps left, print nothing and return None.
     """
     finished = earlier.states.finished
     if finished is None or any(change.is_end for change in changed):
@@ -427,24 +302,13 @@ def print_result(
 
 
 def _longer(finished: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return the override with which a finished run trains for twice as long, such as "total_train_steps=200".
-
-    Args:
-        finished: The content of finished.json, with "step" and "ended_by", the setting that ended the run.
-        settings: Settings of the run, nested.
-    """
+    """Return the override with which a finished run trains for twice as long, such as "total_train_steps=200"."""
     ended_by = finished["ended_by"]
     limit: Any = value_at(settings, ended_by) or finished["step"]
     return f"{ended_by}={2 * limit}"
 
 
 def resume_command(command: str, folder: Path) -> str:
-    """Return the command line that resumes a run.
-
-    Args:
-        command: The command of the run's algorithm.
-        folder: Folder of the run.
-    """
     return f"{command} --resume {shlex.quote(shown(folder))}"
 
 
@@ -453,37 +317,19 @@ def _sweep_command(folder: Path) -> str:
 
 
 def print_resume_command(command: str, folder: Path) -> None:
-    """Print the command that resumes a run which has just ended early.
-
-    Prints nothing if the run has no training state.
-
-    Args:
-        command: The command of the run's algorithm.
-        folder: Folder of the run.
-    """
+    """Print the command that resumes a run which has just ended early, if it has a training state."""
     if EarlierRun(folder).states.steps():
         print(f"to resume it: {resume_command(command, folder)}", file=sys.stderr)
 
 
 def print_sweep_command(folder: Path) -> None:
-    """Print how to resume a sweep that has ended early or has failed runs.
-
-    Prints nothing unless the sweep has an unfinished run with a training state.
-
-    Args:
-        folder: Folder of the sweep.
-    """
+    """Print how to resume a sweep, if it has an unfinished run with a training state."""
     if any(EarlierRun(path).states.are_unfinished for path in folder.iterdir()):
         print(f"to resume it: {_sweep_command(folder)}", file=sys.stderr)
 
 
 def print_next_commands(command: str, folder: Path) -> None:
-    """Print the commands that report, evaluate, serve and continue a finished run, if stderr is a terminal.
-
-    Args:
-        command: The command of the run's algorithm.
-        folder: Folder of the run.
-    """
+    """Print the commands that report, evaluate, serve and continue a finished run, if stderr is a terminal."""
     finished = EarlierRun(folder).states.finished
     if not sys.stderr.isatty():
         return
@@ -501,14 +347,7 @@ def print_next_commands(command: str, folder: Path) -> None:
 
 
 def print_unfinished(command: str, experiment: Path) -> None:
-    """Print how to resume the newest run or sweep of an experiment.
-
-    Prints nothing if the newest run or sweep has finished, is running, or has no training state.
-
-    Args:
-        command: The command of the algorithm.
-        experiment: Folder of the experiment, which may not exist.
-    """
+    """Print how to resume the newest run or sweep of an experiment, unless it has finished, runs, or has no state."""
     if not os.path.isdir(experiment):  # returns False for a name that is too long, where Path raises
         return
     folders = [path for path in experiment.iterdir() if run_folder.is_described(path) or run_folder.is_sweep(path)]
@@ -523,9 +362,5 @@ def print_unfinished(command: str, experiment: Path) -> None:
 
 
 def shown(folder: Path) -> str:
-    """Return a path as text for the user: relative if it lies inside the working directory, else unchanged.
-
-    Args:
-        folder: An absolute path.
-    """
+    """Return an absolute path as text for the user: relative if it lies inside the working directory."""
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)

@@ -55,40 +55,20 @@ logger = logging.getLogger("areno")
 
 
 class RunModels(Protocol):
-    """Access to the models of a run, for writing checkpoints and training states.
+    """Access to the models of a run, which may be loaded after the run is opened."""
 
-    The models may be loaded after the run is opened.
-    """
-
-    def engine(self) -> RecoverableEngine:
-        """Return the engine that holds the models."""
-        ...
+    def engine(self) -> RecoverableEngine: ...
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Write a checkpoint of the models.
-
-        With saver.mode=async or auto, the files may be written in the background after this method has returned.
-
-        Args:
-            folder: An existing folder.
-        """
+        """Write a checkpoint. With saver.mode=async or auto, it may be completed in the background."""
         ...
 
     def checkpoint_written(self) -> bool:
-        """Return whether all files of the last checkpoint are complete.
-
-        Raises:
-            CheckpointError: The files cannot be written.
-        """
+        """Return whether the last checkpoint is complete. Raises CheckpointError if it cannot be written."""
         ...
 
     def forecast(self, prompt_tokens: int, answer_tokens: int) -> Forecast:
-        """Predict the memory and the time of a step on the devices of the run.
-
-        Args:
-            prompt_tokens: Mean tokens of a prompt.
-            answer_tokens: Mean tokens of an answer.
-        """
+        """Predict memory and time of a step, for mean lengths in tokens."""
         ...
 
 
@@ -98,25 +78,13 @@ class Run:
     Opening a run makes its folder, with logs/, tensorboard/, rollouts/, state/ and checkpoints/.
 
     Args:
-        config: Settings of the run.
         run_dir: Folder of the run. None takes the folder of trial_name if that run can be resumed, or makes a new
             folder under cluster.fileroot.
-        loader: The training batches.
-        models: Provides the engine for training states, and writes checkpoints.
-        evaluator: Computes the metrics of the validation sets. None evaluates nothing.
-        texts: Names and texts that the outputs show. None prints nothing about the run at its start.
+        texts: None prints nothing about the run at its start.
         trackers: More trackers, which a script passes.
-        inputs: Fingerprints of the model and data files, keyed by the setting that names the files, such as
-            "actor.path". A resumed run must have the same fingerprints.
+        inputs: Fingerprints of the model and data files, see Recovery.
 
     Attributes:
-        progress: Steps, batches and history.
-        outputs: Console, trackers and warnings.
-        recovery: Training states, from which a run resumes, and restarts of workers.
-        saver: Checkpoints.
-        evaluator: Validation sets and early stopping.
-        tracer: The trace of the run.
-        clock: Measures the seconds of each phase in the current step.
         stop: Delays Ctrl-C and SIGTERM until nothing is lost.
         during_steps: Exit stack of resources that stay open across steps, such as agents that live across steps. It is
             closed after the last step, and when a worker is lost or training fails.
@@ -163,23 +131,16 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Number of the current step, from 1. 0 before the first step."""
         return self.progress.step
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """Name of a main metric -> one value per step or evaluation, oldest first."""
         return self.progress.history
 
     def steps(self) -> Iterator[Batch[Any]]:
         """Yield the batch of each step, until the run has had its epochs, steps or rows, or stops early.
 
-        With evaluator.eval_before_train, the validation sets are evaluated before the first step. A resumed run
-        continues after the last step that its training state contains.
-
-        Raises:
-            ConfigError: The folder holds checkpoints of another run.
-            CheckpointError: The training states of the run cannot be read.
+        A resumed run continues after the last step that its training state contains.
         """
         self.begin()
         if self.saver.was_interrupted(self.step):
@@ -204,12 +165,7 @@ class Run:
         self.progress.log_epoch_end()
 
     def begin(self) -> None:
-        """Begin the run, or continue from its newest training state. A second call has no effect.
-
-        Raises:
-            ConfigError: The folder holds checkpoints of another run.
-            CheckpointError: The training states of the run cannot be read.
-        """
+        """Begin the run, or continue from its newest training state. A second call has no effect."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -226,20 +182,11 @@ class Run:
             self.saver.refuse_checkpoints()
 
     def log(self, scalars: Mapping[str, float]) -> None:
-        """Log scalars of the current step. saver.best_metric may name one of these scalars.
-
-        Args:
-            scalars: <namespace>/<name> -> value, such as "train/loss".
-        """
+        """Log scalars of the current step, such as "train/loss". saver.best_metric may name one of them."""
         self.outputs.log(scalars)
         self.saver.record(self.step, scalars)
 
     def log_skipped(self, batch: Batch[Any]) -> None:
-        """Log how many dataset rows were skipped, for this batch and for the run so far.
-
-        Args:
-            batch: The batch of the current step.
-        """
         skipped, total = batch.skipped_long, batch.total_skipped_long
         self.log({"rollout/skipped_long": skipped, "rollout/total_skipped_long": total})
         if batch.total_skipped_ties:
@@ -247,16 +194,10 @@ class Run:
             self.log(ties)
 
     def end_step(self, stats: Mapping[str, float]) -> None:
-        """Log the metrics train/* and time/* of the step, and do the actions that are due after it.
-
-        The actions are, in this order: write a training state, save a checkpoint, evaluate. If training diverges, a
-        warning is logged.
+        """Log train/* and time/* of the step. Write a training state, save and evaluate, in this order, if due.
 
         A Ctrl-C or SIGTERM that arrived during the step raises KeyboardInterrupt here, or before a phase of the next
         step.
-
-        Args:
-            stats: Statistics of the training step by name.
         """
         self.saver.poll()
         self.clock.close_step()
@@ -273,13 +214,10 @@ class Run:
         self._save_and_evaluate(state)
 
     def _save_and_evaluate(self, state_is_due: bool = False) -> None:
-        """Write a training state if it is due. Then do the actions in `self._todo`: save a checkpoint, evaluate.
+        """Write a training state if it is due, then do the actions in `self._todo`.
 
         Each finished action is removed from `self._todo` and recorded, so that a resumed run repeats only the
-        unfinished actions.
-
-        Args:
-            state_is_due: Whether a training state is due.
+        unfinished ones.
         """
         self.recovery.remember(self.state_dict())
         with trace.span(trace.DRIVER, "state") if state_is_due else nullcontext():
@@ -296,11 +234,7 @@ class Run:
         self.stop.check()
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate now, log the metrics as eval/* scalars, and append them to the history as eval_*.
-
-        Returns:
-            The metrics by name. Empty without validation sets.
-        """
+        """Evaluate now, log the metrics as eval/* scalars, and append them to the history as eval_*."""
         self.begin()
         with heartbeat.working("evaluation"), trace.span(trace.DRIVER, "evaluation"):
             scalars = self.evaluator.evaluate(self.step)
@@ -312,17 +246,10 @@ class Run:
         return scalars
 
     def finish(self, numbers: Mapping[Name, int]) -> None:
-        """End the run, and log how its main metrics changed.
+        """End the run, and log how its main metrics changed. `numbers`: name in the history -> last values to average.
 
         Before that, save a checkpoint if the last step has none, evaluate if there was no evaluation after the last
         step, and write a training state.
-
-        Args:
-            numbers: Name in the history -> number of last values to average for the log line.
-
-        Raises:
-            EngineError: The updates of all steps were skipped.
-            CheckpointError: The state of the last step could not be written.
         """
         self.during_steps.close()
         self.outputs.check_learned()
@@ -344,10 +271,7 @@ class Run:
         self.recovery.check_last(self.step)
 
     def _compare_with_forecast(self) -> None:
-        """Log the predicted and the measured time and memory of each phase, and write them to logs/forecast.json.
-
-        If this is not possible, the reason is logged, because the run is complete without it.
-        """
+        """Log predicted and measured time and memory of each phase, and write logs/forecast.json. Does not raise."""
         try:
             metrics = {name: series.values for name, series in RunReader(self.folder).metrics().items()}
             lengths = measured_lengths(self.config, metrics)
@@ -362,11 +286,7 @@ class Run:
             logger.info("predicted / measured: %s", phase, extra=IN_FULL if number < len(compared) else None)
 
     def has_result(self, result: float) -> None:
-        """Record the result of the run on disk. Does nothing unless `finish` has been called.
-
-        Args:
-            result: The final value of the metric by which runs are compared.
-        """
+        """Record the result of the run on disk. Does nothing unless `finish` has been called."""
         if self._has_ended:
             ended_by = "evaluator.patience" if self._stopped_early else self.progress.ended_by
             self.recovery.finished(self.step, result, ended_by)
@@ -381,12 +301,9 @@ class Run:
         self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
 
     def pulse(self) -> None:
-        """Complete a training state that is being written in the background, if its files are ready.
+        """Complete a state that is being written, if its files are ready. Call this often while the engine works.
 
-        Call this often while the engine works.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C or SIGTERM was received, and no model has been trained since the last step.
+        Raises KeyboardInterrupt if Ctrl-C or SIGTERM was received, and no model has been trained since the last step.
         """
         self.recovery.poll()
         if self.recovery.models_recorded:
@@ -394,10 +311,7 @@ class Run:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Delay Ctrl-C and SIGTERM inside the `with` block to points where nothing is lost.
-
-        If the block raises an exception, write a training state, so that the run can be resumed.
-        """
+        """Delay Ctrl-C and SIGTERM to points where nothing is lost. After an exception, write a training state."""
         with self.stop, heartbeat.working("the run"):
             try:
                 yield
@@ -407,26 +321,13 @@ class Run:
                 raise
 
     def restart(self, lost: WorkerLost) -> None:
-        """Restart the workers after a worker was lost.
-
-        The next call of `steps` continues from the newest training state, or from the first step if there is none.
-
-        Args:
-            lost: The error of the lost worker.
-
-        Raises:
-            WorkerLost: Another worker is lost during the restart.
-        """
+        """Restart the workers. The next call of `steps` continues from the newest state, or from the first step."""
         self.recovery.restart(lost)
         self.load_state_dict(self._first)
         self._has_begun = False
 
     def close(self) -> None:
-        """Close the trackers and the log.
-
-        If the run has not finished, first log its current step and the steps of its last checkpoint and last training
-        state.
-        """
+        """Close trackers and log. A run that has not finished first logs its step, last checkpoint and last state."""
         if self.step and not self._has_ended:
             log_stopped(self.step, self.saver.saved_step, self.recovery.written_step, self.folder)
         self._resources.close()
@@ -443,11 +344,7 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, so that the next step follows. Call this before `steps`.
-
-        Args:
-            state: A dictionary that `state_dict` returned, in this run or in the run that is resumed.
-        """
+        """Restore what `state_dict` returned, so that the next step follows. Call this before `steps`."""
         self.progress.load_state_dict(state)
         self.outputs.load_state_dict(state)
         self._todo = list(state["todo"])
@@ -457,8 +354,6 @@ class Run:
 
 
 class _HasRun(Protocol):
-    """A training loop that has a run."""
-
     @property
     def run(self) -> Run: ...
 
@@ -472,9 +367,6 @@ def fault_tolerant(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
     If a worker is lost, all workers are restarted, up to recover.retries times, and `fit` is called again. If `fit`
     ends with an exception, a training state is written. The number that `fit` returns is recorded as the result of the
     run.
-
-    Args:
-        fit: Method that trains until the run ends. Its object must have an attribute `run`, a Run.
     """
 
     @functools.wraps(fit)

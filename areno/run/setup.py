@@ -71,16 +71,7 @@ Config = TypeVar("Config", bound=ExperimentConfig, covariant=True)
 
 
 class LoopKind(Protocol):
-    """The declarations of a training loop class that `Setup` reads; see areno.trainers.loop.
-
-    Attributes:
-        needs: The configuration class that the loop reads.
-        kind: The kind of dataset rows that the loop trains on.
-        headline: Names of the scalars in the console line of each step.
-        also_saved: Roles, such as "critic", whose models are saved in subfolders of a checkpoint, beside the actor.
-        trains: Whether the loop trains. False for an evaluation, which loads no training rows, no optimizer, and only
-            the actor and the reward model.
-    """
+    """The declarations of a training loop class that `Setup` reads; areno.trainers.loop describes them."""
 
     needs: ClassVar[type[ExperimentConfig]]
     kind: ClassVar[RowKind]
@@ -88,29 +79,13 @@ class LoopKind(Protocol):
     also_saved: ClassVar[tuple[str, ...]]
     trains: ClassVar[bool]
 
-    def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]:
-        """Compute the metrics of a validation set.
-
-        Args:
-            name: Name of the set.
-            loader: Batches of the set.
-
-        Returns:
-            Metrics by name.
-        """
-        ...
+    def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]: ...
 
 
 class SavedModels:
-    """Gives the writers of checkpoints and training states access to the models of a run, as the protocol RunModels.
+    """The models of a run for its writers of checkpoints and training states, as the protocol RunModels.
 
-    Args:
-        config: Settings of the run.
-        also_saved: Roles, such as "critic", whose models are saved in subfolders of a checkpoint, beside the actor.
-
-    Attributes:
-        trainer: Holds the models. The run is opened before the models are loaded, so set this attribute after
-            loading.
+    The run is opened before the models are loaded, so set `trainer` after loading.
     """
 
     trainer: Trainer
@@ -119,17 +94,9 @@ class SavedModels:
         self._config, self._saver, self._also_saved = config, config.saver, also_saved
 
     def engine(self) -> Engine:
-        """Return the engine of the trainer."""
         return self.trainer.engine
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Write a checkpoint of the actor, and of the other saved roles in subfolders.
-
-        With saver.mode=async, or auto on CUDA, the files are written in the background.
-
-        Args:
-            folder: An existing folder.
-        """
         on_cuda = self.engine().spec.devices[0].startswith("cuda")
         background = self._saver.mode == "async" or (self._saver.mode == "auto" and on_cuda)
         self.trainer.write_checkpoint(folder, background=background, merge_adapters=self._saver.merge_adapters)
@@ -137,20 +104,9 @@ class SavedModels:
             self.trainer.write_checkpoint(folder / role, role, background)
 
     def checkpoint_written(self) -> bool:
-        """Return whether all files of the last checkpoint are complete.
-
-        Raises:
-            CheckpointError: The files cannot be written.
-        """
         return self.trainer.checkpoint_written()
 
     def forecast(self, prompt_tokens: int, answer_tokens: int) -> Forecast:
-        """Predict the memory and the time of a step on the devices of the engine.
-
-        Args:
-            prompt_tokens: Mean tokens of a prompt.
-            answer_tokens: Mean tokens of an answer.
-        """
         engine = self.engine()
         info = engine.info
         hardware = gpu_called(info.device_name, info.device_bytes) if info.device_name else this_cpu()
@@ -161,31 +117,17 @@ class Setup(Generic[Config]):
     """The models, data, rewards and the run of one experiment.
 
     Opening a setup checks the configuration, starts the reward and agent processes, reads the data, makes the folder of
-    the run and loads the models, in this order. All problems found before the data is read are raised together.
-
-    Args:
-        loop: The training loop, whose declarations say what to open.
-        config: Settings of the run.
-        loss_fn: The loss function. None takes config.loss_fn().
-        run_dir: Folder of the run. None takes the folder of trial_name if that run can be resumed, or makes a new
-            folder under cluster.fileroot.
-        train_dataset: Training rows to use in place of the configured train_dataset.
-        valid_dataset: Validation rows, or name -> rows, to use in place of the configured valid_dataset.
-        reward_fn: Reward functions to use in place of reward.fn.
-        trackers: More trackers, which a script passes.
+    the run and loads the models, in this order. All problems found before the data is read are raised together. The
+    arguments `train_dataset`, `valid_dataset` (rows, or name -> rows) and `reward_fn` replace the configured ones.
 
     Attributes:
-        trainer: The loaded models, as an areno.Trainer.
-        tokenizer: Tokenizer of the actor.
-        roles: Role -> specification of each model beside the actor, such as "ref" or "critic".
+        roles: Specification of each model beside the actor, such as "ref" or "critic".
         loader: Training batches. In an evaluation, the batches of the first validation set.
-        valid_loaders: Batches of each validation set by its name.
         rewards: The reward processes. None if no function gives a reward.
         judge: Answers the questions of a judge. None without a judge.
         evaluated_at_once: Largest number of samples that an evaluation decodes at the same time. None: as in training.
         steps: Encodes completions for the process reward model of reward.path. None without such a model.
         agents: The agent processes. None if samples are single completions.
-        run: The run, with progress, outputs, checkpoints and states.
     """
 
     def __init__(
@@ -255,12 +197,7 @@ class Setup(Generic[Config]):
         return LiveAgents(config, self.trainer, self.agents, self.run.during_steps)
 
     def _open_valid_sets(self, plan: TrainerPlan, given: Any) -> TrainerPlan:
-        """Open the validation sets, and return the plan with the number of samples that their evaluation decodes.
-
-        Args:
-            plan: The plan of the trainer.
-            given: Validation rows that a script passes. None reads the configured sets.
-        """
+        """Open the validation sets, and return the plan with the number of samples that their evaluation decodes."""
         config = self.config
         self.valid_loaders = {
             valid.name: self._open_loader(plan, valid.config, valid.rows, valid.key)
@@ -277,12 +214,7 @@ class Setup(Generic[Config]):
         return replace(plan, shared=shared)
 
     def _check_sources(self, train: Any, valid: Any) -> None:
-        """Raise an error if rows that the settings name do not exist. An evaluation needs no training rows.
-
-        Args:
-            train: Training rows that a script passes instead. If not None, the training rows are not checked.
-            valid: Validation rows that a script passes instead. If not None, the validation sets are not checked.
-        """
+        """Raise an error if rows that the settings name, and that no script passes instead, do not exist."""
         train_source = partial(check_source, self.config.train_dataset, "train_dataset")
         valid_sources = partial(check_valid_sources, self.config.valid_dataset)
         is_read = (
@@ -294,14 +226,6 @@ class Setup(Generic[Config]):
         all_of(*checks, *([valid_sources] if valid is None else []))
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
-        """Open dataset rows as batches.
-
-        Args:
-            plan: The plan of the trainer, with tokenizer and context length.
-            section: Settings of the dataset.
-            given: Rows that a script passes in place of the configured source. None reads the source.
-            key: Name of the section, for messages.
-        """
         config, limit, limit_key, thinking = self.config, plan.spec.context_len, "the model's context", None
         names: dict[str, str] = {}
         if config.brings_rows() and not section.is_given and isinstance(config, PolicyExperimentConfig):
@@ -373,7 +297,6 @@ class Setup(Generic[Config]):
         return run
 
     def _reward_name(self) -> str:
-        """Return a text that names the sources of rewards. "" without rewards."""
         if not isinstance(config := self.config, PolicyExperimentConfig):
             return ""
         judge = config.reward.judge
@@ -395,18 +318,7 @@ class Setup(Generic[Config]):
         return found | {"train_dataset": rows_fingerprint(self.loader.rows)}
 
     def _load(self, stack: ExitStack, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> Trainer:
-        """Load the models and return their Trainer.
-
-        If a node of a Ray cluster is lost while loading, load again, up to recover.retries times.
-
-        Args:
-            stack: Receives the Trainer, to close it.
-            plan: The plan of the engine.
-            roles: Role -> specification of each model to load beside the actor.
-
-        Raises:
-            WorkerLost: A worker is lost, and either no retry is left or the workers are local processes.
-        """
+        """Load the models. If a node of a Ray cluster is lost meanwhile, load again, up to recover.retries times."""
         stack.callback(gc.unfreeze)
         gc.freeze()  # a garbage collection that scans all imported modules and rows would delay a step by 0.2 s
         while True:
@@ -424,12 +336,10 @@ class Setup(Generic[Config]):
                 self.run.recovery.count(lost)
 
     def close(self) -> None:
-        """End the reward, agent and worker processes, and close the run."""
         self._resources.close()
 
 
 def _check_config(config: ExperimentConfig, loop: LoopKind) -> None:
-    """Raise ConfigError if `config` is not an instance of the configuration class that the loop expects."""
     given, name = type(config).__name__, type(loop).__name__
     if not isinstance(config, loop.needs):
         raise ConfigError(f"config is a {given}; {name} needs a {loop.needs.__name__}")
@@ -447,14 +357,7 @@ def _is_untrained(spec: EngineSpec, checkpoint: Path) -> bool:
 
 
 def with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
-    """Return the loss function of a policy algorithm, plus the loss of distillation if the run has a teacher.
-
-    The loss function of a distillation run already is the loss of distillation, so it is returned unchanged.
-
-    Args:
-        config: Settings of the run.
-        loss_fn: Loss function of the algorithm.
-    """
+    """Add the loss of distillation if the run has a teacher and `loss_fn` is not that loss already."""
     if not isinstance(config, PolicyExperimentConfig) or config.teacher is None:
         return loss_fn
     if isinstance(config, DistillExperimentConfig):
@@ -466,16 +369,7 @@ def with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
 
 
 def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: ExitStack) -> RewardPool | None:
-    """Start the processes that call the reward functions.
-
-    Args:
-        config: Settings of the run.
-        reward_fn: Reward functions to use in place of reward.fn. None uses reward.fn.
-        stack: Receives the processes, to end them.
-
-    Returns:
-        The processes. None if the run has no rewards, or if only models or the agents give rewards.
-    """
+    """Start the reward processes. None if the run has no rewards, or if only models or the agents give rewards."""
     if not isinstance(config, PolicyExperimentConfig):
         return None
     given = reward_fn is not None or config.reward.fn is not None
@@ -487,7 +381,6 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
 
 
 def _n_devices(config: ExperimentConfig) -> int:
-    """Return the number of device workers on this machine, or 1 if the settings of devices are wrong."""
     with contextlib.suppress(ConfigError):  # the plan raises it
         return n_workers_here(config.engine, config.cluster, config.scheduler)
     return 1
@@ -509,10 +402,7 @@ def _open_judge(config: ExperimentConfig, stack: ExitStack) -> Reader | None:
 
 
 def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> StepReader | None:
-    """Return the reader of steps for the process reward model of reward.path. None if there is no such model.
-
-    Raises ConfigError if reward.step_separator or reward.step_score does not fit the model.
-    """
+    """Return the reader of steps for the process reward model of reward.path. None if there is no such model."""
     if not isinstance(config, PolicyExperimentConfig) or "reward" not in roles:
         return None
     section, path, key = config.reward, roles["reward"].path, "reward.step_separator"
@@ -535,7 +425,6 @@ def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: 
 
 
 def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None:
-    """Start the agent processes. Returns None if samples are single completions."""
     if not isinstance(config, PolicyExperimentConfig) or config.agent.fn is None:
         return None
     return stack.enter_context(AgentPool(config.agent, _n_devices(config)))

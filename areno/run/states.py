@@ -39,14 +39,7 @@ _SAMPLE = 1 << 16  # bytes at the start, the middle and the end of a file
 
 
 def folder_fingerprint(folder: str | Path) -> str:
-    """Return a hash of a model or tokenizer folder: names, sizes and samples of the bytes in its model files.
-
-    Args:
-        folder: The folder. Its subfolders, and files of other kinds, are ignored.
-
-    Returns:
-        16 hexadecimal digits.
-    """
+    """Return 16 hexadecimal digits, a hash of names, sizes and samples of the bytes of the model files in a folder."""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         if path.suffix in _SUFFIXES and path.is_file():
@@ -60,14 +53,7 @@ def folder_fingerprint(folder: str | Path) -> str:
 
 
 def rows_fingerprint(rows: Any) -> str:
-    """Return a fingerprint of a dataset, from the number of its rows and a sample of up to 65 rows.
-
-    Args:
-        rows: An object with a length and indexing.
-
-    Returns:
-        A text such as "1000 rows, 0123456789abcdef".
-    """
+    """Return the number of rows and a hash of up to 65 of them, such as "1000 rows, 0123456789abcdef"."""
     count = len(rows)
     digest = hashlib.sha256(str(count).encode())
     for index in sorted({count * n // _ROWS for n in range(_ROWS)} | {count - 1}):
@@ -78,31 +64,19 @@ def rows_fingerprint(rows: Any) -> str:
 
 
 class State(NamedTuple):
-    """One complete training state, from which a run can resume.
-
-    Attributes:
-        folder: Folder of the state.
-        step: The last step that the state contains.
-        record: Content of run.json: the run's state dict, settings and fingerprints, see Recovery.remember.
-    """
+    """One complete training state, from which a run can resume."""
 
     folder: Path
     step: int
-    record: dict[str, Any]
+    record: dict[str, Any]  # content of run.json
 
     @property
     def engine(self) -> Path:
-        """The folder with the files that the engine has written: weights and optimizers."""
         return self.folder / ENGINE
 
 
 class States:
-    """The folder on disk with the training states of one run, from which the run can resume.
-
-    Args:
-        folder: The folder, <run>/state.
-        keep: Number of newest states to keep.
-    """
+    """The folder <run>/state with the training states of one run, of which the newest `keep` are kept."""
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
@@ -113,15 +87,11 @@ class States:
         return self.folder.is_dir()
 
     def steps(self) -> list[int]:
-        """Return the steps that have a state, newest first."""
         numbers = (path.name.removeprefix(_PREFIX) for path in self.folder.glob(f"{_PREFIX}*"))
         return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
     def tidy(self) -> None:
-        """Clean up after a crash: remove unfinished states, and restore a state that was being replaced.
-
-        A state is replaced if it is written again for the same step.
-        """
+        """Clean up after a crash: remove unfinished states, and restore a state that was being replaced."""
         for replaced in self.folder.glob(f"{REPLACED}*"):
             final = self.folder / replaced.name.removeprefix(REPLACED)
             remove(replaced) if final.exists() else replaced.rename(final)
@@ -129,15 +99,9 @@ class States:
             remove(unfinished)
 
     def newest(self) -> State | None:
-        """Return the newest complete state. Newer states that are damaged are renamed, with a warning.
+        """Return the newest complete state, if one was ever written. Damaged newer ones are renamed.
 
         The checksums of weights and optimizers are not checked here; the engine checks them when it loads the state.
-
-        Returns:
-            The state. None if no state was ever written.
-
-        Raises:
-            CheckpointError: States were written, but all are damaged or missing, or the newest has another format.
         """
         for step in self.steps():
             if damage := find_damage(self._of(step)):
@@ -172,26 +136,14 @@ class States:
         return State(folder, step, record)
 
     def set_aside(self, step: int, damage: str) -> None:
-        """Rename a damaged state to damaged-step-<step>, with a warning.
-
-        Args:
-            step: Step of the state.
-            damage: Description of the damage, for the warning.
-        """
+        """Rename a damaged state to damaged-step-<step>, with a warning."""
         names = [f"{DAMAGED}{_PREFIX}{step:06d}{more}" for more in ("", *(f"-{n}" for n in range(2, 100)))]
         aside = next(path for name in names if not (path := self.folder / name).exists())
         logger.warning("the state of step %d is damaged: %s. It is kept as %s", step, damage, aside)
         self._of(step).rename(aside)
 
     def begin(self, step: int) -> Path:
-        """Make a new empty folder for the state of a step. The caller fills it and calls `finish`.
-
-        Args:
-            step: Step of the state.
-
-        Returns:
-            The folder.
-        """
+        """Make a new empty folder for the state of a step. The caller fills it and calls `finish`."""
         folder = self.folder / f"{UNFINISHED}{_PREFIX}{step:06d}-{os.getpid()}"
         remove(folder)
         (folder / ENGINE).mkdir(parents=True)
@@ -200,13 +152,8 @@ class States:
     def begin_again(self, step: int) -> Path | None:
         """Make a new folder for a step that already has a state, with hard links to its weights and optimizers.
 
-        So the caller can write a new run.json for the state without writing the weights again.
-
-        Args:
-            step: Step of the state.
-
-        Returns:
-            The folder. None if the file system has no hard links.
+        So the caller can write a new run.json for the state without writing the weights again. Returns None if the file
+        system has no hard links.
         """
         source, folder = self._of(step) / ENGINE, self.begin(step)
         try:
@@ -220,18 +167,7 @@ class States:
         return folder
 
     def finish(self, folder: Path, step: int, record: Mapping[str, Any]) -> Path:
-        """Sync a filled folder to disk, make it the state of its step, and remove old states.
-
-        The newest `self.keep` states are kept.
-
-        Args:
-            folder: The folder that `begin` or `begin_again` returned. The engine has already synced its files.
-            step: Step of the state.
-            record: The content of run.json, see Recovery.remember.
-
-        Returns:
-            The folder of the state, step-<step>.
-        """
+        """Sync a filled folder to disk, make it the state of its step, and remove old states."""
         text = json.dumps({"format": FORMAT, **record})
         (folder / RECORD).write_text(text, encoding="utf-8")
         sizes = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
@@ -251,11 +187,6 @@ class States:
         return final
 
     def remove(self, step: int) -> None:
-        """Remove the state of a step.
-
-        Args:
-            step: The step.
-        """
         atomic_remove(self._of(step))
 
     def size(self) -> int:
@@ -269,11 +200,7 @@ class States:
 
     @property
     def finished(self) -> dict[str, Any] | None:
-        """The content of finished.json, or None if the run has not finished or the file is damaged.
-
-        The keys are "step" (the last step), "result" (the final value of the metric by which runs are compared) and
-        "ended_by" (the setting that ended the run).
-        """
+        """The content of finished.json: "step", "result" and "ended_by". None without it, or if it is damaged."""
         try:
             found = json.loads((self.folder / "finished.json").read_text(encoding="utf-8"))
             ended_by = found.get("ended_by", "total_train_steps")
@@ -283,17 +210,10 @@ class States:
 
     @property
     def are_unfinished(self) -> bool:
-        """Whether the run has a state and has not finished, so that it can be resumed."""
         return bool(self.steps()) and self.finished is None
 
     def set_finished(self, step: int | None, result: float | None = None, ended_by: str = "") -> None:
-        """Write finished.json, or remove it.
-
-        Args:
-            step: The last step of the run. None removes the file, for a run that trains further.
-            result: The final value of the metric by which runs are compared.
-            ended_by: The setting that ended the run, such as "total_train_steps".
-        """
+        """Write finished.json, or remove it if `step` is None, for a run that trains further."""
         if step is None:
             (self.folder / "finished.json").unlink(missing_ok=True)
         else:
@@ -302,14 +222,7 @@ class States:
 
 
 def find_damage(folder: Path) -> str:
-    """Check the files of a state against its manifest. The checksums of weights and optimizers are not checked.
-
-    Args:
-        folder: Folder of the state.
-
-    Returns:
-        A description of the damage, or "" if there is none.
-    """
+    """Return the damage of a state's files by its manifest, or "". The checksums of weights are not checked."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for name, size in manifest["sizes"].items():

@@ -27,33 +27,18 @@ logger = logging.getLogger("areno")
 class ProfiledEngine(Protocol):
     """The methods of an Engine that profile its workers."""
 
-    def begin_kernels(self) -> None:
-        """Begin to record operators and kernels."""
-        ...
+    def begin_kernels(self) -> None: ...
 
-    def end_kernels(self, name: str) -> None:
-        """Write the operators and kernels that were recorded."""
-        ...
+    def end_kernels(self, name: str) -> None: ...
 
-    def write_memory_snapshots(self, name: str) -> None:
-        """Write the state of each device's memory."""
-        ...
+    def write_memory_snapshots(self, name: str) -> None: ...
 
 
 class RunTracer(AbstractContextManager["RunTracer"]):
     """Traces a run as the settings perf_tracer and memory_profiler ask for. Does nothing without them.
 
-    Args:
-        config: Settings of the run.
-        folder: Folder of the run, in which the folder traces/ is made.
-        engine: Returns the engine. Called in steps only, because the engine does not exist when the run is opened.
-
-    Attributes:
-        spec: What the workers record. None if they record nothing.
-        weights_version: Version of the actor's weights after the last update.
-
-    Raises:
-        ArenoError: The folder cannot be written.
+    `engine` is called in steps only, because the engine does not exist when the run is opened. `spec` says what the
+    workers record. None if they record nothing.
     """
 
     def __init__(self, config: ExperimentConfig, folder: Path, engine: Callable[[], ProfiledEngine]):
@@ -76,30 +61,18 @@ class RunTracer(AbstractContextManager["RunTracer"]):
             logger.info("the trace is in %s; open it at https://ui.perfetto.dev", os.path.relpath(folder))
 
     def before_step(self, step: int) -> None:
-        """Begin to record kernels if the settings ask for it, which takes seconds the first time.
-
-        Args:
-            step: Number of the step that follows.
-        """
+        """Begin to record kernels if the settings ask for it, which takes seconds the first time."""
         if step in self._kernel_steps:
             self._engine().begin_kernels()
 
     def begin_step(self, began: float) -> None:
-        """Begin to trace a step, after its batch was read.
-
-        Args:
-            began: Reading of time.perf_counter at the start of the step.
-        """
+        """Begin to trace a step, after its batch was read. `began` is a reading of time.perf_counter."""
         if self._file is not None:
             self._began = trace.at(began)
             trace.add(trace.DRIVER, "data", self._began, trace.now())
 
     def end_step(self, step: int) -> None:
-        """End the trace of a step, and write profiles, snapshots and events that are due after it.
-
-        Args:
-            step: Number of the step.
-        """
+        """End the trace of a step, and write profiles, snapshots and events that are due after it."""
         if self._file is not None:
             trace.add(trace.DRIVER, "step", self._began, trace.now(), step=step)
         name = f"step{step}"
@@ -114,13 +87,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
 
     @contextmanager
     def training(self, step: int, samples: Sequence[ScoredSample], keep: Sequence[bool]) -> Iterator[None]:
-        """Trace the samples of a step, which the `with` block trains on.
-
-        Args:
-            step: Number of the step.
-            samples: All samples of the step.
-            keep: For each sample, whether it is trained on.
-        """
+        """Trace the samples of a step, which the `with` block trains on. `keep`: whether each sample is trained on."""
         start = trace.now()
         yield
         if self._file is not None:
@@ -130,12 +97,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
             self.add_samples(f"{step}", samples)
 
     def add_samples(self, name: str, samples: Sequence[ScoredSample]) -> None:
-        """Add a lane for each sample to the trace, with its phases.
-
-        Args:
-            name: What the samples belong to, such as the number of the step.
-            samples: All samples of the step or of the evaluation.
-        """
+        """Add a lane for each sample to the trace. `name` is the number of the step, or that of an evaluation."""
         if self._file is None:
             return
         for sample, number in _numbered(samples):
@@ -152,13 +114,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
                 trace.add(lane, phase, start, end, **more)
 
     def add_sessions(self, step: int, title: str, samples: Sequence[ScoredSample]) -> None:
-        """Add a line for each agent session to traces/sessions.jsonl, if perf_tracer.session_tracer is enabled.
-
-        Args:
-            step: Number of the step.
-            title: "rollout" or "eval".
-            samples: The samples of the agents.
-        """
+        """Add a line for each agent session to traces/sessions.jsonl, if perf_tracer.session_tracer is enabled."""
         if self._sessions is None:
             return
         for sample, number in _numbered(samples):
@@ -190,7 +146,6 @@ def _numbered(samples: Sequence[ScoredSample]) -> Iterator[tuple[ScoredSample, i
 
 
 def _facts(sample: ScoredSample, number: int) -> dict[str, Any]:
-    """Return facts about a sample as JSON values by name. `number` is its number among the samples of its prompt."""
     outcome = sample.outcome
     return {
         "prompt": sample.group,

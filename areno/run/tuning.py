@@ -66,35 +66,18 @@ _RANDOM_LOGPROB = -10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The result of a trial.
+    """The result of a trial."""
 
-    Attributes:
-        step_s: Time of a whole step, from the forecast and the ratios of measured to predicted times.
-        peak: Peak of the memory of a device, in bytes, with the CUDA context.
-        seconds: Duration of the trial.
-    """
-
-    step_s: float
-    peak: int
-    seconds: float
+    step_s: float  # of a whole step: the forecast times the ratio of measured to predicted time
+    peak: int  # of a device's memory in bytes, with the CUDA context
+    seconds: float  # duration of the trial
 
 
 def tune(config: ExperimentConfig, given: Collection[str], reuse: str = "") -> str | None:
-    """Choose the settings of a new run that the user has not given, if tune.enabled is true.
+    """Choose the settings of a new run that the user has not given, if tune.enabled is true, and set them in `config`.
 
-    Args:
-        config: Settings of the run. The chosen settings are set in it.
-        given: Dotted names of the settings that the user gave.
-        reuse: The task on which the file of the chosen settings is based, so that it can be given as --config-name. ""
-            bases it on the defaults of the algorithm.
-
-    Returns:
-        The content of tuned.yaml. None if nothing was chosen.
-
-    Raises:
-        ConfigError: No candidate fits the devices, or settings do not fit the model or the machine.
-        CheckpointError: A folder holds no model.
-        EngineError: Each trial has failed.
+    Returns the content of tuned.yaml, based on the task `reuse` so that it can be given as --config-name, or None if
+    nothing was chosen. `given` has dotted names of settings. Raises EngineError if each trial has failed.
     """
     if not isinstance(config, PolicyExperimentConfig) or not config.tune.enabled:
         return None
@@ -112,7 +95,6 @@ def tune(config: ExperimentConfig, given: Collection[str], reuse: str = "") -> s
 
 
 def _file(chosen: Mapping[str, Any], base: str) -> str:
-    """Return chosen settings as a task file in YAML."""
     nested = OmegaConf.create({"defaults": [base or "recipe", "_self_"]})
     for key, value in chosen.items():
         OmegaConf.update(nested, key, value)
@@ -128,11 +110,6 @@ def restore(config: ExperimentConfig, folder: Path, given: Collection[str] = ())
     """Set the settings that were chosen before an earlier process of a run, unless the user gives others now.
 
     They are set even if tune.enabled is now false, because the run continues with the settings that it began with.
-
-    Args:
-        config: Settings of the run, which are changed.
-        folder: Folder of the run, which has a tuned.yaml.
-        given: Dotted names of the settings that the user gives now.
     """
     if not isinstance(config, PolicyExperimentConfig):  # another algorithm, with which the run cannot be resumed
         return
@@ -142,16 +119,9 @@ def restore(config: ExperimentConfig, folder: Path, given: Collection[str] = ())
 
 
 def tune_for_script(config: ExperimentConfig, run_dir: str | Path | None) -> str | None:
-    """Choose settings for a run that a script starts, or restore those of the run that it resumes.
+    """Tune a run that a script starts, or restore the settings of the run that it resumes.
 
     Settings that differ from their defaults count as given. Does nothing if a command has tuned the run before.
-
-    Args:
-        config: Settings of the run, which are changed.
-        run_dir: Folder of the run. None is the folder of trial_name, or a new one.
-
-    Returns:
-        The content of tuned.yaml. None if nothing was chosen.
     """
     if run_dir is not None and is_described(Path(run_dir)):
         return None
@@ -164,15 +134,6 @@ def tune_for_script(config: ExperimentConfig, run_dir: str | Path | None) -> str
 
 
 def write(folder: Path, text: str | None) -> None:
-    """Write tuned.yaml into the folder of a run. Does nothing without a text.
-
-    Args:
-        folder: Folder of the run.
-        text: Content of the file, or None.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
     if text is None:
         return
     try:
@@ -182,20 +143,7 @@ def write(folder: Path, text: str | None) -> None:
 
 
 def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, Any]:
-    """Try the best candidates for a run, and return the settings of the fastest one that fits.
-
-    Args:
-        config: Settings of the run.
-        given: Dotted names of the settings that the user gave.
-
-    Returns:
-        Setting -> value. Empty if nothing is left to choose.
-
-    Raises:
-        ConfigError: No candidate fits, or settings do not fit the model or the machine.
-        CheckpointError: A folder holds no model.
-        EngineError: Each trial has failed. The error is that of the last one.
-    """
+    """Try the best candidates for a run, and return the settings of the fastest one that fits."""
     plan = plan_of_experiment(config)
     hardware, n_devices = _hardware(plan.spec), len(plan.spec.devices)
     found = candidates(config, hardware, n_devices, given)
@@ -232,7 +180,6 @@ def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, 
 
 
 def _compared(candidate: Candidate, measured: Measured) -> str:
-    """Return predicted and measured figures of a candidate in words."""
     return (
         f"{candidate.usual.seconds:.2f} s a step predicted, {measured.step_s:.2f} s measured; "
         f"{gib(candidate.peak)} GiB predicted, {gib(measured.peak)} GiB measured"
@@ -254,9 +201,7 @@ def _hardware(spec: EngineSpec) -> Hardware:
 class Trials(AbstractContextManager["Trials"]):
     """Tries candidates in an engine, which is started again if a candidate needs another one or has failed.
 
-    Args:
-        plan: The plan of the run.
-        probes_rollout: Whether samples are decoded. If not, only the KV cache is made.
+    If `probes_rollout` is false, only the KV cache is made, and no samples are decoded.
     """
 
     def __init__(self, plan: TrainerPlan, probes_rollout: bool = True):
@@ -279,24 +224,13 @@ class Trials(AbstractContextManager["Trials"]):
             engine.close()
 
     def may_begin(self, candidate: Candidate) -> bool:
-        """Return whether the trial of a candidate is expected to end within the time limit.
-
-        Args:
-            candidate: The candidate.
-        """
+        """Return whether the trial of a candidate is expected to end within the time limit."""
         starts = self._engine is None or self._recomputes != candidate.config.actor.gradient_checkpointing
         expected = (self._longest_s or 2 * (_ROLLOUT_S + _TRAIN_S)) + (self._start_s if starts else 0.0)
         return time.monotonic() - self._began + expected <= LIMIT_S
 
     def run(self, candidate: Candidate) -> Measured:
-        """Run the phases of a step with a candidate's settings, on a part of a step's work.
-
-        Args:
-            candidate: The candidate.
-
-        Raises:
-            EngineError: Memory ran out, or the work failed otherwise. The engine is then closed.
-        """
+        """Run the phases of a step with a candidate's settings, on a part of its work. An error closes the engine."""
         try:
             engine = self._engine_for(candidate.config)
             began = time.monotonic()
@@ -313,7 +247,6 @@ class Trials(AbstractContextManager["Trials"]):
         return Measured(step_s=step_s, peak=peak, seconds=time.monotonic() - began)
 
     def _engine_for(self, config: PolicyExperimentConfig) -> Engine:
-        """Return an engine with random weights for the settings of a candidate. The last engine is used if it fits."""
         recomputes = config.actor.gradient_checkpointing
         if self._engine is not None and recomputes == self._recomputes:
             return self._engine
@@ -337,16 +270,8 @@ class Trials(AbstractContextManager["Trials"]):
 class _Trial:
     """The trial of one candidate.
 
-    Args:
-        engine: An engine with the models of the run.
-        plan: The plan of the run.
-        candidate: The candidate.
-        rollouts: Measured / predicted time of earlier rollouts by their settings, which is extended. None decodes no
-            samples.
-
-    Attributes:
-        n_prompts: Number of prompts of the rollout.
-        spec: Settings of the rollout.
+    `rollouts` holds measured / predicted time of earlier rollouts by their settings, and is extended. None decodes
+    nothing.
     """
 
     def __init__(
@@ -374,11 +299,7 @@ class _Trial:
         return self.config.gconfig.n_samples
 
     def run(self, warm_up: bool) -> tuple[float, int]:
-        """Run the phases of a step, and return (seconds of a whole step, peak of memory in bytes).
-
-        Args:
-            warm_up: Whether each phase on a GPU runs twice, because the first time compiles kernels.
-        """
+        """Return (seconds of a whole step, peak of memory in bytes). With `warm_up`, each phase on a GPU runs twice."""
         self.engine.peak_memory_gib()  # begins to record a new peak
         decodes = self._rollout()
         factors = {phase.name: decodes for phase in self.candidate.usual.phases if phase.decodes}
@@ -510,10 +431,7 @@ class _Trial:
         )
 
     def _pass(self, phase: Phase, rows: list[TrainSequence]) -> None:
-        """Run a phase of the forecast on made-up rows.
-
-        The name of the phase is "train ROLE", "score ROLE" or "score actor again".
-        """
+        """Run the phase "train ROLE", "score ROLE" or "score actor again" on made-up rows."""
         verb, role, *_ = phase.name.split()
         if verb == "train":
             self._train(phase, role, rows)
@@ -562,7 +480,6 @@ def _fitting(most: int, seconds: Callable[[int], float], limit_s: float) -> int:
 
 
 def _warm_up(engine: Engine, config: PolicyExperimentConfig) -> None:
-    """Train and score a short row with each model, which compiles kernels."""
     n = 2 * _WARM_UP_TOKENS
     row = TrainSequence(
         prompt_mask=[True] * _WARM_UP_TOKENS + [False] * _WARM_UP_TOKENS,
