@@ -244,7 +244,7 @@ class Saver:
                 if self._owner() == str(run_dir.absolute()):
                     text = "the run in {} is still running, in another process"
                     raise ConfigError(Problem("trial_name", text, run_dir.absolute())) from None
-                raise self._belongs("belongs to {}, which is still running; choose another folder") from None
+                raise self._used_by("belongs to {}, which is still running; choose another folder") from None
             claim.callback(self._remove_owner)
             (self.folder / OWNER).write_text(f"{run_dir.absolute()}\n", encoding="utf-8")
             for replaced in self.folder.glob(f"{REPLACED}step-*"):
@@ -260,11 +260,11 @@ class Saver:
     def refuse_checkpoints(self) -> None:
         """Raise ConfigError if the folder has checkpoints. Those of a new run are from another run."""
         if self._has_checkpoints():
-            raise self._belongs("holds the checkpoints of {}; choose another folder, or move that one away")
+            raise self._used_by("holds the checkpoints of {}; choose another folder, or move that one away")
 
     def release(self) -> None:
         """Unlock the folder of the checkpoints, and remove an unfinished checkpoint."""
-        self._drop()
+        self._drop_unfinished()
         self._claim.close()
 
     def save(self, write: Callable[[Path], object], step: int) -> Path:
@@ -277,7 +277,7 @@ class Saver:
         self.finish()
         final = self._path(step)
         with as_checkpoint_error(self.folder, "hold the checkpoint", _KEY), ExitStack() as stack:
-            write(stack.enter_context(atomic_folder(final, partial(self._saved, step))))
+            write(stack.enter_context(atomic_folder(final, partial(self._on_saved, step))))
             self._unfinished_step, self._unfinished = step, stack.pop_all()
         self.ranking.add(step)
         if self.config.mode == "sync":
@@ -345,7 +345,7 @@ class Saver:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, and remove a checkpoint that this process has not finished writing."""
-        self._drop()
+        self._drop_unfinished()
         self.saved_step, self._interrupted_step = state["saved_step"], state["under_way"]
         if (
             self._interrupted_step is not None and self._path(self._interrupted_step).exists()
@@ -354,7 +354,7 @@ class Saver:
         self.trigger.load_state_dict(state["trigger"])
         self.ranking.load_state_dict(state["ranking"])
 
-    def _drop(self) -> None:
+    def _drop_unfinished(self) -> None:
         self._unfinished_step = None
         with suppress(_Dropped), self._unfinished:
             raise _Dropped
@@ -362,7 +362,7 @@ class Saver:
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def _saved(self, step: int) -> None:
+    def _on_saved(self, step: int) -> None:
         self.saved_step = step
         self._link("latest", step)
 
@@ -402,7 +402,7 @@ class Saver:
         owner = self.folder / OWNER
         return owner.read_text(encoding="utf-8").strip() if owner.exists() else None
 
-    def _belongs(self, how: str) -> ConfigError:
+    def _used_by(self, how: str) -> ConfigError:
         owner = self._owner()
         run = f"the run in {owner}" if owner else "an earlier run"
         return ConfigError(Problem(_KEY if self._is_chosen else "", f"{{}} {how}", self.folder, run))

@@ -50,7 +50,7 @@ class Group:
         self.parked.pop(output.sample, None)
 
     def latest(self, sample: int) -> GenerationOutput:
-        return self.finished.get(sample) or self.parked.get(sample) or _nothing(sample)
+        return self.finished.get(sample) or self.parked.get(sample) or _empty_output(sample)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,7 @@ class AgentSample:
     record: RewardRecord | None  # for reward functions; None if the agent failed
 
 
-def _nothing(sample: int) -> GenerationOutput:
+def _empty_output(sample: int) -> GenerationOutput:
     return GenerationOutput(request_id=0, sample=sample, tokens=[], logprobs=[], versions=[], finish_reason=None)
 
 
@@ -94,14 +94,14 @@ class Choice:
         self._due = set(due)
         self._open = [group for group in groups if group not in self._due]
         self._n_open = size - len(due)
-        self.known = [sample for group in groups for sample in self._certain(group, group.outputs)]
+        self.known = [sample for group in groups for sample in self._take_certain(group, group.outputs)]
 
     @property
     def gone(self) -> Sequence[Group]:
         """The groups that the step trains on, which are no longer in flight afterwards."""
         return self.taken
 
-    def _certain(self, group: Group, finished: Sequence[Any]) -> list[tuple[Group, Any]]:
+    def _take_certain(self, group: Group, finished: Sequence[Any]) -> list[tuple[Group, Any]]:
         """Return the samples of a group of which it is certain since this call that the step trains on them."""
         if group in self._due:
             found = finished
@@ -123,7 +123,7 @@ class Choice:
         found = []
         for group, output in outputs:
             group.record(output)
-            found += self._certain(group, [output])
+            found += self._take_certain(group, [output])
         return found
 
     @property

@@ -159,7 +159,7 @@ class InFlight:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        groups = [_written(group, self._keeps_samples) for group in self.groups]
+        groups = [_group_to_json(group, self._keeps_samples) for group in self.groups]
         lengths = [[step, _encoded(np.asarray(each, "<i4"))] for step, each in self._lengths.items()]
         return {
             "newest": list(self._newest),
@@ -184,26 +184,26 @@ class InFlight:
         self._lengths = {step: _decoded(each, "<i4") for step, each in state.get("lengths", [])}
         for group, written in zip(self.groups, state["groups"], strict=True):
             group.begun_at, group.is_postponed = written["begun_at"], written["is_postponed"]
-            group.finished = {output.sample: output for output in map(_output, written["finished"])}
-            group.parked = {output.sample: output for output in map(_output, written["parked"])}
+            group.finished = {output.sample: output for output in map(_sample_from_json, written["finished"])}
+            group.parked = {output.sample: output for output in map(_sample_from_json, written["parked"])}
 
 
 _ARRAYS = {"tokens": "<i4", "logprobs": "<f8", "versions": "<i4"}
 
 
-def _written(group: Group, with_samples: bool) -> dict[str, Any]:
+def _group_to_json(group: Group, with_samples: bool) -> dict[str, Any]:
     return {
         "batch": group.batch,
         "place": group.place,
         "row": group.item.index,
         "begun_at": group.begun_at if with_samples else None,
         "is_postponed": group.is_postponed,
-        "finished": [_record(output) for output in group.finished.values()] if with_samples else [],
-        "parked": [_record(output) for output in group.parked.values()],
+        "finished": [_sample_to_json(output) for output in group.finished.values()] if with_samples else [],
+        "parked": [_sample_to_json(output) for output in group.parked.values()],
     }
 
 
-def _record(output: GenerationOutput) -> dict[str, Any]:
+def _sample_to_json(output: GenerationOutput) -> dict[str, Any]:
     """Return a sample as plain values. Numbers of tokens are written as the bytes of arrays, in base64."""
     given = vars(output)
     record: dict[str, Any] = {name: _encoded(np.asarray(given[name], dtype)) for name, dtype in _ARRAYS.items()}
@@ -213,7 +213,7 @@ def _record(output: GenerationOutput) -> dict[str, Any]:
     return {"sample": output.sample, "finish_reason": output.finish_reason, **record}
 
 
-def _output(record: Mapping[str, Any]) -> GenerationOutput:
+def _sample_from_json(record: Mapping[str, Any]) -> GenerationOutput:
     arrays: dict[str, Any] = {name: _decoded(record[name], dtype) for name, dtype in _ARRAYS.items()}
     routes = record.get("routes")
     if routes is not None:

@@ -214,10 +214,10 @@ class RunProgress:
 
     def result(self, evaluated: Name, trained: str, n: int = 1) -> float:
         """Return the last value of `evaluated` or, without evaluation, the mean of the last `n` of `trained`."""
-        name = self._name(evaluated)
+        name = self._first_recorded(evaluated)
         return self.recent(name) if name in self.history else self.recent(trained, n)
 
-    def _name(self, name: Name) -> str:
+    def _first_recorded(self, name: Name) -> str:
         names = (name,) if isinstance(name, str) else name
         return next((one for one in names if one in self.history), names[-1])
 
@@ -228,7 +228,7 @@ class RunProgress:
         """
         return [
             f"{name} {values[0]:.3f} -> {self.recent(name, n):.3f}"
-            for name, n in ((self._name(name), n) for name, n in names.items())
+            for name, n in ((self._first_recorded(name), n) for name, n in names.items())
             if len(values := self.history.get(name, [])) > name.startswith("eval_")
         ]
 

@@ -420,7 +420,7 @@ class Recovery(AbstractContextManager["Recovery"]):
                 f"trains again from step {again + 1} on" if again else "begins again, since there is no state",
             )
 
-    def finished(self, step: int, result: float, ended_by: str) -> None:
+    def record_finished(self, step: int, result: float, ended_by: str) -> None:
         """Record on disk that the run has finished, if the training state of its last step is complete."""
         if self.written_step == step:
             self.states.set_finished(step, result, ended_by)

@@ -243,13 +243,13 @@ def resumes(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -> 
     if config.recover.mode == "off" or not run_folder.is_sweep(folder):
         return False
     before = sweep_of(folder)
-    if _unnamed(type(config), before) != _unnamed(type(config), sweep):
+    if _comparable(type(config), before) != _comparable(type(config), sweep):
         there = " ".join(line.lstrip("+") for line in before)
         raise ConfigError(Problem("trial_name", "{} holds another sweep ({}); choose another name", folder, there))
     return True
 
 
-def _unnamed(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
+def _comparable(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
     """Return the overrides of a sweep in a form that can be compared with the overrides of an earlier start.
 
     Renamed settings get their current names. trial_name is left out, because it may be the start time of the sweep.
@@ -295,13 +295,13 @@ def print_result(
     step, result = finished["step"], finished["result"]
     print(
         f"{shown(earlier.folder)} is finished: its {step} steps are done, with the result {result:.6g}.\n"
-        f"To train on:    {resume_command(command, earlier.folder)} {_longer(finished, asdict(config))}\n"
+        f"To train on:    {resume_command(command, earlier.folder)} {_doubled_limit(finished, asdict(config))}\n"
         "For a new run:  the same command with another trial_name"
     )
     return result
 
 
-def _longer(finished: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def _doubled_limit(finished: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Return the override with which a finished run trains for twice as long, such as "total_train_steps=200"."""
     ended_by = finished["ended_by"]
     limit: Any = value_at(settings, ended_by) or finished["step"]
@@ -343,7 +343,10 @@ def print_next_commands(command: str, folder: Path) -> None:
             print(f"evaluate it:  areno evaluate {quoted} {more}", file=sys.stderr)
         print(f"use it:       areno serve {shlex.quote(shown(checkpoint))}", file=sys.stderr)
     if finished is not None:
-        print(f"train on:     {resume_command(command, folder)} {_longer(finished, run.config)}", file=sys.stderr)
+        print(
+            f"train on:     {resume_command(command, folder)} {_doubled_limit(finished, run.config)}",
+            file=sys.stderr,
+        )
 
 
 def print_unfinished(command: str, experiment: Path) -> None:

@@ -285,11 +285,11 @@ class Run:
         for number, phase in enumerate(compared, 1):
             logger.info("predicted / measured: %s", phase, extra=IN_FULL if number < len(compared) else None)
 
-    def has_result(self, result: float) -> None:
+    def record_result(self, result: float) -> None:
         """Record the result of the run on disk. Does nothing unless `finish` has been called."""
         if self._has_ended:
             ended_by = "evaluator.patience" if self._stopped_early else self.progress.ended_by
-            self.recovery.finished(self.step, result, ended_by)
+            self.recovery.record_finished(self.step, result, ended_by)
 
     def _before_phase(self, name: str) -> None:
         self.pulse()
@@ -385,7 +385,7 @@ def fault_tolerant(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
                     if not run.recovery.may_restart:
                         run.recovery.give_up(error)
                     lost = error
-        run.has_result(result)
+        run.record_result(result)
         return result
 
     return guarded_fit

@@ -104,7 +104,7 @@ class States:
         The checksums of weights and optimizers are not checked here; the engine checks them when it loads the state.
         """
         for step in self.steps():
-            if damage := find_damage(self._of(step)):
+            if damage := find_damage(self._path(step)):
                 self.set_aside(step, damage)
             else:
                 return self._read(step)
@@ -112,7 +112,7 @@ class States:
         damaged = sorted(path.name for path in self.folder.glob(f"{DAMAGED}*"))
         if not damaged and not last.exists():
             return None
-        why = f"are damaged ({', '.join(damaged)})" if damaged else f"are gone; the last was {_text(last)}"
+        why = f"are damaged ({', '.join(damaged)})" if damaged else f"are gone; the last was {_read_text(last)}"
         raise CheckpointError(
             "the states of this run in {} {}. Put one back, or start a run with another trial_name, for example from "
             "a checkpoint of this one (actor.path)",
@@ -121,7 +121,7 @@ class States:
         )
 
     def _read(self, step: int) -> State:
-        folder = self._of(step)
+        folder = self._path(step)
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             record = record if isinstance(record, dict) else {}
@@ -140,7 +140,7 @@ class States:
         names = [f"{DAMAGED}{_PREFIX}{step:06d}{more}" for more in ("", *(f"-{n}" for n in range(2, 100)))]
         aside = next(path for name in names if not (path := self.folder / name).exists())
         logger.warning("the state of step %d is damaged: %s. It is kept as %s", step, damage, aside)
-        self._of(step).rename(aside)
+        self._path(step).rename(aside)
 
     def begin(self, step: int) -> Path:
         """Make a new empty folder for the state of a step. The caller fills it and calls `finish`."""
@@ -155,7 +155,7 @@ class States:
         So the caller can write a new run.json for the state without writing the weights again. Returns None if the file
         system has no hard links.
         """
-        source, folder = self._of(step) / ENGINE, self.begin(step)
+        source, folder = self._path(step) / ENGINE, self.begin(step)
         try:
             for path in (path for path in source.rglob("*") if path.is_file()):
                 link = folder / ENGINE / path.relative_to(source)
@@ -174,7 +174,7 @@ class States:
         manifest = {"crc32": zlib.crc32(text.encode()), "sizes": sizes}
         (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         sync_tree(folder)
-        final, replaced = self._of(step), self.folder / f"{REPLACED}{self._of(step).name}"
+        final, replaced = self._path(step), self.folder / f"{REPLACED}{self._path(step).name}"
         if final.exists():
             remove(replaced)
             final.rename(replaced)
@@ -187,15 +187,15 @@ class States:
         return final
 
     def remove(self, step: int) -> None:
-        atomic_remove(self._of(step))
+        atomic_remove(self._path(step))
 
     def size(self) -> int:
         """Return the size of the newest state in bytes. 0 without states."""
         newest = next(iter(self.steps()), None)
-        files = [] if newest is None else self._of(newest).rglob("*")
+        files = [] if newest is None else self._path(newest).rglob("*")
         return sum(path.stat().st_size for path in files if path.is_file())
 
-    def _of(self, step: int) -> Path:
+    def _path(self, step: int) -> Path:
         return self.folder / f"{_PREFIX}{step:06d}"
 
     @property
@@ -237,7 +237,7 @@ def find_damage(folder: Path) -> str:
     return ""
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

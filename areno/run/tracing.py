@@ -100,12 +100,12 @@ class RunTracer(AbstractContextManager["RunTracer"]):
         """Add a lane for each sample to the trace. `name` is the number of the step, or that of an evaluation."""
         if self._file is None:
             return
-        for sample, number in _numbered(samples):
+        for sample, number in _with_sample_numbers(samples):
             if not sample.spans:
                 continue
             lane = f"samples#{name}.{sample.group}.{number}"
             starts, ends = zip(*((start, end) for _, start, end in sample.spans), strict=True)
-            arguments = _facts(sample, number) | {"finish_reason": sample.sequence.finish_reason}
+            arguments = _sample_to_json(sample, number) | {"finish_reason": sample.sequence.finish_reason}
             versions = vars(sample.sequence)["resp_versions"]
             arguments |= version_range(() if versions is None else versions)
             trace.add(lane, "sample", min(starts), max(ends), of=name, **arguments)
@@ -117,8 +117,8 @@ class RunTracer(AbstractContextManager["RunTracer"]):
         """Add a line for each agent session to traces/sessions.jsonl, if perf_tracer.session_tracer is enabled."""
         if self._sessions is None:
             return
-        for sample, number in _numbered(samples):
-            record = {"step": step, "phase": title, **_facts(sample, number)}
+        for sample, number in _with_sample_numbers(samples):
+            record = {"step": step, "phase": title, **_sample_to_json(sample, number)}
             for phase, start, end in sample.spans:
                 record |= {f"{phase}_began": start / 1e9, f"{phase}_seconds": (end - start) / 1e9}
             if (trajectory := sample.trajectory) is not None:
@@ -137,7 +137,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
             self._sessions.flush()
 
 
-def _numbered(samples: Sequence[ScoredSample]) -> Iterator[tuple[ScoredSample, int]]:
+def _with_sample_numbers(samples: Sequence[ScoredSample]) -> Iterator[tuple[ScoredSample, int]]:
     """Yield each sample with its number among the samples of its prompt."""
     seen: Counter[int] = Counter()
     for sample in samples:
@@ -145,7 +145,7 @@ def _numbered(samples: Sequence[ScoredSample]) -> Iterator[tuple[ScoredSample, i
         seen[sample.group] += 1
 
 
-def _facts(sample: ScoredSample, number: int) -> dict[str, Any]:
+def _sample_to_json(sample: ScoredSample, number: int) -> dict[str, Any]:
     outcome = sample.outcome
     return {
         "prompt": sample.group,

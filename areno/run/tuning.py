@@ -91,10 +91,10 @@ def tune(config: ExperimentConfig, given: Collection[str], reuse: str = "") -> s
         logger.info(text, BATCH, chosen[BATCH])
     set_values(config, chosen)
     logger.info("tune: in %.0f s, chosen: %s", time.monotonic() - began, shown(chosen))
-    return _file(chosen, reuse)
+    return _tuned_yaml(chosen, reuse)
 
 
-def _file(chosen: Mapping[str, Any], base: str) -> str:
+def _tuned_yaml(chosen: Mapping[str, Any], base: str) -> str:
     nested = OmegaConf.create({"defaults": [base or "recipe", "_self_"]})
     for key, value in chosen.items():
         OmegaConf.update(nested, key, value)
@@ -166,7 +166,7 @@ def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, 
                 logger.warning("tune: %s: discarded, %s", candidate, str(failure).partition("\n")[0])
                 continue
             is_too_large = f"; discarded, more than {gib(most)} GiB" if measured.peak > most else ""
-            logger.info("tune: %s: %s%s", candidate, _compared(candidate, measured), is_too_large)
+            logger.info("tune: %s: %s%s", candidate, _predicted_and_measured(candidate, measured), is_too_large)
             if is_too_large:
                 least = min(measured.peak, least or measured.peak)
             else:
@@ -179,7 +179,7 @@ def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, 
     raise nothing_fits(config, hardware, n_devices, least)
 
 
-def _compared(candidate: Candidate, measured: Measured) -> str:
+def _predicted_and_measured(candidate: Candidate, measured: Measured) -> str:
     return (
         f"{candidate.usual.seconds:.2f} s a step predicted, {measured.step_s:.2f} s measured; "
         f"{gib(candidate.peak)} GiB predicted, {gib(measured.peak)} GiB measured"
@@ -306,16 +306,16 @@ class _Trial:
         # A judge that writes is not tried. Its decoder works like the actor's, with a cache of the planned size.
         peaks = [phase.peak / GIB for phase in self.candidate.full.phases if phase.decodes and phase.name != "rollout"]
         self._peak = max([self._peak, *peaks])
-        rows, n_prompts = self._rows()
+        rows, n_prompts = self._random_rows()
         predicted = {phase.name: phase for phase in self._predict(n_prompts).phases}
         for name, phase in predicted.items():
             if phase.decodes:
                 continue
             if warm_up and self._is_cuda:
-                self._pass(phase, rows)
+                self._run_phase(phase, rows)
             self.engine.wait()
             began = time.perf_counter()
-            self._pass(phase, rows)
+            self._run_phase(phase, rows)
             self.engine.wait()
             factors[name] = (time.perf_counter() - began) / phase.seconds
             self._peak = max(self._peak, self.engine.peak_memory_gib())
@@ -357,8 +357,8 @@ class _Trial:
             def predicted(prompt: int, answer: int) -> float:
                 return self._predict(self.n_prompts, prompt, answer).phases[0].seconds
 
-            prompt = _fitting(usual.prompt, lambda n: predicted(n, 1), _PREFILL_S)
-            answer = _fitting(usual.answer, lambda n: predicted(prompt, n), _ROLLOUT_S)
+            prompt = _largest_within(usual.prompt, lambda n: predicted(n, 1), _PREFILL_S)
+            answer = _largest_within(usual.answer, lambda n: predicted(prompt, n), _ROLLOUT_S)
             if self._is_cuda:
                 self._generate(prompt, answer)  # compiles kernels and records CUDA graphs
             if drops:
@@ -381,21 +381,21 @@ class _Trial:
         requests = [
             GenerationRequest(
                 request_id=index,
-                prompt=self._tokens(min(_drawn(lengths, prompt), self._limits.prompt)),
+                prompt=self._random_tokens(min(_draw_length(lengths, prompt), self._limits.prompt)),
                 n_samples=self._n_samples,
-                params=replace(params, max_new_tokens=min(_drawn(lengths, answer), self._limits.answer)),
+                params=replace(params, max_new_tokens=min(_draw_length(lengths, answer), self._limits.answer)),
                 seed=index,
             )
             for index in range(self.n_prompts)
         ]
         self.engine.generate(requests)
 
-    def _tokens(self, n: int) -> list[int]:
+    def _random_tokens(self, n: int) -> list[int]:
         return self._draw.choices(range(self.engine.info.vocab_size), k=n)
 
     # -- training and scoring --------------------------------------------------------------------------------------
 
-    def _rows(self) -> tuple[list[TrainSequence], int]:
+    def _random_rows(self) -> tuple[list[TrainSequence], int]:
         """Return made-up rows of drawn lengths, one of them at the limits, and the number of their prompts.
 
         There are as many as train in a few seconds, and at least as many as fill a micro-batch of each device.
@@ -408,20 +408,20 @@ class _Trial:
         budgets = (phase.budget for phase in self.candidate.usual.phases if phase.budget is not None)
         fill = max(budgets, default=1) * layout.cp_size * layout.data_size
         least = -(-fill // (self._n_samples * (usual.prompt + usual.answer)))
-        n_prompts = min(self.n_prompts, max(least, _fitting(self.n_prompts, passes, _TRAIN_S)))
+        n_prompts = min(self.n_prompts, max(least, _largest_within(self.n_prompts, passes, _TRAIN_S)))
         lengths = [
-            (_drawn(self._draw, usual.prompt), _drawn(self._draw, usual.answer))
+            (_draw_length(self._draw, usual.prompt), _draw_length(self._draw, usual.answer))
             for _ in range(n_prompts * self._n_samples)
         ]
         lengths[0] = (self._limits.prompt, self._limits.answer)
-        return [self._row(*pair, index) for index, pair in enumerate(lengths)], n_prompts
+        return [self._random_row(*pair, index) for index, pair in enumerate(lengths)], n_prompts
 
-    def _row(self, prompt: int, answer: int, index: int) -> TrainSequence:
+    def _random_row(self, prompt: int, answer: int, index: int) -> TrainSequence:
         n, advantage = prompt + answer, 1.0 if index % 2 else -1.0
         zeros = [0.0] * n
         return TrainSequence(
             prompt_mask=[True] * prompt + [False] * answer,
-            tokens=self._tokens(n),
+            tokens=self._random_tokens(n),
             logprobs=[0.0] * prompt + [_RANDOM_LOGPROB] * answer,
             advantages=[0.0] * prompt + [advantage] * answer,
             returns=zeros,
@@ -430,7 +430,7 @@ class _Trial:
             staleness=1,  # engine.exact compares the log-probabilities of newer rows with the rollout
         )
 
-    def _pass(self, phase: Phase, rows: list[TrainSequence]) -> None:
+    def _run_phase(self, phase: Phase, rows: list[TrainSequence]) -> None:
         """Run the phase "train ROLE", "score ROLE" or "score actor again" on made-up rows."""
         verb, role, *_ = phase.name.split()
         if verb == "train":
@@ -467,12 +467,12 @@ def _loss_fn(divergence: Divergence | None) -> Any:
     return loss_fn if divergence is None else partial(distillation_loss_fn, policy_loss_fn=loss_fn)
 
 
-def _drawn(draw: random.Random, mean: int) -> int:
+def _draw_length(draw: random.Random, mean: int) -> int:
     """Draw a length uniformly, from 1 on."""
     return draw.randint(1, 2 * mean - 1)
 
 
-def _fitting(most: int, seconds: Callable[[int], float], limit_s: float) -> int:
+def _largest_within(most: int, seconds: Callable[[int], float], limit_s: float) -> int:
     """Return the largest of `most`, `most` / 2, `most` / 4, ... whose expected time is within a limit, at least 1."""
     while most > 1 and seconds(most) > limit_s:
         most //= 2

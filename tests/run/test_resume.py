@@ -143,7 +143,7 @@ def test_what_lets_a_finished_run_go_on(recipe, short, longer, folder, capsys, m
 
 
 def test_between_the_last_state_and_the_word_that_it_is_finished(expected):
-    with killed_at(Run, "has_result"):
+    with killed_at(Run, "record_result"):
         go("sft", *OFTEN)
     assert go("sft", *OFTEN) == 0
     assert "going on after step 7; 0 steps are left" in log()
