@@ -56,17 +56,9 @@ from areno.types import (
 
 
 def reward_records(trainer: Trainer, trajectories: Any) -> list[RewardRecord]:
-    """Return the record that a reward function receives for each trajectory.
+    """Return the record that a reward function receives for each trajectory that an agent has returned.
 
-    Args:
-        trainer: The Trainer whose rollout session the agents used.
-        trajectories: An AgentTrajectory or AgentTrajectoryTurn that an agent has returned, or a list of them.
-
-    Returns:
-        The records, in the order of the trajectories.
-
-    Raises:
-        DataError: A trajectory is malformed, or was not sampled in a session of `trainer`.
+    Raises DataError if a trajectory is malformed, or was not sampled in a session of `trainer`.
     """
     read = _read(trainer, trajectories, None)
     return [reward_record(item, trajectory, trainer.get_tokenizer()) for item, trajectory in read]
@@ -85,20 +77,7 @@ def trajectory_rows(
     A trajectory has several rows if a turn does not continue the tokens of the previous turn. The actor computes
     log-probabilities by a forward pass where the rollout gives no usable ones: for trained tokens that the policy did
     not sample, and for all tokens of a row if the temperature of the rollout differs from that of training.
-
-    Args:
-        trainer: The Trainer whose rollout session the agents used.
-        trajectories: An AgentTrajectory or AgentTrajectoryTurn that an agent has returned, or a list of them.
-        advantages: Advantage of each trajectory.
-        rewards: Reward of each trajectory. None uses 0 for all.
-        loss_mask_policy: Setting that selects which tokens are trained. None uses the setting of the last session.
-
-    Returns:
-        The rows of all trajectories, in the order of the trajectories, with advantages set.
-
-    Raises:
-        DataError: A trajectory is malformed, or was not sampled in a session of `trainer`, or the numbers of
-            trajectories, advantages and rewards differ.
+    `loss_mask_policy` None is that of the last session, and `rewards` None is 0 for all.
     """
     read = _read(trainer, trajectories, loss_mask_policy)
     given = {"advantages": advantages} | ({} if rewards is None else {"rewards": rewards})
@@ -120,20 +99,10 @@ def trajectory_rows(
 def score_missing(
     trainer: Trainer, sampled: Sequence[TokenRow], rows: Sequence[TrainSequence], sampling: SamplingConfig
 ) -> list[TokenRow]:
-    """Compute the log-probabilities of trained tokens that have no usable log-probability.
+    """Set the log-probabilities of trained tokens that have no usable one, and return the rows that were scored.
 
     A log-probability is usable only if the policy sampled the token with the settings that training assumes. Usable
     ones are kept: older weights may have sampled the token, and importance ratios need their probability.
-
-    Args:
-        trainer: The Trainer whose actor computes the log-probabilities.
-        sampled: Rows of agents' trajectories.
-        rows: The training rows made from `sampled`, in the same order. The function sets the `logprobs` of the rows
-            that it scores.
-        sampling: Sampling settings that training assumes.
-
-    Returns:
-        The rows of `sampled` that were scored. Empty if no row lacks log-probabilities.
     """
     places = [place for place, row in enumerate(sampled) if needs_scoring(row, sampling)]
     if not places:
@@ -184,21 +153,10 @@ def sample_with_agents(
     at_once: int | None = None,
     max_running: int | None = None,
 ) -> None:
-    """Run the agents of all prompts, and pass each sample to `take` when its agent ends.
+    """Run the agents of all prompts, `at_once` prompts at a time, and pass each sample to `take` when its agent ends.
 
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        agents: The agent processes.
-        items: The prompts.
-        gconfig: Sampling settings. gconfig.n_samples agents run for each prompt.
-        seed: Seed of the agents' requests.
-        on_progress: Called with (finished outputs, rollout statistics) while agents run. The list of outputs is always
-            empty.
-        first_group: Number that identifies the samples of the first prompt. The following prompts get consecutive
-            numbers.
-        take: Called when an agent ends, with its sample.
-        at_once: Number of prompts whose agents run at the same time. None runs all.
-        max_running: Largest number of samples that are decoded at the same time. None: as in training.
+    `on_progress` is called with ([], rollout statistics). Groups are numbered from `first_group`. At most `max_running`
+    samples are decoded at the same time. None: as in training.
     """
     batch = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
     _log_begin(setup, len(items), gconfig.n_samples)
@@ -226,7 +184,6 @@ def sample_with_agents(
 
 
 def _log_begin(setup: PolicySetup, n_prompts: int, n_samples: int) -> None:
-    """Log how many agents a rollout starts."""
     config = setup.config
     most = config.rollout.max_concurrent_rollouts or config.rows_per_step
     text = "agentic rollout batch prompts=%d n_samples=%d expected_requests=%d max_running_prompts=%d"
@@ -234,12 +191,7 @@ def _log_begin(setup: PolicySetup, n_prompts: int, n_samples: int) -> None:
 
 
 class _Watch:
-    """Reports the progress of agents, and looks for lost workers, when it is called.
-
-    Args:
-        engine: The engine.
-        on_progress: Called with (empty list, rollout statistics).
-    """
+    """Reports the progress of agents, and looks for lost workers, when it is called."""
 
     def __init__(self, engine: Engine, on_progress: OnProgress):
         self._engine, self._on_progress, self._polled = engine, on_progress, 0.0
@@ -255,10 +207,7 @@ class _Watch:
 def _serving(
     setup: PolicySetup, gconfig: GenerationConfig, seed: int, max_running: int | None = None
 ) -> Iterator[SessionProxy]:
-    """Serve the policy to agents for the time of a `with` block.
-
-    If agents live across steps, they continue meanwhile.
-    """
+    """Serve the policy inside the `with` block. If agents live across steps, they continue meanwhile."""
     if setup.live_agents is not None and setup.live_agents.is_open:
         with setup.live_agents.running(), setup.live_agents.serving(gconfig, seed) as server:
             yield server
@@ -274,24 +223,18 @@ def _serving(
 
 
 def _mask_policy(setup: PolicySetup) -> LossMaskPolicy:
-    """Return which tokens of trajectories are trained."""
     return LossMaskPolicy(tool_results=setup.config.agent.train_tool_results)
 
 
 def _row_builder(setup: PolicySetup, server: SessionProxy) -> RowBuilder:
-    """Return the builder of the rows of trajectories whose requests a server has answered."""
     info, conversations = setup.trainer.engine.info, server.server.chat.conversations
     return RowBuilder(conversations, _mask_policy(setup), info.vocab_size, server.session, info.context_len)
 
 
 def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, take: Take) -> None:
-    """Run agents until the groups that a step trains on are whole, and score these. The other agents stay in progress.
+    """Run agents until the groups that a step trains on are whole. The other agents stay in progress.
 
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        live: The agents in progress.
-        choice: The choice of the groups (the samples of one prompt). Agents start for those that have not begun.
-        take: Function that receives samples of the groups that the step trains on, as soon as they are certain.
+    `take` receives samples of the groups that the step trains on, as soon as they are certain.
     """
     run, agents, n_samples = setup.run, setup.agents, setup.config.gconfig.n_samples
     assert agents is not None
@@ -306,7 +249,6 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, tak
         watch = _Watch(setup.trainer.engine, report)
 
         def pass_on(certain: Sequence[tuple[Group, AgentSample]]) -> None:
-            """Pass samples on to `take`."""
             found = {}
             for group, sample in certain:
                 sample.scored.group = places[group]
@@ -334,7 +276,6 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, tak
 
 
 def _begin(setup: PolicySetup, live: LiveAgents, groups: Sequence[Group]) -> None:
-    """Start the agents of groups."""
     progress, n_samples = setup.run.progress, setup.config.gconfig.n_samples
     _log_begin(setup, len(groups), n_samples)
     by_batch: dict[int, list[Group]] = {}
@@ -359,7 +300,7 @@ def _agent_sample(
     place: int,
     outcome: AgentOutcome,
 ) -> tuple[Group, AgentSample]:
-    """Return the sample of an agent that has ended, with its group. `place` is the index of its item in `items`."""
+    """Return the sample of the ended agent of `items[place]`, with its group."""
     item, group = items[place], groups[place]
     sample, record = _sample(setup, group.item, item, outcome, rows, 0)
     sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
@@ -374,10 +315,7 @@ def _sample(
     rows: RowBuilder,
     group: int,
 ) -> tuple[ScoredSample, RewardRecord | None]:
-    """Convert the outcome of an agent to (sample, record for reward functions).
-
-    The record is None if the agent failed. `group` is the number that identifies the samples of the prompt.
-    """
+    """Convert the outcome of an agent to (sample, record for reward functions). The record is None if it failed."""
 
     def failed(status: Any, message: str) -> tuple[ScoredSample, None]:
         nothing = RolloutSequence(resp_tokens=[], resp_logprobs=[])
@@ -412,7 +350,6 @@ def _sample(
 
 
 def _report(samples: Sequence[ScoredSample]) -> None:
-    """Log how many samples, tokens and tool calls a rollout has, and the first failures."""
     done = [sample.trajectory for sample in samples if sample.trajectory is not None]
     logger.info(
         "agentic train batch built samples=%d tokens=%d messages=%d tool_calls=%d tool_results=%d",

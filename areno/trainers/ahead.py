@@ -33,16 +33,9 @@ def sample_ahead(
 ) -> tuple[list[ScoredSample], np.ndarray, dict[str, float]]:
     """Sample until as many groups as the batch has prompts are whole, and score these groups.
 
-    With rollout.dynamic_sampling, groups whose rewards are all equal are not trained.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        batch: The prompts of the step. The step may train on prompts of other batches instead.
-        scores: Scores of the rows to train on. Without dynamic sampling, which chooses the rows by their rewards, they
-            are computed while rewards are computed.
-
-    Returns:
-        (samples of the whole groups, (B,) bool mask of the groups to train on, rollout/* metrics).
+    Returns (samples of the whole groups, (B,) bool mask of the groups to train on, rollout/* metrics). The step may
+    train on prompts of other batches. With rollout.dynamic_sampling, groups whose rewards are all equal are not
+    trained. Without it, `scores` are computed while rewards are computed.
     """
     run, config = setup.run, setup.config
     in_flight, step = run.progress.in_flight, run.step
@@ -78,11 +71,7 @@ def sample_ahead(
 
 
 def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Group, GenerationOutput]]:
-    """Sample the unfinished samples of the chosen groups until the groups of the step are whole, and score these.
-
-    Returns:
-        Each stopped sample with its group.
-    """
+    """Sample and score until the groups of the step are whole, and return each stopped sample with its group."""
     trainer, run, config = setup.trainer, setup.run, setup.config
     params, places = sampling_params(config.gconfig), {group: place for place, group in enumerate(choice.groups)}
     requests, group_of = _requests(setup, choice.groups, itertools.count())
@@ -115,13 +104,8 @@ def sample_replacing(
     the step is full. If the step may take no further batch (rollout.max_sampling_rounds, or the end of the data), it
     may train on fewer groups. If all groups are dropped, the step trains on the first of them that have rewards.
 
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        batch: The batch that the step has taken. The step takes further batches when it needs them.
-
-    Returns:
-        (samples of all groups that are trained or dropped, (B,) bool mask of the groups to train on, rollout/*
-        metrics, batches that the step has taken).
+    Returns (samples of all groups that are trained or dropped, (B,) bool mask of the groups to train on, rollout/*
+    metrics, batches that the step has taken).
     """
     run, config = setup.run, setup.config
     in_flight, step, size = run.progress.in_flight, run.step, config.train_dataset.batch_size
@@ -165,15 +149,7 @@ def sample_replacing(
 class _Replacing:
     """Begins prompts and scores groups during a rollout, as an Admission decides. It is a RolloutSteering.
 
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        scorer: Scores the samples.
-        admission: Decides which prompts begin.
-
-    Attributes:
-        display: Shows the progress of the rollout.
-        group_of: Request id -> group of the request.
-        before: Each sample that continues, with its group and its output before this step.
+    `before` has each sample that continues, with its group and its output before this step.
     """
 
     def __init__(self, setup: PolicySetup, scorer: Scorer, admission: Admission):
@@ -187,15 +163,7 @@ class _Replacing:
     def __call__(
         self, outputs: list[GenerationOutput], stats: list[RolloutStats]
     ) -> tuple[int, Sequence[GenerationRequest]]:
-        """Score finished samples, and begin prompts in the place of those that are dropped.
-
-        Args:
-            outputs: The finished samples.
-            stats: Decoding statistics of each data-parallel rank.
-
-        Returns:
-            (number of unfinished samples, or 0 if the step is over; requests of the prompts that begin).
-        """
+        """Score finished samples, and return (number of unfinished samples, or 0 at the end of the step; new requests)."""
         found = [(self.group_of[output.request_id], output) for output in outputs]
         self._take(found)
         self.display([numbered(output, self._places[group]) for group, output in found], stats)
@@ -209,7 +177,6 @@ class _Replacing:
         return len(set(self._scorer.rewards_of(self._places[group]))) < 2
 
     def has_reward(self, group: Group) -> bool:
-        """Return whether a sample of a whole group has a reward."""
         return bool(self._scorer.rewards_of(self._places[group]))
 
     def _begin(self, groups: Sequence[Group]) -> list[GenerationRequest]:
@@ -242,18 +209,14 @@ def _requests(
 
 
 def numbered(output: GenerationOutput, request_id: int) -> GenerationOutput:
-    """Return a copy of an output with another request id, which shares the numbers of its tokens."""
+    """Return a shallow copy of an output with another request id."""
     output = copy.copy(output)
     output.request_id = request_id
     return output
 
 
 def _n_recomputed(before: Iterable[tuple[Group, GenerationOutput]]) -> int:
-    """Return the number of tokens of samples that have continued, whose keys and values were computed again.
-
-    Args:
-        before: Each unfinished sample with its group, as it was at the start of the rollout.
-    """
+    """Return the number of tokens, before this rollout, of samples that continued and whose KV was computed again."""
     return sum(n_tokens(part) for group, part in before if n_tokens(group.latest(part.sample)) > n_tokens(part))
 
 
@@ -265,16 +228,7 @@ def _metrics(
     n_recomputed: int,
     n_thrown_away: int,
 ) -> dict[str, float]:
-    """Return the metrics of the step's staleness, or of its postponed prompts.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        samples: The B samples of whole groups.
-        keep: (B,) bool, True for samples of groups that the step trains on.
-        groups: Group number of a sample -> its group.
-        n_recomputed: Number of completion tokens whose keys and values were computed again.
-        n_thrown_away: Number of sampled tokens that are thrown away.
-    """
+    """Return the metrics of the step's staleness, or of its postponed prompts."""
     samples = [sample for sample, is_kept in zip(samples, keep, strict=True) if is_kept]
     version, in_flight = setup.trainer.engine.weights_version, setup.run.progress.in_flight
     versions = [np.asarray(vars(sample.sequence)["resp_versions"]) for sample in samples]
@@ -306,7 +260,7 @@ def _metrics(
 
 
 def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:
-    """Return metrics of the lengths of samples in tokens: mean, 90th percentile and maximum. Empty without samples.
+    """Return mean, 90th percentile and maximum of the lengths of samples in tokens.
 
     A step that does not wait trains on short samples earlier than on long ones. So the lengths of the trained samples
     can be below those of the samples that were begun (Magistral, arXiv 2506.10910).

@@ -39,13 +39,6 @@ logger = logging.getLogger("areno")
 
 
 def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
-    """Log the rollout/* metrics of a step.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        rollout: The samples of the step.
-        rows: The training rows of `rollout.kept`, with advantages.
-    """
     run, samples = setup.run, rollout.samples
     advantages_B = np.zeros(len(samples))
     by_sample = joined(rows, rollout.sizes)
@@ -68,12 +61,7 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
 
 
 def reference_kl(actor: PolicyConfig, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return rollout/ref_kl, the mean over trained tokens of the KL to the reference that the reward pays for.
-
-    Args:
-        actor: Settings of the actor.
-        rows: The training rows. Empty metrics without rows or if the KL is not part of the reward.
-    """
+    """Return rollout/ref_kl, the mean over trained tokens of the KL to the reference that the reward pays for."""
     if not (isinstance(actor, KLConfig) and actor.kl_in_reward and rows):
         return {}
     new, ref = (np.concatenate(trained(rows, name)) for name in ("logprobs", "ref_logprobs"))
@@ -81,11 +69,6 @@ def reference_kl(actor: PolicyConfig, rows: Sequence[TrainSequence]) -> dict[str
 
 
 def draft_metrics(counts: DraftCounts) -> dict[str, float]:
-    """Return the metrics of the tokens that the rollout drafted (rollout.speculation).
-
-    Args:
-        counts: The counts of the rollout.
-    """
     return {
         "rollout/drafted_tokens": counts.drafted,
         "rollout/accepted_tokens": counts.accepted,
@@ -95,16 +78,9 @@ def draft_metrics(counts: DraftCounts) -> dict[str, float]:
 
 
 def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Return rollout/frac_groups_zero_std, the share of groups whose rewards are all equal.
+    """Return rollout/frac_groups_zero_std, the share of groups with two or more rewards that are all equal.
 
-    The advantages of such a group are 0, so it does not train the policy. Groups with fewer than two rewards are not
-    counted.
-
-    Args:
-        samples: All samples of the step.
-
-    Returns:
-        The metric by its name. Empty if no group has two rewards.
+    The advantages of such a group are 0, so it does not train the policy.
     """
     equal = [min(group) == max(group) for group in rewards_by_group(samples).values() if len(group) > 1]
     return {"rollout/frac_groups_zero_std": float(np.mean(equal))} if equal else {}
@@ -115,14 +91,6 @@ def samples_logged(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSeq
     """Log the samples of a step at the end of a `with` block, even if the update inside the block fails.
 
     The log also has the log-probabilities from before the update, which the update stores in the rows.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        rollout: The samples of the step.
-        rows: The training rows of `rollout.kept`.
-
-    Raises:
-        ArenoError: Too many consecutive steps had no reward.
     """
     try:
         setup.run.outputs.watch_rewards([sample.outcome for sample in rollout.samples])
@@ -146,29 +114,17 @@ def _log_samples(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSeque
 
 @dataclass
 class Rollout:
-    """The samples of one step, and the choice of samples to train on.
-
-    A group is the samples of one prompt. Groups are numbered within the step.
-
-    Attributes:
-        samples: All B samples of the step.
-        keep: (B,) bool, True for samples to train on. A sample without a reward is never kept.
-        skipped_long: Number of dataset rows that this step skipped because they were too long.
-        total_skipped_long: Number of dataset rows skipped for this reason since the start of the run.
-        scores: Scores of the rows, of which some may have been computed while rewards were computed.
-        scalars: rollout/* metrics of dynamic sampling, or of samples that were stopped. Empty without both.
-    """
+    """The samples of one step, and the choice of samples to train on. A group is the samples of one prompt."""
 
     samples: list[ScoredSample]
-    keep: np.ndarray
-    skipped_long: int
+    keep: np.ndarray  # (B,) bool; a sample without a reward is never kept
+    skipped_long: int  # dataset rows of this step that were too long
     total_skipped_long: int
     scores: StepScores
-    scalars: Mapping[str, float] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)  # rollout/* metrics of dynamic or stopped sampling
 
     @property
     def kept(self) -> list[ScoredSample]:
-        """The samples to train on."""
         return [sample for sample, keep in zip(self.samples, self.keep, strict=True) if keep]
 
     @property
@@ -178,7 +134,6 @@ class Rollout:
 
     @property
     def groups(self) -> list[int]:
-        """The group number of each kept sample."""
         return [sample.group for sample in self.kept]
 
 
@@ -193,7 +148,6 @@ def rollouts(setup: PolicySetup) -> Iterator[Rollout]:
 
 
 def skip_step(setup: PolicySetup, rollout: Rollout) -> None:
-    """End a step that has no sample to train on."""
     log_rollout(setup, rollout, [])
     with samples_logged(setup, rollout, []):
         stats = skip_updates(setup)
@@ -214,23 +168,13 @@ def skip_updates(setup: PolicySetup) -> dict[str, float]:
 
 
 def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
-    """Sample and score the prompts of a step.
+    """Sample and score the prompts of a step, and choose the samples to train on.
 
-    With rollout.dynamic_sampling, groups (the samples of one prompt) whose rewards are all equal are dropped. The
-    dropped groups are replaced by sampling further prompts, until enough groups remain or rollout.max_sampling_rounds
-    rounds are done. With dynamic_bs, dropped groups are not replaced. If no group would remain, the first groups with
-    rewards are kept in spite of their equal rewards. With rollout.max_head_offpolicyness above 0, other prompts begin
-    as soon as a group is dropped, see `areno.trainers.ahead.sample_replacing`.
-
-    With rollout.prompts_ahead, which rollout.max_head_offpolicyness above 0 implies, the step does not wait for its
-    longest samples, see `areno.trainers.ahead`.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        batch: The prompts of the step.
-
-    Returns:
-        The samples, and a mask of the samples to train on.
+    With rollout.dynamic_sampling, groups (the samples of one prompt) whose rewards are all equal are dropped, and
+    replaced by sampling further prompts, until enough groups remain or rollout.max_sampling_rounds rounds are done.
+    With dynamic_bs, dropped groups are not replaced. If no group would remain, the first groups with rewards are kept
+    in spite of their equal rewards. `areno.trainers.ahead` describes rollout.prompts_ahead and
+    rollout.max_head_offpolicyness.
     """
     config, run, scores = setup.config, setup.run, StepScores(setup)
     if config.replaces_in_flight:
@@ -270,7 +214,6 @@ def _rollout(
     scores: StepScores,
     scalars: Mapping[str, float],
 ) -> Rollout:
-    """Return the rollout of a step that has taken `batches`. Samples without a reward are not kept."""
     keep = keep & [sample.outcome.value is not None for sample in samples]
     skipped_long, total_skipped_long = sum(each.skipped_long for each in batches), batches[-1].total_skipped_long
     return Rollout(samples, keep, skipped_long, total_skipped_long, scores, scalars)
@@ -287,23 +230,10 @@ def sample_and_score(
     max_running: int | None = None,
     scores: StepScores | None = None,
 ) -> list[ScoredSample]:
-    """Sample `gconfig.n_samples` completions of every prompt, and score them.
+    """Sample `gconfig.n_samples` completions of every prompt, and score them, in the order of the prompts.
 
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        items: The prompts.
-        gconfig: Sampling settings.
-        seed: Seed of the sampling.
-        title: Name for the progress bar and the log, "rollout" or "eval".
-        first_group: Number that identifies the samples of the first prompt. The following prompts get consecutive
-            numbers.
-        at_once: Number of prompts that are sampled at the same time. None samples all.
-        max_running: Largest number of samples that are decoded at the same time. None: as in training.
-        scores: Scores of the rows to train on, which are computed while rewards are computed. None for samples that
-            are not trained.
-
-    Returns:
-        The samples with their rewards, in the order of the prompts.
+    `title` is "rollout" or "eval". `at_once` prompts are sampled and `max_running` samples are decoded at the same
+    time. `scores` are computed while rewards are computed. Groups are numbered from `first_group`.
     """
     trainer, clock = setup.trainer, setup.run.clock
     with Scorer(setup, items, gconfig, first_group) as scorer:
@@ -351,20 +281,10 @@ def sample_and_score(
 def evaluate_policy(
     setup: PolicySetup, name: str, loader: BatchLoader[PromptItem], may_fail: bool = True
 ) -> dict[str, float]:
-    """Sample and score a whole validation set, and log its samples.
+    """Sample, score and log a validation set, and return its metrics without the prefix eval/.
 
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        name: Name of the validation set.
-        loader: Loader of the prompts of the set. The setting batch_size is the number of prompts that are sampled at
-            the same time; when a prompt is complete, the next prompt starts.
-        may_fail: Whether a set of which no sample has a reward is a warning instead of an error.
-
-    Returns:
-        The metrics of the set by name, without the prefix eval/.
-
-    Raises:
-        ArenoError: No sample has a reward.
+    The setting batch_size is the number of prompts that are sampled at the same time; when a prompt is complete, the
+    next prompt starts. If no sample has a reward, raise ArenoError, or only warn with `may_fail`.
     """
     gconfig = setup.config.eval_gconfig or setup.config.gconfig
     items = [item for batch in loader.batches() for item in batch.items]

@@ -27,18 +27,12 @@ from areno.types import PromptItem, TrainSequence
 class DistillTrainer(RewardLoop[DistillExperimentConfig]):
     """Trains a student to follow a teacher. Use it as a context manager, or call close().
 
+    The arguments are those of `RewardLoop`, except:
+
     Args:
-        config: Settings of the run, such as areno.recipes.distill.DistillConfig.
         loss_fn: Loss function that replaces the loss of distillation, see areno.loss_fns. teacher.loss_type chooses its
             input: `pack.teacher_logprobs` with sampled_reverse_kl, otherwise `pack.divergence`.
-        run_dir: Folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
         advantage_fn: Not used.
-        train_dataset: Rows that replace the configured dataset: a list of dictionaries, or any object with a length and
-            indexing. None reads the configured dataset.
-        valid_dataset: Validation rows that replace the configured ones, in the same form, or a mapping of set names to
-            rows.
-        reward_fn: A reward function or a list of reward functions that replace reward.fn.
-        trackers: Further trackers that receive the metrics.
     """
 
     needs = DistillExperimentConfig
@@ -96,13 +90,10 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
         return run.progress.result(EVALUATED_REWARDS, "loss" if "loss" in run.progress.history else "distill_loss")
 
     def n_answered(self, n_rows: int) -> int:
-        """Return how many rows of the current batch the student answers.
+        """Return how many rows of the current batch, which has `n_rows`, the student answers.
 
         Over many steps, this is the share on_policy_share of all rows. The number depends on the step alone, so a
         resumed run has the same numbers.
-
-        Args:
-            n_rows: Number of rows of the batch.
         """
         share, step = self.setup.config.on_policy_share, self.run.step
         size = self.setup.config.train_dataset.batch_size
@@ -110,14 +101,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
         return min(n_rows, after - before) if share < 1 else n_rows
 
     def given_rows(self, items: Sequence[PromptItem]) -> list[TrainSequence]:
-        """Make training rows from the responses of dataset rows.
-
-        Args:
-            items: Rows of the dataset.
-
-        Returns:
-            The rows of all items, cut off so that they fit the context of the model, also after the teacher's prompt.
-        """
+        """Return rows of the dataset's responses, cut to the model's context, also after the teacher's prompt."""
         setup, rows, of_rows = self.setup, [], list[PromptItem]()
         thinking, changed = setup.config.rollout.enable_thinking, setup.config.train_dataset.changed_turns
         if setup.config.teacher.prompt_key is not None and changed == "split":

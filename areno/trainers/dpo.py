@@ -26,31 +26,14 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
     needs, kind = PreferenceExperimentConfig, "dpo"
 
     def train_step(self, items: Sequence[PairItem]) -> dict[str, float]:
-        """Train on a batch of pairs.
-
-        Args:
-            items: The pairs.
-
-        Returns:
-            The statistics of the step by name.
-        """
         rows = [row for item in items for row in _rows(item, self.ref_scores.get(item.index))]
         return update(self.setup, rows, rows_per_unit=2)
 
     def clear_scores(self) -> None:
-        """Forget the scores of the reference model, for the training pairs and for each validation set."""
         self.ref_scores: Scores = {}
         self.valid_ref_scores: dict[str, Scores] = {name: {} for name in self.setup.valid_loaders}  # by set
 
     def score_all(self, role: str) -> str:
-        """Compute the reference log-probabilities of every pair that the run uses.
-
-        Args:
-            role: Role of the model that scores.
-
-        Returns:
-            The number of pairs, for the log.
-        """
         self._score(role, self._pairs_to_train(), len(self.setup.loader.rows), self.ref_scores)
         for name, valid in self.setup.valid_loaders.items():
             batches = _batched(valid.items(), valid.batch_size)
@@ -58,10 +41,7 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
         return f"{len(self.ref_scores) + sum(map(len, self.valid_ref_scores.values()))} pairs"
 
     def _pairs_to_train(self) -> Iterator[list[PairItem]]:
-        """Yield the pairs that this run trains on, each once, in batches.
-
-        The data loader is read for this, and set back to its earlier position.
-        """
+        """Yield the pairs that this run trains on, each once, in batches. The loader is set back to its position."""
         config, loader = self.setup.config, self.setup.loader
         before, seen = loader.state_dict(), set()
         for batch in itertools.islice(loader.batches(), self.n_batches()):
@@ -83,21 +63,15 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
                 progress.update(len(out), n_tokens)
 
     def _logprobs(self, role: str, items: Sequence[PairItem]) -> Iterator[tuple[PairItem, list[float], list[float]]]:
-        """Yield each pair with the log-probabilities of the trained tokens of its chosen and its rejected row."""
         rows = [row for item in items for row in (item.chosen, item.rejected)]
         scored = self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0, prompt_masks=prompt_masks(rows))
         return zip(items, scored[0::2], scored[1::2], strict=True)
 
     def measure(self, name: str, loader: BatchLoader[PairItem]) -> dict[str, float]:
-        """Compute the metrics of a validation set of pairs.
+        """Return loss, accuracy and margin, as in training (see dpo_loss_fn), and ranking_accuracy.
 
-        Args:
-            name: Name of the validation set.
-            loader: Loader of the pairs of the set.
-
-        Returns:
-            loss, accuracy and margin, as in training (see dpo_loss_fn), and ranking_accuracy, the share of pairs
-            whose chosen answer is more likely than the rejected answer under the actor alone. A tie counts half.
+        The latter is the share of pairs whose chosen answer is more likely than the rejected one under the actor alone.
+        A tie counts half.
         """
         rows: list[TrainSequence] = []
         logprobs: list[list[float]] = []
@@ -119,9 +93,6 @@ def _batched(items: Iterator[PairItem], size: int) -> Iterator[list[PairItem]]:
 
 
 def _rows(item: PairItem, scores: tuple[np.ndarray, np.ndarray] | None) -> list[TrainSequence]:
-    """Return the two training rows of a pair, chosen and rejected, as copies with ref_logprobs set.
-
-    `scores` are the reference log-probabilities of all tokens of the (chosen, rejected) row. None without a reference.
-    """
+    """Return the chosen and the rejected row of a pair, as copies with ref_logprobs set."""
     pair = zip((item.chosen, item.rejected), scores or (None, None), strict=True)
     return [replace(row, ref_logprobs=of_row) for row, of_row in pair]

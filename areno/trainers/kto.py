@@ -20,15 +20,10 @@ from areno.types import AnswersItem, TrainSequence
 
 @dataclass
 class _Scores:
-    """Scores of the reference model for one set.
+    """Scores of the reference model for one set."""
 
-    Attributes:
-        rows: Index of a row in the dataset -> log-probabilities of all its tokens, (n_tokens,) float32.
-        mismatched: (index of the prompt, index of the answer) -> log-probability of the answer to another prompt.
-    """
-
-    rows: dict[int, np.ndarray] = field(default_factory=dict)
-    mismatched: dict[tuple[int, int], float] = field(default_factory=dict)
+    rows: dict[int, np.ndarray] = field(default_factory=dict)  # by dataset index: logprobs, (n_tokens,) float32
+    mismatched: dict[tuple[int, int], float] = field(default_factory=dict)  # by (index of prompt, index of answer)
 
 
 class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
@@ -38,14 +33,6 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
     headline = (*ReferencedLoop.headline, "train/kl")
 
     def train_step(self, items: Sequence[AnswersItem]) -> dict[str, float]:
-        """Train on a batch of labelled answers.
-
-        Args:
-            items: The rows of the step.
-
-        Returns:
-            The statistics of the step by name.
-        """
         with self.run.clock.phase("kl"):
             point = self.reference_point(items, self._scores)
         rows = [_with_scores(item, self._scores) for item in items]
@@ -56,17 +43,10 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         return stats
 
     def reference_point(self, items: Sequence[AnswersItem], scores: _Scores) -> float:
-        """Estimate the reference point z0 of a step under the current policy.
+        """Return the reference point z0 of a step under the current policy in nats, 0 for a single row.
 
         The estimate is the mean of log(policy / reference) over the mismatched answers of the step, or 0 if it is
         negative. It does not depend on how the rows are divided into micro-batches and over devices.
-
-        Args:
-            items: The rows of the step.
-            scores: Scores of the reference model for their set.
-
-        Returns:
-            z0 in nats. 0 for a step with a single row.
         """
         if len(items) < 2:
             return 0.0
@@ -90,7 +70,6 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         return rows, keys
 
     def _trained_logprobs(self, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Return the log-probability of each row's tokens under a role's model, and 0 for tokens of the prompt."""
         return self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0, prompt_masks=prompt_masks(rows))
 
     def _answer_logprobs(self, role: str, rows: Sequence[TrainSequence]) -> np.ndarray:
@@ -100,19 +79,10 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         return np.array([np.asarray(values)[~np.asarray(row.prompt_mask)].sum() for row, values in pairs])
 
     def clear_scores(self) -> None:
-        """Forget the scores of the reference model, for the training rows and for each validation set."""
         self._scores = _Scores()
         self._valid_scores = {name: _Scores() for name in self.setup.valid_loaders}
 
     def score_all(self, role: str) -> str:
-        """Compute the reference log-probabilities of all rows and mismatched answers of the run.
-
-        Args:
-            role: Role of the model that scores.
-
-        Returns:
-            The numbers of rows and of mismatched answers, for the log.
-        """
         self._score(role, self._batches_to_train(), len(self.setup.loader.rows), self._scores)
         for name, valid in self.setup.valid_loaders.items():
             self._score(role, _in_order(valid), len(valid.rows), self._valid_scores[name])
@@ -121,10 +91,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         return f"{n_rows} rows and {n_mismatched} mismatched answers"
 
     def _batches_to_train(self) -> Iterator[list[AnswersItem]]:
-        """Yield the batches of the whole run.
-
-        The data loader is read for this, and set back to its earlier position.
-        """
+        """Yield the batches of the whole run. The loader is set back to its position."""
         config, loader = self.setup.config, self.setup.loader
         before = loader.state_dict()
         for batch in itertools.islice(loader.epochs(config.total_train_epochs), self.n_batches()):
@@ -132,7 +99,6 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         loader.load_state_dict(before)
 
     def _score(self, role: str, batches: Iterable[Sequence[AnswersItem]], n_rows: int, out: _Scores) -> None:
-        """Score the rows and the mismatched answers of batches that `out` does not have yet, and add them to `out`."""
         with Progress("reference", n_rows, unit="rows") as progress:
             n_tokens = 0
             for items in batches:
@@ -149,16 +115,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
                 progress.update(len(out.rows), n_tokens)
 
     def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
-        """Compute the metrics of a validation set of labelled answers.
-
-        Args:
-            name: Name of the validation set.
-            loader: Loader of the rows of the set.
-
-        Returns:
-            loss, accuracy and, if the set has both labels, margin, as in training (see kto_loss_fn), and kl, the
-            reference point, which is the mean over the batches of the set.
-        """
+        """Return loss, accuracy, margin (with both labels; see kto_loss_fn) and kl, the mean reference point."""
         scores, rows, points, weights = self._valid_scores[name], [], [], []
         for items in _in_order(loader):
             points.append(self.reference_point(items, scores))
@@ -179,22 +136,18 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
 
 
 def _in_order(loader: BatchLoader[AnswersItem]) -> Iterator[list[AnswersItem]]:
-    """Yield the rows of a validation set in batches, in the order of the dataset.
-
-    The order decides which answers are mismatched, so it must be the same in every evaluation.
-    """
+    """Yield a validation set in batches, always in the order of the dataset, which decides what is mismatched."""
     items = loader.items()
     while batch := list(itertools.islice(items, loader.batch_size)):
         yield batch
 
 
 def _split(row: TrainSequence) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Split a row at its first trained token, and return (tokens, prompt_mask) of the prompt and of the answer."""
+    """Split a row at its first trained token into (tokens, prompt_mask) of the prompt and of the answer."""
     tokens, mask = np.asarray(row.tokens), np.asarray(row.prompt_mask)
     start = max(1, int(np.argmin(mask)))
     return (tokens[:start], mask[:start]), (tokens[start:], mask[start:])
 
 
 def _with_scores(item: AnswersItem, scores: _Scores) -> TrainSequence:
-    """Return a copy of the row of an item, with the log-probabilities of the reference model."""
     return replace(item.rows[0], ref_logprobs=scores.rows[item.index])

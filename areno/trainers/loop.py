@@ -27,9 +27,7 @@ logger = logging.getLogger("areno")
 
 
 class Loop(Generic[Config]):
-    """Base class of a training loop with its models, data and outputs.
-
-    Use a loop as a context manager, or call close().
+    """Base class of a training loop with its models, data and outputs. Use it as a context manager, or call close().
 
     Attributes:
         needs: The configuration class that the loop reads.
@@ -52,23 +50,11 @@ class Loop(Generic[Config]):
         self.run = self.setup.run
 
     def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]:
-        """Compute the metrics of a validation set.
-
-        Args:
-            name: Name of the validation set.
-            loader: Loader of the rows of the set.
-
-        Returns:
-            The metrics by name, without the prefix eval/.
-        """
+        """Return the metrics of a validation set by name, without the prefix eval/."""
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the model on valid_dataset and log the metrics as eval/*.
-
-        Returns:
-            The metrics by name. Empty without valid_dataset.
-        """
+        """Evaluate the model on valid_dataset, log the metrics as eval/*, and return them without the prefix."""
         return self.run.evaluate()
 
     def close(self) -> None:
@@ -88,10 +74,9 @@ class RowLoop(Loop[Config]):
     Args:
         config: Settings of the run.
         run_dir: Folder of logs and checkpoints. None makes a new one under cluster.fileroot.
-        train_dataset: Training rows that replace the configured dataset: a list of dictionaries, or any object with a
-            length and indexing. None reads the configured dataset.
-        valid_dataset: Validation rows that replace the configured ones, in the same form, or a mapping of set names to
-            rows.
+        train_dataset: Rows, a list of dictionaries or any object with a length and indexing, that replace the
+            configured ones.
+        valid_dataset: The same for validation, or a mapping of set names to rows.
         trackers: Further trackers that receive the metrics.
     """
 
@@ -134,14 +119,7 @@ class AnswerLoop(RowLoop[Config]):
         """Compute the numbers that the steps need. Called before the first step, again after the loss of a worker."""
 
     def train_step(self, items: Sequence[Any]) -> dict[str, float]:
-        """Train on a batch of dataset rows.
-
-        Args:
-            items: The rows.
-
-        Returns:
-            The statistics of the step by name, with `accuracy` and `margin`.
-        """
+        """Train on a batch of dataset rows, and return the statistics of the step, with `accuracy` and `margin`."""
         raise NotImplementedError
 
 
@@ -151,7 +129,6 @@ class ReferencedLoop(AnswerLoop[ReferencedConfig]):
     _has_reference = False
 
     def prepare(self) -> None:
-        """Compute the scores of the reference model."""
         self.score_reference()
 
     def score_reference(self) -> None:
@@ -181,14 +158,7 @@ class ReferencedLoop(AnswerLoop[ReferencedConfig]):
         raise NotImplementedError
 
     def score_all(self, role: str) -> str:
-        """Fill the tables of scores.
-
-        Args:
-            role: Role of the model that scores.
-
-        Returns:
-            What was scored, such as "12 pairs", for the log.
-        """
+        """Fill the tables of scores with the model of a role, and return what was scored, such as "12 pairs"."""
         raise NotImplementedError
 
     def n_batches(self) -> int | None:
@@ -200,11 +170,6 @@ class ReferencedLoop(AnswerLoop[ReferencedConfig]):
         return min((limit for limit in limits if limit is not None), default=None)
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the actor on valid_dataset and log the metrics as eval/*.
-
-        Returns:
-            The metrics by name. Empty without valid_dataset.
-        """
         if self.setup.valid_loaders:
             self.score_reference()  # with the loaded actor, before a resumed run loads its state into the actor
         return super().evaluate()
@@ -217,12 +182,9 @@ class RewardLoop(Loop[PolicyConfig]):
         config: Settings of the run.
         loss_fn: Loss function (pack, logprobs) -> (loss, statistics), as in areno.loss_fns. None uses config.loss_fn().
         run_dir: Folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
-        advantage_fn: Function (rows, group id of each row, actor settings) that computes advantages, see AdvantageFn.
-            None uses config.advantages().
-        train_dataset: Rows of prompts that replace the configured dataset: a list of dictionaries, or any object with a
-            length and indexing. None reads the configured dataset.
-        valid_dataset: Validation rows that replace the configured ones, in the same form, or a mapping of set names to
-            rows.
+        advantage_fn: Computes advantages, see AdvantageFn. None uses config.advantages().
+        train_dataset: Rows of prompts that replace the configured ones, as in RowLoop.
+        valid_dataset: Validation rows that replace the configured ones, as in RowLoop.
         reward_fn: A reward function or a list of reward functions that replace reward.fn.
         trackers: Further trackers that receive the metrics.
     """
@@ -255,15 +217,6 @@ class RewardLoop(Loop[PolicyConfig]):
             self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
 
     def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]:
-        """Sample and score a validation set.
-
-        Args:
-            name: Name of the validation set.
-            loader: Loader of the prompts of the set.
-
-        Returns:
-            The metrics by name, without the prefix eval/.
-        """
         return evaluate_policy(self.setup, name, loader)
 
 
@@ -277,10 +230,8 @@ class PolicyEvaluation(RewardLoop[PolicyExperimentConfig]):
         super().__init__(config, _no_loss, run_dir)
 
     def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]:
-        """Sample and score a validation set, and raise ArenoError if no sample has a reward."""
         return evaluate_policy(self.setup, name, loader, may_fail=False)
 
 
 def _no_loss(*_: Any) -> Any:
-    """Stand in for the loss function in an evaluation, which never computes a loss."""
     raise AssertionError("an evaluation does not train")

@@ -27,15 +27,7 @@ logger = logging.getLogger("areno")
 
 
 def signs(n_samples: int, pairs: Iterable[Pair]) -> np.ndarray:
-    """Return 1 for each chosen sample, -1 for each rejected sample and 0 for all others.
-
-    Args:
-        n_samples: Number of samples that the indices of pairs count.
-        pairs: The pairs.
-
-    Returns:
-        (n_samples,) float64.
-    """
+    """Return (n_samples,) float64: 1 for each chosen sample, -1 for each rejected sample and 0 for all others."""
     found = np.zeros(n_samples)
     for chosen, rejected in pairs:
         found[chosen], found[rejected] = 1.0, -1.0
@@ -45,16 +37,12 @@ def signs(n_samples: int, pairs: Iterable[Pair]) -> np.ndarray:
 class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
     """Trains a policy on pairs of its own samples. Use it as a context manager, or call close().
 
-    Args:
-        config: Settings of the run, such as areno.recipes.online_dpo.OnlineDPOConfig.
-        loss_fn: Loss function (pack, logprobs) -> (loss, statistics) of pairs, as `areno.loss_fns.dpo_loss_fn`: rows
-            2i and 2i + 1 are the chosen and the rejected sample of a pair. None uses config.loss_fn().
-        run_dir: Folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
-        advantage_fn: Must be None, because pairs have no advantages.
-        given: train_dataset, valid_dataset, reward_fn and trackers, as in `RewardLoop`.
+    The arguments are those of `RewardLoop`, except:
 
-    Raises:
-        ConfigError: There is an advantage_fn.
+    Args:
+        loss_fn: Loss function (pack, logprobs) -> (loss, statistics) of pairs, as `areno.loss_fns.dpo_loss_fn`: rows 2i
+            and 2i + 1 are the chosen and the rejected sample of a pair. None uses config.loss_fn().
+        advantage_fn: Must be None, because pairs have no advantages.
     """
 
     needs = PairedPolicyExperimentConfig
@@ -97,12 +85,8 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
     def pair(self, rollout: Rollout) -> tuple[Rollout, list[Pair]]:
         """Choose the pairs of a step.
 
-        Args:
-            rollout: The samples of the step.
-
-        Returns:
-            (rollout, pairs). The rollout keeps only the samples of pairs and has the metrics of pairs. The pairs have
-            indices into its `kept` samples, each of which has one training row.
+        Returns (rollout, pairs). The rollout keeps only the samples of pairs and has the metrics of pairs. The pairs
+        have indices into its `kept` samples, each of which has one training row.
         """
         config, samples = self.setup.config, rollout.samples
         if n_apart := sum(n_rows > 1 for n_rows in rollout.sizes):
@@ -127,22 +111,12 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
         return replace(rollout, keep=keep, scalars={**rollout.scalars, **scalars}), pairs
 
     def _is_comparable(self, sample: ScoredSample) -> bool:
-        """Return whether a sample may be in a pair.
-
-        It needs a token, and one training row. With actor.mask_no_eos_with_zero, it must not be cut off.
-        """
+        """Return whether a sample has tokens, one row and, with actor.mask_no_eos_with_zero, is not cut off."""
         cut_off = sample.sequence.finish_reason == "length" and self.setup.config.actor.mask_no_eos_with_zero
         return not cut_off and sample.sequence.n_tokens > 0 and rows_per_sample([sample]) == [1]
 
     def train_pairs(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Take the optimizer steps of the actor.
-
-        Args:
-            rows: The rows to train on, the chosen and the rejected sample of each pair in turn.
-
-        Returns:
-            The train/* statistics, by their names without the prefix.
-        """
+        """Take the optimizer steps of the actor on rows that are chosen and rejected in turn."""
         if not rows:
             return skip_updates(self.setup)
         config, n_copies = self.setup.config, self.setup.trainer.engine.spec.layout.data_size

@@ -62,14 +62,9 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
         return run.progress.result(EVALUATED_REWARDS, "reward_mean", 5)
 
     def update_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Take the optimizer steps of the critic.
+        """Take the optimizer steps of the critic on rows with `values` and `returns`, and return critic_* statistics.
 
-        Args:
-            rows: Training rows with `values` and `returns` set.
-
-        Returns:
-            The critic's training statistics as critic_*, and explained_variance, the share of the returns' variance
-            that the values from before the update explain.
+        explained_variance is the share of the returns' variance that the values from before the update explain.
         """
         critic, run = self.setup.config.critic, self.run
         values, returns = (np.concatenate(trained(rows, name)) for name in ("values", "returns"))

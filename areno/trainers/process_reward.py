@@ -25,29 +25,15 @@ class ProcessRewardTrainer(AnswerLoop[ProcessRewardExperimentConfig]):
     headline = ("train/loss", "train/accuracy", "train/first_error_accuracy")
 
     def train_step(self, items: Sequence[AnswersItem]) -> dict[str, float]:
-        """Train on a batch of solutions.
-
-        Args:
-            items: The rows of the dataset, each a solution with labelled steps.
-
-        Returns:
-            The statistics of the step by name.
-        """
         stats = update(self.setup, _scored_rows(items))
         found = {name: stats.pop(f"first_error_{name}") for name in ("mean", "std", "max")}
         return stats | {"first_error_accuracy": found["mean"]}
 
     def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
-        """Compute the metrics of a validation set of solutions.
+        """Return loss, accuracy, margin, confidence and first_error_accuracy, see process_reward_loss_fn.
 
-        Args:
-            name: Name of the validation set. Not used.
-            loader: Loader of the rows of the set.
-
-        Returns:
-            loss, accuracy, margin, confidence and first_error_accuracy, as in training (see process_reward_loss_fn).
-            rewards_mean is the mean score of a step. calibration_error is the expected calibration error over steps,
-            see `reward_model.calibration_error`.
+        rewards_mean is the mean score of a step, and calibration_error that of the steps, see
+        `reward_model.calibration_error`.
         """
         rows = _scored_rows([item for batch in loader.batches() for item in batch.items])
         values = self.setup.trainer.score_values("actor", token_rows(rows))
@@ -67,14 +53,9 @@ class ProcessRewardTrainer(AnswerLoop[ProcessRewardExperimentConfig]):
 
 
 def first_error_accuracy(solutions: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Return the share of solutions with a wrong step in which the first wrong step is found.
+    """Return the share of solutions with a wrong step whose first step with log-odds below 0 is the first wrong step.
 
-    Args:
-        solutions: For each solution, (labels, log-odds of being right) of its steps. A label below 0.5 is wrong.
-
-    Returns:
-        The share of solutions in which the first step with log-odds below 0 is the first wrong step. Solutions without
-        a wrong step do not count. 0 if there is no other solution.
+    `solutions` has (labels, log-odds of being right) of the steps of each solution. A label below 0.5 is wrong.
     """
     found = [
         int(np.argmin(labels >= 0.5)) == (int(np.argmax(logits < 0)) if (logits < 0).any() else -1)

@@ -23,14 +23,6 @@ class RewardModelTrainer(AnswerLoop[RewardModelExperimentConfig]):
     needs, kind = RewardModelExperimentConfig, "rw"
 
     def train_step(self, items: Sequence[AnswersItem]) -> dict[str, float]:
-        """Train on a batch of ranked answers.
-
-        Args:
-            items: The rows of the dataset, each with two or more answers.
-
-        Returns:
-            The statistics of the step by name.
-        """
         rows, n_answers = self.rows(items)
         return update(self.setup, rows, rows_per_unit=n_answers)
 
@@ -42,14 +34,9 @@ class RewardModelTrainer(AnswerLoop[RewardModelExperimentConfig]):
         return actor.pad_token_id if own is None else own
 
     def rows(self, items: Sequence[AnswersItem]) -> tuple[list[TrainSequence], int]:
-        """Return the training rows of a step.
+        """Return (K adjacent training rows for each item, K), where K is the largest number of answers of an item.
 
-        Args:
-            items: The rows of the dataset, each with two or more answers.
-
-        Returns:
-            (rows, K): K adjacent rows for each item, where K is the largest number of answers of an item. Items with
-            fewer answers are filled up with short rows that are not trained.
+        Items with fewer answers are filled up with short rows that are not trained.
         """
         n_answers, pad, found = max(len(item.rows) for item in items), self.pad_token_id, []
         for item in items:
@@ -58,18 +45,7 @@ class RewardModelTrainer(AnswerLoop[RewardModelExperimentConfig]):
         return found, n_answers
 
     def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
-        """Compute the metrics of a validation set of ranked answers.
-
-        Args:
-            name: Name of the validation set. Not used.
-            loader: Loader of the rows of the set.
-
-        Returns:
-            loss, accuracy, margin and confidence, as in training (see reward_model_loss_fn). rewards_mean is the mean
-            score. calibration_error is the expected calibration error: comparisons are put in 10 bins by the confidence
-            of the model, and the differences between mean confidence and accuracy are averaged over the bins, weighted
-            by their numbers of comparisons.
-        """
+        """Return the statistics of reward_model_loss_fn, rewards_mean (the score) and calibration_error."""
         items = [item for batch in loader.batches() for item in batch.items]
         rows, n_answers = self.rows(items)
         own = [np.asarray(row.tokens)[:-1].tolist() for row in rows]  # without the token at which training reads
@@ -86,14 +62,11 @@ class RewardModelTrainer(AnswerLoop[RewardModelExperimentConfig]):
 
 
 def calibration_error(margins: Sequence[float]) -> float:
-    """Compute the expected calibration error of comparisons (arXiv 1706.04599 eq. 3) with 10 bins.
+    """Return the expected calibration error of comparisons (arXiv 1706.04599 eq. 3) with 10 bins.
 
-    Args:
-        margins: For each comparison, the score of the preferred answer minus that of the other.
-
-    Returns:
-        The mean over comparisons of |accuracy - mean confidence| of their bin. The confidence of a comparison is
-        sigmoid(|margin|), from 0.5 to 1. A comparison with a margin of 0 counts as half right.
+    It is the mean over comparisons of |accuracy - mean confidence| of their bin. The confidence of a comparison is
+    sigmoid(|margin|), from 0.5 to 1, where the margin is the score of the preferred answer minus that of the other. A
+    comparison with a margin of 0 counts as half right.
     """
     apart = np.asarray(margins, np.float64)
     confidence, right = 1 / (1 + np.exp(-np.abs(apart))), (np.sign(apart) + 1) / 2
@@ -133,7 +106,6 @@ def _scored_row(row: TrainSequence, pad: int | None) -> TrainSequence:
 
 
 def _filler(row: TrainSequence) -> TrainSequence:
-    """Return two tokens of a row, none of them trained."""
     return TrainSequence(
         tokens=np.asarray(row.tokens)[:2], prompt_mask=np.ones(2, bool), returns=np.zeros(2, np.float32)
     )

@@ -27,17 +27,9 @@ logger = logging.getLogger("areno")
 
 
 def with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray, int]:
-    """Choose groups with different rewards. If there are none, choose groups with equal rewards, and warn.
+    """Return a (B,) bool mask of the first `size` groups with different rewards, and the number of other groups.
 
-    Groups without any reward are never chosen.
-
-    Args:
-        samples: All B samples of the step.
-        size: Largest number of groups to choose. The first ones are chosen.
-
-    Returns:
-        (keep, dropped): a (B,) bool mask of the samples of the chosen groups, and the number of groups that are not
-        among the first `size` groups with different rewards.
+    If there are none, choose groups with equal rewards, and warn. Groups without any reward are never chosen.
     """
     keep = first_groups(samples, has_signal(samples), size)
     dropped = n_groups(samples) - n_groups(samples, keep)
@@ -49,10 +41,7 @@ def with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray,
 
 
 def n_groups(samples: Sequence[ScoredSample], among: np.ndarray | None = None) -> int:
-    """Return the number of groups, where a group is the samples of one prompt.
-
-    If `among`, a (B,) bool mask, is given, count only groups that have a sample in the mask.
-    """
+    """Return the number of groups that have a sample in `among`, a (B,) bool mask, or of all."""
     groups = np.array([sample.group for sample in samples])
     return len(np.unique(groups if among is None else groups[among]))
 
@@ -64,16 +53,12 @@ def has_signal(samples: Sequence[ScoredSample]) -> np.ndarray:
 
 
 def first_groups(samples: Sequence[ScoredSample], among: np.ndarray, n: int) -> np.ndarray:
-    """Return a copy of the (B,) bool mask `among` in which only the first `n` groups are still True.
-
-    A group is the samples of one prompt. Only groups with a sample in `among` count.
-    """
+    """Return a copy of the (B,) bool mask `among` in which only the first `n` groups are still True."""
     groups = np.array([sample.group for sample in samples])
     return among & np.isin(groups, np.unique(groups[among])[:n])
 
 
 def warn_all_equal() -> None:
-    """Warn that dynamic sampling has found no group with different rewards for the step."""
     logger.warning("all groups of this step have equal rewards: there is nothing to prefer in them")
 
 
@@ -82,9 +67,6 @@ def can_overlap(setup: PolicySetup) -> bool:
 
     Rewards of a model, such as a judge, are complete only after the rollout, and agents decide themselves when they ask
     for samples.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
     """
     return setup.agents is None and not setup.config.reward.has_model and setup.rewards is not None
 
@@ -92,18 +74,11 @@ def can_overlap(setup: PolicySetup) -> bool:
 def sample_rounds(
     setup: PolicySetup, batch: Batch[PromptItem], most: int
 ) -> tuple[list[ScoredSample], list[Batch[PromptItem]]]:
-    """Sample rounds of prompts until enough groups have different rewards, and score all samples.
+    """Sample up to `most` rounds of prompts until enough groups have different rewards, and score all samples.
 
-    A group is the samples of one prompt. With `engine.deterministic`, a decision for a further round waits for the
-    rewards of the groups that became whole before the last interval, so that it does not depend on the clock.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        batch: The prompts of the first round. As many groups with different rewards are needed as it has prompts.
-        most: Largest number of rounds.
-
-    Returns:
-        (samples of all rounds in the order of their prompts, batch of each round).
+    With `engine.deterministic`, a decision for a further round waits for the rewards of the groups that became whole
+    before the last interval, so that it does not depend on the clock. Returns (samples in the order of their prompts,
+    batch of each round).
     """
     config, run = setup.config, setup.run
     with Scorer(setup, [], config.gconfig, 0) as scorer:
@@ -121,18 +96,7 @@ def sample_rounds(
 
 
 class _Rounds:
-    """Decides which rounds a step needs, see RolloutSteering.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        scorer: Scores the samples.
-        batch: The prompts of the first round.
-        most: Largest number of rounds.
-
-    Attributes:
-        batches: The batch of each round so far.
-        display: Shows the progress of the rollout.
-    """
+    """Decides which rounds a step needs, see RolloutSteering."""
 
     def __init__(self, setup: PolicySetup, scorer: Scorer, batch: Batch[PromptItem], most: int):
         self._setup, self._scorer, self._size, self._most = setup, scorer, len(batch), most
@@ -143,11 +107,6 @@ class _Rounds:
         self._n_uniform = 0  # groups whose rewards are known to be equal
 
     def requests(self, batch: Batch[PromptItem]) -> list[GenerationRequest]:
-        """Add a round, and return its requests.
-
-        Args:
-            batch: The prompts of the round.
-        """
         progress, gconfig = self._setup.run.progress, self._setup.config.gconfig
         seed, first = progress.seed + (len(self.batches) << 40), len(self._missing)
         self._scorer.extend(batch.items)
@@ -167,15 +126,7 @@ class _Rounds:
     def __call__(
         self, outputs: list[GenerationOutput], stats: list[RolloutStats]
     ) -> tuple[int, Sequence[GenerationRequest]]:
-        """Score finished samples, and decide whether a further round is needed.
-
-        Args:
-            outputs: The finished samples.
-            stats: Decoding statistics of each data-parallel rank.
-
-        Returns:
-            (number of unfinished samples, requests of further rounds).
-        """
+        """Score finished samples, and return (number of unfinished samples, requests of further rounds)."""
         self.display(outputs, stats)
         self._scorer.take(outputs)
         self._setup.run.pulse()

@@ -31,24 +31,15 @@ AdvantageFn = Callable[[Sequence[TrainSequence], Sequence[int], Any], Any]
 It returns an array over the trained tokens of each row. In the PPO loop, whose rows have values, it returns two such
 lists: (advantages, returns). REINFORCE without a baseline would be
 
-    def advantages(rows, groups, actor):
-        return [np.full(len(logprobs), row.reward) for row, logprobs in zip(rows, trained(rows, "logprobs"))]
+    def advantages(rows, groups, actor): return [np.full(len(logprobs), row.reward) for row, logprobs in zip(rows,
+        trained(rows, "logprobs"))]
 """
 
 
 def sample_rewards(samples: Sequence[ScoredSample], actor: PolicyConfig, max_new_tokens: int) -> np.ndarray:
     """Shape the rewards of samples by the actor's settings: overlong penalty, bias, scale, clip and normalisation.
 
-    Args:
-        samples: The scored samples of the step.
-        actor: Settings of the actor, such as reward_scaling and reward_norm.
-        max_new_tokens: Length limit of completions in tokens.
-
-    Returns:
-        (B,) float64, a reward for each sample. A sample without a reward gets NaN, or 0 if actor.reward_norm is set.
-
-    Raises:
-        ConfigError: A shaped reward is too large for float32.
+    Returns (B,) float64. A sample without a reward gets NaN, or 0 if actor.reward_norm is set.
     """
     rewards_B = np.array([sample.outcome.value for sample in samples], dtype=np.float64)
     if actor.overlong_reward_penalty:
@@ -76,18 +67,8 @@ def policy_rows(
 ) -> list[TrainSequence]:
     """Make the rows to train on: one row for each completion, or the rows of an agent's trajectory.
 
-    The trained tokens are those of the response.
-
-    Args:
-        samples: The scored samples of the step.
-        rewards_B: The shaped reward of each sample.
-        eos_token_id: Id of the end-of-sequence token, stored in the rows.
-        drop_truncated: If True, the rows of samples that were cut off at the length limit have no trained tokens.
-        weights_version: The current version of the policy's weights. The staleness of a row is this number minus the
-            oldest version that sampled one of its tokens.
-
-    Returns:
-        The rows, in the order of the samples.
+    With `drop_truncated`, the rows of samples that were cut off at the length limit have no trained tokens. The
+    staleness of a row is `weights_version` minus the oldest version that sampled one of its tokens.
     """
     rows = []
     for sample, reward in zip(samples, rewards_B, strict=True):
@@ -121,17 +102,7 @@ def policy_rows(
 
 
 def token_arrays(prompt: Sequence[int] | np.ndarray, sequence: RolloutSequence) -> TokenArrays:
-    """Concatenate a prompt and its completion into arrays.
-
-    Args:
-        prompt: Token ids of the prompt.
-        sequence: The completion.
-
-    Returns:
-        TokenArrays of the T tokens of prompt plus completion: (T,) int64 token ids, and (T,) float64 log-probabilities,
-        which are 0 for the prompt. The attribute `oldest_version` is the version of the weights at the first completion
-        token, or None for a completion without versions.
-    """
+    """Concatenate a prompt and its completion: int64 tokens, and float64 log-probabilities, 0 for the prompt."""
     n_prompt, n_tokens = len(prompt), len(prompt) + sequence.n_tokens
     tokens, logprobs = np.empty(n_tokens, np.int64), np.zeros(n_tokens)
     given = vars(sequence)  # as arrays, if it came so
@@ -141,50 +112,22 @@ def token_arrays(prompt: Sequence[int] | np.ndarray, sequence: RolloutSequence) 
 
 
 def token_rows(rows: Sequence[TrainSequence]) -> list[Any]:
-    """Return the token ids of each row.
-
-    Args:
-        rows: Training rows. A row whose `tokens` is None counts as empty.
-
-    Returns:
-        A list or array of token ids for each row.
-    """
     return [[] if row.tokens is None else row.tokens for row in rows]
 
 
 def prompt_masks(rows: Sequence[TrainSequence]) -> list[Any]:
-    """Return the prompt mask of each row.
-
-    Args:
-        rows: Training rows. A row whose `prompt_mask` is None counts as empty.
-    """
     return [[] if row.prompt_mask is None else row.prompt_mask for row in rows]
 
 
 def trained(rows: Sequence[TrainSequence], name: str) -> Arrays:
-    """Return a per-token field at the trained tokens of each row.
-
-    Args:
-        rows: Training rows with this field set.
-        name: The name of the field, such as "logprobs".
-
-    Returns:
-        A (T_i,) float64 array for each row.
-    """
+    """Return a per-token field at the trained tokens of each row, (T_i,) float64 each."""
     return [np.asarray(vars(row)[name], dtype=np.float64)[places_of(row)] for row in rows]
 
 
 def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.ndarray]) -> None:
     """Set a per-token field of rows from values at the trained tokens. All other tokens get 0.
 
-    Args:
-        rows: The rows, which are changed.
-        name: The name of the field, such as "advantages".
-        arrays: For each row, a (T_i,) array of the values at its trained tokens.
-
-    Raises:
-        DataError: The number of arrays or the length of an array does not fit the rows. The text of the error is
-            written for a user whose advantage function returned `arrays`.
+    The DataError for wrong shapes is written for a user whose advantage function returned `arrays`.
     """
     if not isinstance(arrays, Sequence) or len(arrays) != len(rows):
         found = f"{len(arrays)} arrays" if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}"
@@ -208,40 +151,20 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
 
 
 def places_of(row: TrainSequence) -> np.ndarray:
-    """Return a mask of the trained tokens of a row.
-
-    Args:
-        row: A training row.
-
-    Returns:
-        (T,) bool, True at trained tokens.
-    """
+    """Return a (T,) bool mask of the trained tokens of a row."""
     return ~np.asarray(row.prompt_mask, dtype=bool)
 
 
 def n_trained(row: TrainSequence) -> int:
-    """Count the trained tokens of a row.
-
-    Args:
-        row: A training row.
-
-    Returns:
-        The number of tokens whose prompt_mask is False.
-    """
     mask = np.asarray(row.prompt_mask, dtype=bool)
     return mask.size - int(np.count_nonzero(mask))
 
 
 def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
-    """Compute the reward of each trained token.
+    """Return the reward of each trained token: the row's reward at its last trained token and 0 elsewhere.
 
-    Args:
-        rows: The rows, with logprobs and ref_logprobs if actor.kl_in_reward is not 0.
-        actor: Settings of the actor, such as kl_in_reward and kl_estimator.
-
-    Returns:
-        For each row, a (T_i,) array with the row's reward at its last trained token and 0 elsewhere. If the KL is
-        part of the reward, the coefficient actor.kl_in_reward times the estimated KL of each token is subtracted.
+    If the KL is part of the reward, the coefficient actor.kl_in_reward times the estimated KL of each token is
+    subtracted.
     """
     if isinstance(actor, KLConfig) and actor.kl_in_reward:
         pairs = zip(trained(rows, "logprobs"), trained(rows, "ref_logprobs"), strict=True)
@@ -255,7 +178,7 @@ def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
 
 
 def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: PolicyConfig) -> Arrays:
-    """Compute advantages without a critic, one for each trained token.
+    """Return advantages without a critic, one for each trained token.
 
     Usually all tokens of a row have the same advantage: the reward of the row, normalised over samples by
     actor.adv_norm. If a KL penalty is part of the reward, there are two cases. When adv_norm has a level "group", the
@@ -264,14 +187,6 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
 
     If all rewards are equal in the set over which the standard deviation is taken, only KL terms differ, and their
     differences may be rounding errors. Such advantages are centred but not divided by the standard deviation.
-
-    Args:
-        rows: The rows of the step, one for each sample.
-        groups: Group id of each row.
-        actor: Settings of the actor, such as adv_norm and kl_in_reward.
-
-    Returns:
-        For each row, the (T_i,) advantages of its trained tokens.
     """
     norm = actor.adv_norm
     if not actor.kl_in_reward:
@@ -300,7 +215,6 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
 
 
 def _on_tokens(rows: Sequence[TrainSequence], values_B: np.ndarray) -> Arrays:
-    """Return a (T_i,) array for each row, with the row's value in `values_B` at each of its T_i trained tokens."""
     return [np.full(n_trained(row), value) for row, value in zip(rows, values_B, strict=True)]
 
 
@@ -309,17 +223,7 @@ def _are_equal(rewards: Sequence[float]) -> bool:
 
 
 def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: Any) -> tuple[Arrays, Arrays]:
-    """Compute advantages by GAE from the critic's values, and normalise them over tokens (whitening).
-
-    Args:
-        rows: The rows of the step, one for each sample, with `values` set.
-        groups: Group id of each row.
-        actor: Settings of PPO's actor: discount, gae_lambda and adv_norm. adv_norm None does not normalise.
-
-    Returns:
-        (advantages, returns): two lists with a (T_i,) array for each row. The returns, which are the critic's
-        targets, are not normalised.
-    """
+    """Return (advantages, returns) by GAE from the critic's values. Only advantages are normalised, over tokens."""
     found = [
         gae(rewards, values, actor.discount, actor.gae_lambda)
         for rewards, values in zip(token_rewards(rows, actor), trained(rows, "values"), strict=True)
@@ -331,29 +235,14 @@ def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], acto
 
 
 def rows_per_sample(samples: Sequence[ScoredSample]) -> list[int]:
-    """Count the rows that `policy_rows` makes of each sample.
-
-    Args:
-        samples: The scored samples of the step.
-
-    Returns:
-        The number of rows for each sample: 1 for a completion, the number of rows in the trajectory for an agent.
-    """
     return [1 if sample.trajectory is None else len(sample.trajectory.rows) for sample in samples]
 
 
 def joined(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[TrainSequence]:
-    """Join the rows of each sample into one row.
+    """Join the rows of each sample into one row. A single row stays the same object.
 
     Advantages are computed for samples, so a sample with two rows must count once in its group, with its tokens as one
-    sequence.
-
-    Args:
-        rows: The rows of the step.
-        sizes: The number of rows that belong to each sample, as returned by `rows_per_sample`.
-
-    Returns:
-        A row for each sample. If a sample has a single row, this is the same object as in `rows`.
+    sequence. `sizes` is from `rows_per_sample`.
     """
     found, start = [], 0
     for size in sizes:
@@ -372,17 +261,7 @@ def joined(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[TrainSeq
 def set_advantages(
     rows: Sequence[TrainSequence], sizes: Sequence[int], found: Sequence[np.ndarray], name: str = "advantages"
 ) -> None:
-    """Set a per-token field of the rows from values that are given per sample.
-
-    Args:
-        rows: The rows of the step, which are changed.
-        sizes: The number of rows that belong to each sample, as returned by `rows_per_sample`.
-        found: For each sample, the values at its trained tokens, with the rows of the sample concatenated.
-        name: The name of the field, such as "advantages" or "returns".
-
-    Raises:
-        DataError: The number of arrays or the length of an array does not fit the samples.
-    """
+    """Set a per-token field of the rows from values at the trained tokens of each sample, its rows concatenated."""
     samples = joined(rows, sizes)
     set_trained(samples, name, found)  # checks the shapes
     if all(size == 1 for size in sizes):
@@ -397,17 +276,7 @@ def set_advantages(
 def without_truncated(
     rows: Sequence[TrainSequence], samples: Sequence[ScoredSample], sizes: Sequence[int]
 ) -> list[TrainSequence]:
-    """Return the rows, where those of samples that were cut off at the length limit have no trained tokens.
-
-    Args:
-        rows: The rows of the step.
-        samples: The scored samples that the rows belong to.
-        sizes: The number of rows that belong to each sample, as returned by `rows_per_sample`.
-
-    Returns:
-        As many rows as before. The rows of a cut-off sample are copies whose prompt_mask is all True. All other rows
-        are the same objects as in `rows`.
-    """
+    """Return the rows; those of samples that were cut off at the length limit are copies without trained tokens."""
     truncated = np.repeat([sample.sequence.finish_reason == "length" for sample in samples], sizes)
     return [
         replace(row, prompt_mask=np.ones_like(np.asarray(row.prompt_mask, dtype=bool))) if masked else row
@@ -418,14 +287,7 @@ def without_truncated(
 def score_agents(
     trainer: Trainer, samples: Sequence[ScoredSample], rows: Sequence[TrainSequence], sampling: SamplingConfig
 ) -> None:
-    """Compute the log-probabilities that the rows of agents lack, and warn if agents sampled at another temperature.
-
-    Args:
-        trainer: The trainer whose policy computes the log-probabilities.
-        samples: The scored samples of the step.
-        rows: The training rows made from these samples, whose `logprobs` are changed.
-        sampling: Sampling settings that training assumes.
-    """
+    """Compute the log-probabilities that the rows of agents lack, and warn if agents sampled at another temperature."""
     sampled = [row for sample in samples if sample.trajectory is not None for row in sample.trajectory.rows]
     waits = not any(row.staleness for row in rows)
     warn_of_temperatures(score_missing(trainer, sampled, rows, sampling), sampling, waits)

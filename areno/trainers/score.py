@@ -31,13 +31,7 @@ class Scorer(AbstractContextManager["Scorer"]):
     """Converts outputs of a rollout to scored samples, while the rollout still generates other outputs.
 
     Use it as a context manager: call `take` (completions) or `add` (agents' samples) during the rollout, then `finish`.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        items: The prompts of the rollout.
-        gconfig: Sampling settings of the rollout.
-        first_group: Number that identifies the samples of the first prompt. The following prompts get consecutive
-            numbers.
+    Groups are numbered from `first_group`.
     """
 
     def __init__(self, setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, first_group: int):
@@ -49,33 +43,17 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._judging = None if setup.judge is None else Judging(judge, setup.judge, self._task)
 
     def extend(self, items: Sequence[PromptItem]) -> None:
-        """Add prompts to the rollout, whose indices follow those of the prompts so far.
-
-        Args:
-            items: The prompts.
-        """
         self._items += items
 
     def rewards_of(self, number: int) -> list[float]:
-        """Wait for the rewards of all samples of a prompt. Only for rewards of functions.
-
-        Args:
-            number: Index of the prompt, whose samples have all been taken.
-
-        Returns:
-            The rewards. Samples without a reward are left out.
-        """
+        """Wait for the rewards, from functions alone, of all samples of a prompt. Samples without one are left out."""
         assert self._scoring is not None, "no reward function scores the samples"
         with self._setup.run.stop.interruptible():
             outcomes = self._scoring.known(self._samples_of(number))
         return [outcome.value for outcome in outcomes if outcome.value is not None]
 
     def has_rewards_of(self, number: int) -> bool:
-        """Return whether the rewards of all samples of a prompt are known. Only for rewards of functions.
-
-        Args:
-            number: Index of the prompt.
-        """
+        """Return whether the rewards, from functions alone, of all samples of a prompt are known."""
         assert self._scoring is not None, "no reward function scores the samples"
         return self._scoring.has(self._samples_of(number))
 
@@ -84,17 +62,12 @@ class Scorer(AbstractContextManager["Scorer"]):
         return range(number * n_samples, (number + 1) * n_samples)
 
     def _task(self, place: int) -> Task:
-        """Return the prompt of the sample at `place`, as a judge needs it."""
         number = place // self._gconfig.n_samples
         item = self._items[number]
         return Task(self._samples_of(number), item.messages or item.prompt, opens_thoughts(item.text))
 
     def take(self, outputs: Sequence[GenerationOutput]) -> None:
-        """Add finished completions and start to score them.
-
-        Args:
-            outputs: Finished outputs of the engine, whose request_id is the index of the prompt.
-        """
+        """Start to score finished outputs, whose request_id is the index of the prompt."""
         for start in range(0, len(outputs), _AT_ONCE):
             self._take(outputs[start : start + _AT_ONCE])
 
@@ -123,22 +96,13 @@ class Scorer(AbstractContextManager["Scorer"]):
         self.add(found)
 
     def _prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
-        """Return (record for reward functions, (T,) int64 token ids) of the prompt with index `number`.
-
-        The result is cached, so that all samples of the prompt share it.
-        """
         if number not in self._prompts:
             item = self._items[number]
             self._prompts[number] = RecordedPrompt(item), np.array(item.tokens, np.int64)
         return self._prompts[number]
 
     def add(self, found: Mapping[int, tuple[ScoredSample, Record | None]]) -> None:
-        """Add samples and start to score them.
-
-        Args:
-            found: Index of the sample in the rollout -> (sample, record that reward functions receive). The record
-                is None for a failed sample, which is not scored.
-        """
+        """Start to score samples, by index in the rollout. A failed sample has no record, and is not scored."""
         self._found.update(found)
         records = {place: record for place, (_, record) in found.items() if record is not None}
         for record in records.values():
@@ -161,13 +125,10 @@ class Scorer(AbstractContextManager["Scorer"]):
         return [sample for _, (sample, _) in sorted(self._found.items())]
 
     def finish(self) -> list[ScoredSample]:
-        """Wait for the rewards, and return the samples in the order of the rollout.
+        """Wait for the rewards, and return the samples in the order of the rollout, with `outcome` set.
 
         The reward of a sample is the sum of its sources: the reward function, the agent itself, the reward model and
         the judge, as far as they are set. A failed sample keeps the outcome, without a reward, of `add`.
-
-        Returns:
-            All samples, with `outcome` set.
         """
         setup, found = self._setup, dict(sorted(self._found.items()))
         asked = {place: (sample, record) for place, (sample, record) in found.items() if record is not None}
@@ -225,7 +186,6 @@ class Scorer(AbstractContextManager["Scorer"]):
         outcomes: Sequence[RewardOutcome] | None,
         source: str,
     ) -> list[RewardOutcome]:
-        """Add the scores of the judge to the outcomes so far of the samples at `places`."""
         setup = self._setup
         trainer, longest = setup.trainer, {"gconfig.max_new_tokens": "reward.judge.max_tokens"}
         # A signal must not interrupt a pass, in which the devices wait for each other.
@@ -266,17 +226,10 @@ def add_own(
     outcomes: Sequence[RewardOutcome] | None,
     own: Sequence[tuple[float, dict[str, float]] | None],
 ) -> list[RewardOutcome]:
-    """Add the rewards that agents returned for themselves to the outcomes of the reward function.
+    """Add the (reward, named parts) that agents returned for themselves to the outcomes of the reward function.
 
-    Args:
-        records: Records of the samples, which warnings about failures quote.
-        outcomes: Outcome of the reward function for each sample. None if there is no reward function.
-        own: For each sample, (reward, named parts of the reward) that the agent returned, or None if it returned no
-            reward.
-
-    Returns:
-        The outcome of each sample. If there is no reward function, a sample whose agent returned no reward is a
-        reward error. An error of the reward function stays an error.
+    If there is no reward function, a sample whose agent returned no reward is a reward error. An error of the reward
+    function stays an error.
     """
     if outcomes is None:
         nothing = RewardOutcome(None, "error", _NO_REWARD, key="agent.fn")
@@ -298,18 +251,7 @@ def add_scores(
     scores: Sequence[float],
     source: str = "fn",
 ) -> list[RewardOutcome]:
-    """Add the scores of a reward model to the rewards that samples already have.
-
-    Args:
-        records: Records of the samples, which warnings about failures quote.
-        outcomes: For each sample, the outcome of the reward functions and the agent. None if the reward model is the
-            only source of rewards.
-        scores: Score of the reward model for each sample.
-        source: Name of the part of the reward in `outcomes`, for those without named parts.
-
-    Returns:
-        The outcome of each sample. A sum that is not finite becomes a reward error.
-    """
+    """Add the scores of a reward model to the rewards so far. A sum that is not finite becomes a reward error."""
     out = [RewardOutcome(0.0)] * len(records) if outcomes is None else list(outcomes)
     scored = [index for index, outcome in enumerate(out) if outcome.value is not None]
     for index in scored:

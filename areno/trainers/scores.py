@@ -20,11 +20,7 @@ _PHASES: dict[ScoreName, str] = {"ref": "ref", "values": "values", "proximal": "
 
 
 class StepScores:
-    """The scores of the rows of a step: "ref" (reference), "values" (critic) and "proximal" (actor before the update).
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-    """
+    """The scores of a step's rows: "ref" (reference), "values" (critic) and "proximal" (actor before the update)."""
 
     def __init__(self, setup: PolicySetup):
         self._setup = setup
@@ -32,11 +28,7 @@ class StepScores:
         self._early: dict[ScoreName, list[Any]] = {}  # their scores
 
     def compute_early(self, samples: Sequence[ScoredSample]) -> None:
-        """Compute all scores that the settings need, for samples without rewards.
-
-        Args:
-            samples: The samples of the step, which are not trajectories of agents.
-        """
+        """Compute all scores that the settings need, for samples without rewards and trajectories."""
         config = self._setup.config
         needed: dict[ScoreName, bool] = {
             # In online DPO, rewards decide which samples are in pairs. So not all rows need log-probabilities.
@@ -51,15 +43,7 @@ class StepScores:
             self._early = {name: self._compute(name, rows) for name in names}
 
     def of(self, name: ScoreName, rows: Sequence[TrainSequence]) -> list[Any]:
-        """Return the scores of training rows.
-
-        Args:
-            name: "ref" or "proximal" for log-probabilities, "values" for the critic's values.
-            rows: The rows.
-
-        Returns:
-            For each row, a number per token.
-        """
+        """Return a number per token of each row."""
         # A row shares its token array with its sample.
         is_same = len(rows) == len(self._rows) and all(
             row.tokens is known for row, known in zip(rows, self._rows, strict=True)
@@ -78,18 +62,9 @@ class StepScores:
 
 
 def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
-    """Compute the log-probability of every trained token of the rows under the actor or the reference model.
+    """Return the log-probability of every trained token under the actor or the reference model, 0.0 elsewhere.
 
-    The log-probabilities are at the temperature of the rollout. For the actor, rows with `routes` are scored with
-    routing replay.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        role: The model: "actor" or "ref".
-        rows: Training rows.
-
-    Returns:
-        For each row, a log-probability per token, 0.0 for tokens that are not trained.
+    They are at the temperature of the rollout. For the actor, rows with `routes` are scored with routing replay.
     """
     routes = [row.routes for row in rows] if role == "actor" else None
     return setup.trainer.score_logprobs(

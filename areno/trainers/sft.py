@@ -42,15 +42,7 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
         return run.progress.result("eval_loss", "loss")
 
     def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
-        """Compute the negative log-likelihood of a validation set.
-
-        Args:
-            name: Name of the validation set. Not used.
-            loader: Loader of the rows of the set.
-
-        Returns:
-            {"loss": mean negative log-likelihood over all trained tokens of the set}.
-        """
+        """Return {"loss": mean negative log-likelihood over all trained tokens of the set}."""
         rows, logprobs = [], []
         for batch in loader.batches():
             found = sequences_of(batch.items)
@@ -92,5 +84,4 @@ class _SplitRows:
 
 
 def sequences_of(items: Sequence[AnswersItem]) -> list[TrainSequence]:
-    """Return the training sequences of dataset rows, which may have several each."""
     return [sequence for item in items for sequence in item.rows]

@@ -42,16 +42,10 @@ from areno.types import PromptItem, TrainSequence
 def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], actor: RatioConfig) -> dict[str, float]:
     """Weight and mask tokens by the ratio of the policy before the update to the policy that sampled the rows.
 
-    Args:
-        rows: Rows to train on. The function sets their `weights`, and with the decoupled loss sets `prompt_mask` to
-            True for rejected tokens.
-        prox_logprobs: For each row, the log-probabilities of all tokens under the policy before the update.
-        actor: Settings of the decoupled loss and M2PO.
-
-    Returns:
-        Statistics by name: rejected_frac (share of tokens rejected by the decoupled loss), m2_masked_frac (share of
-        tokens masked by M2PO) and prox_approx_abs_diff_mean (error of the "loglinear" interpolation, with
-        prox_logp_method "metrics"). Statistics of unused settings are left out.
+    Sets `weights`, and with the decoupled loss sets `prompt_mask` to True for rejected tokens. Returns rejected_frac
+    (share of tokens rejected by the decoupled loss), m2_masked_frac (share of tokens masked by M2PO) and
+    prox_approx_abs_diff_mean (error of the "loglinear" interpolation, with prox_logp_method "metrics"), as far as the
+    settings use them.
     """
     behave = trained(rows, "logprobs")
     prox = [np.asarray(all_)[places_of(row)] for all_, row in zip(prox_logprobs, rows, strict=True)]
@@ -89,17 +83,7 @@ def _share_masked(keep: Arrays) -> float:
 def measure_loss(
     loss_fn: LossFn, rows: Sequence[TrainSequence], logprobs: Sequence[Sequence[float]], *, rows_per_unit: int = 1
 ) -> dict[str, float]:
-    """Compute the loss of all rows as one step, without an update.
-
-    Args:
-        loss_fn: Loss function (pack, logprobs) -> (loss, statistics), as in areno.loss_fns.
-        rows: The rows to measure.
-        logprobs: For each row, the log-probabilities of all tokens under the measured model.
-        rows_per_unit: Number of adjacent rows that belong together, such as 2 for DPO.
-
-    Returns:
-        "loss" and the 0-dim statistics of the loss function, by name.
-    """
+    """Return "loss" and the 0-dim statistics of all rows as one step, without an update."""
     loss, stats = loss_fn(
         pack_of(rows, rows_per_unit), torch.cat([torch.tensor(row, dtype=torch.float32) for row in logprobs])
     )
@@ -107,15 +91,7 @@ def measure_loss(
 
 
 def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
-    """Pack all rows into one micro-batch that stands for a whole optimizer step.
-
-    Args:
-        rows: The rows to pack.
-        rows_per_unit: Number of adjacent rows that belong together, such as 2 for DPO.
-
-    Returns:
-        The pack, on the CPU.
-    """
+    """Pack all rows into one micro-batch on the CPU that stands for a whole optimizer step."""
     vocab_size = 1 + max(max(tokens) for tokens in token_rows(rows))
     whole = UpdateSpec(MicroBatchSpec(mini_bs=len(rows)), rows_per_unit=rows_per_unit)
     ((step,),) = share_steps(read_rows(rows, vocab_size), whole)
@@ -124,15 +100,7 @@ def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
 
 
 def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
-    """Make the rows to train on, with shaped rewards, `ref_logprobs` of a reference model, and `teacher_logprobs`.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        rollout: The samples of the step.
-
-    Returns:
-        The rows of the samples in `rollout.kept`.
-    """
+    """Make the rows of `rollout.kept`, with shaped rewards, `ref_logprobs` and `teacher_logprobs`."""
     config = setup.config
     rewards_B = sample_rewards(rollout.kept, config.actor, config.gconfig.max_new_tokens)
     eos, version = setup.tokenizer.eos_token_id or 0, setup.trainer.engine.weights_version
@@ -151,13 +119,7 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
 
 
 def set_teachers(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence[TrainSequence]) -> None:
-    """Set the teacher of each row (setting teacher.by) and the prompt that the teacher reads (teacher.prompt_key).
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        items: The dataset row of each training row.
-        rows: Training rows, which are changed if one of the two settings is set.
-    """
+    """Set the teacher of each row (setting teacher.by) and the prompt that the teacher reads (teacher.prompt_key)."""
     teacher = setup.config.teacher
     for item, row in zip(items, rows, strict=True):
         if teacher is not None and teacher.by is not None:
@@ -168,14 +130,9 @@ def set_teachers(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence
 
 
 def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: TeacherConfig | None) -> None:
-    """Set `teacher_logprobs` of rows, if there is a teacher whose loss is the sampled form.
+    """Set `teacher_logprobs` of rows, after their `teacher_prompt`, if the loss is the sampled form.
 
-    A row with a `teacher_prompt` is scored after this prompt. Tokens that are not trained get 0.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        rows: Training rows, which are changed.
-        teacher: Settings of the teacher, or None.
+    Untrained tokens get 0.
     """
     if teacher is None or teacher.divergence is not None:
         return
@@ -197,16 +154,7 @@ def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: Te
 
 
 def correct(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Compute log-probabilities before the update and apply `correct_rows`, if the settings ask for a correction.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        rollout: The samples of the step.
-        rows: The rows to train on, which are changed.
-
-    Returns:
-        The statistics returned by `correct_rows`. Empty if no correction is set.
-    """
+    """Apply `correct_rows` with log-probabilities from before the update, if the settings ask for a correction."""
     actor = setup.config.actor
     if not isinstance(actor, RatioConfig) or not actor.needs_proximal:
         return {}
@@ -226,22 +174,11 @@ def update(
     loss_fn: LossFn | None = None,
     divergence: Divergence | None = None,
 ) -> dict[str, float]:
-    """Take optimizer steps of the actor.
+    """Take `n_minibatches` optimizer steps of the actor, and return train/* statistics without the prefix.
 
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        rows: The rows to train on.
-        n_minibatches: Number of parts that the rows are split into. Each part is an optimizer step.
-        sampling: Sampling settings of the rollout, at whose temperature log-probabilities are computed. None uses the
-            defaults.
-        rows_per_unit: Number of adjacent rows that stay in one micro-batch, such as 2 for DPO.
-        old_logprobs: Source of the denominator of importance ratios: "recompute", "loglinear" or "rollout", see
-            `areno.Trainer.train`.
-        loss_fn: Loss function of this step. None is that of the run.
-        divergence: Divergence from a teacher that the training passes compute. None computes none.
-
-    Returns:
-        The train/* statistics, by their names without the prefix.
+    Log-probabilities are computed at the temperature of `sampling`. `rows_per_unit` adjacent rows stay in one
+    micro-batch, such as 2 for DPO. `old_logprobs` is described at `areno.Trainer.train`. `loss_fn` None is that of the
+    run.
     """
     run, actor, version = setup.run, setup.config.actor, setup.trainer.engine.weights_version
     with run.clock.phase("train"):
@@ -267,15 +204,6 @@ def update(
 
 
 def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Take optimizer steps of the actor by `update`, with the settings of the section `actor`.
-
-    Args:
-        setup: Models, data, settings and outputs of the run.
-        rows: The rows to train on.
-
-    Returns:
-        The train/* statistics, by their names without the prefix.
-    """
     config = setup.config
     return update(
         setup,
