@@ -34,7 +34,7 @@ from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.cost import Cost
 from areno.models.registry import load_config
-from areno.trainers.rows import places_of, prompt_masks, token_rows, trained
+from areno.trainers.rows import prompt_masks, token_rows, trained, trained_mask
 from areno.types import GenerationRequest, SamplingParams, TrainSequence
 
 
@@ -278,7 +278,7 @@ def _agreement(rows: Sequence[TrainSequence], scored: Sequence[np.ndarray]) -> d
     Returns:
         `logp_abs_diff_mean` and `logp_abs_diff_max`: the mean and the largest absolute difference.
     """
-    rescored = [scores[places_of(item)] for item, scores in zip(rows, scored, strict=True)]
+    rescored = [scores[trained_mask(item)] for item, scores in zip(rows, scored, strict=True)]
     differences = np.abs(np.concatenate(trained(rows, "logprobs")) - np.concatenate(rescored))
     return {"logp_abs_diff_mean": float(differences.mean()), "logp_abs_diff_max": float(differences.max())}
 

@@ -50,12 +50,6 @@ def run_recipe(module: str) -> NoReturn:
 
     `python -m` has loaded the module as `__main__`. The module is imported again under its own name, so that its
     classes and functions can be pickled for spawned processes.
-
-    Args:
-        module: Name of the module, such as "areno.recipes.gspo", which defines ALGORITHM.
-
-    Raises:
-        SystemExit: Always, with the exit code.
     """
     sys.exit(run(import_module(module).ALGORITHM, f"python -m {module}", sys.argv[1:]))
 
@@ -64,12 +58,6 @@ def run_algorithm(algorithm: Algorithm) -> NoReturn:
     """Run an algorithm with the command-line arguments of this process, and end the process.
 
     Call this at the end of a script that defines an algorithm.
-
-    Args:
-        algorithm: The algorithm.
-
-    Raises:
-        SystemExit: Always, with the exit code.
     """
     algorithm = replace(algorithm, file=Path(sys.argv[0]).absolute())
     sys.exit(run(algorithm, f"python {sys.argv[0]}", sys.argv[1:]))
@@ -82,20 +70,10 @@ def run(
     greet: bool = True,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Print help or a configuration, or start or resume runs, as the command-line arguments say.
+    """Print help or a configuration, or start or resume runs, as the arguments say, and return the exit code.
 
-    Args:
-        algorithm: The algorithm to run.
-        command: The command that the user has typed, for the help text.
-        arguments: The options and settings of the command line.
-        greet: Whether to print a line at once if stderr is a terminal, because imports take seconds.
-        names: Setting -> flag, for settings that the user can set by a flag. Errors quote the flag.
-
-    Returns:
-        The exit code. It is 1 if a run of a sweep failed.
-
-    Raises:
-        SystemExit: A single run failed, or the options are wrong. The error was printed.
+    With `greet`, a line is printed at once if stderr is a terminal, because imports take seconds. `names` maps settings
+    to flags, which errors quote. SystemExit is raised after a single run has failed or the options are wrong.
     """
     args = _parsed(command, arguments)
     try:
@@ -122,7 +100,6 @@ def run(
 
 
 def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Mapping[str, str]) -> int:
-    """Print help or a configuration, or start or resume runs, and return the exit code."""
     named = {"--config-name": args.config_name, "--config-dir": args.config_dir, "--resume": args.resume}
     for option, value in named.items():
         if value is not None and not value.strip():
@@ -162,16 +139,7 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
 
 
 def options_of(command: str, arguments: Sequence[str], algorithm: Algorithm) -> tuple[str, Path | None, list[str]]:
-    """Parse the command line of a recipe.
-
-    Args:
-        command: The command without its arguments, for messages.
-        arguments: The options and settings of the command line.
-        algorithm: The algorithm of the recipe.
-
-    Returns:
-        (name of the task, folder of task files or None, settings as key=value).
-    """
+    """Return (name of the task, folder of task files, settings as key=value) of a command line."""
     args = _parsed(command, arguments)
     if args.multirun:
         raise ConfigError(Problem("-m", "starts a sweep, and {} is about one run; leave it out", command))
@@ -179,7 +147,6 @@ def options_of(command: str, arguments: Sequence[str], algorithm: Algorithm) -> 
 
 
 def _parsed(command: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line of a recipe. Raises SystemExit if its options are wrong."""
     args, others = _parser(command).parse_known_intermixed_args(arguments)
     try:
         if others:
@@ -198,11 +165,7 @@ def _no_option(word: str) -> Problem:
 
 
 def name_config(args: argparse.Namespace) -> None:
-    """Replace the option --config FILE by --config-dir and --config-name.
-
-    Raises:
-        ConfigError: The other two are given, too, or there is no such YAML file.
-    """
+    """Replace the option --config FILE by --config-dir and --config-name."""
     if args.config is None:
         return
     file = Path(args.config).expanduser()
@@ -243,17 +206,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 
 def _show(algorithm: Algorithm, session: HydraSession, package: str | None, resolve: bool) -> None:
-    """Print the configuration as YAML, with ??? for missing required values.
-
-    Args:
-        algorithm: The algorithm, whose configuration class checks the values.
-        session: Composes the configuration.
-        package: Dotted key of the part to print. None prints the whole configuration.
-        resolve: Whether to resolve interpolations.
-
-    Raises:
-        ConfigError: There is no such part, or the configuration has problems other than missing values.
-    """
+    """Print the configuration as YAML, or the part at the dotted key `package`, with ??? for missing values."""
     from areno.launch.compose import to_yaml
 
     composition = session.compose()
@@ -326,7 +279,6 @@ def _resume(algorithm: Algorithm, command: str, session: HydraSession, folder: P
 
 
 def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, sweep: Sweep) -> float:
-    """Run one job of a sweep in this process, and return its objective. Raises JobFailed if the run fails."""
     from areno.launch.side_by_side import JobFailed
 
     assert job.number is not None
@@ -341,19 +293,7 @@ def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolde
 def _run_side_by_side(
     algorithm: Algorithm, command: str, session: HydraSession, folder: NewFolder, sweep: Sweep, config: ExperimentConfig
 ) -> None:
-    """Run the jobs of a sweep in separate processes, `session.n_jobs` at a time.
-
-    Args:
-        algorithm: The algorithm to run.
-        command: The command that starts the algorithm.
-        session: Starts the jobs.
-        folder: The folder of the sweep.
-        sweep: Receives the result of each job.
-        config: Settings of the first job, from which the devices of each process are chosen.
-
-    Raises:
-        ConfigError: The settings use a Ray cluster, or there are too few GPUs.
-    """
+    """Run the jobs of a sweep in separate processes, `session.n_jobs` at a time."""
     from areno.launch.compose import N_JOBS
 
     if config.scheduler.type == "ray":
@@ -384,10 +324,7 @@ def _run_side_by_side(
 
 
 def _outcome(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) -> tuple[float | None, str]:
-    """Run one job of a sweep, and return (objective, ""), or (None, reason) if the run failed.
-
-    SystemExit is caught, because it would end the whole sweep.
-    """
+    """Return (objective, ""), or (None, reason) if the job fails. SystemExit would end the whole sweep."""
     try:
         return _run(algorithm, command, job, folder), ""
     except SystemExit as error:
@@ -400,14 +337,8 @@ def _outcome(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) ->
 def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explicit: bool = False) -> float:
     """Run one job and return its objective.
 
-    If the job fails, its error is printed, and SystemExit is raised, which Hydra does not print again.
-
-    Args:
-        algorithm: The algorithm to run.
-        command: The command that starts the algorithm.
-        job: The job: the settings, the overrides and the folder of one run.
-        folder: The folder of the run. For a job of a sweep, the folder of the sweep.
-        explicit: Whether the user named the run with --resume.
+    If the job fails, its error is printed, and SystemExit is raised, which Hydra does not print again. For a job of a
+    sweep, `folder` is that of the sweep. `explicit` says that the user named the run with --resume.
     """
     from areno.run import resume
     from areno.tracking.run_log import RunLog
@@ -455,11 +386,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
 def _tune(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextlib.ExitStack) -> None:
     """Choose settings of a new run by a trial if `tune.enabled` is set, and write them into its folder.
 
-    Args:
-        config: Settings of the run, which are changed.
-        job: The job.
-        folder: The folder of the run, which is removed if an error is raised.
-        logs: Receives the log of the trials, which stays open until the log of the run has its lines.
+    `logs` receives the log of the trials, which stays open until the log of the run has its lines.
     """
     if not (isinstance(config, PolicyExperimentConfig) and config.tune.enabled):
         return
@@ -475,7 +402,6 @@ def _tune(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextli
 
 
 def _restore_tuned(config: ExperimentConfig, job: Job) -> None:
-    """Set the settings that were chosen by a trial before the first start of a run that resumes."""
     if (job.run_dir / TUNED).exists():
         from areno.run import tuning
 
@@ -483,11 +409,7 @@ def _restore_tuned(config: ExperimentConfig, job: Job) -> None:
 
 
 def _separate(config: ExperimentConfig, number: int) -> None:
-    """Give a run of a sweep its own output paths and hub repository.
-
-    The number of the run is appended to saver.path, stats_logger.tensorboard.path and saver.push_to_hub, unless they
-    are null.
-    """
+    """Append the number of a run in a sweep to its output paths and its hub repository."""
     for section in (config.saver, config.stats_logger.tensorboard):
         if section.path is not None:
             section.path = str(Path(section.path) / str(number))
@@ -509,16 +431,7 @@ def _trace(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def mention_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Iterator[None]:
-    """Extend a ConfigError in the `with` block by a note if the task file is meant for other recipes.
-
-    Args:
-        recipe: Name of the algorithm that runs.
-        config_name: Name of the task or experiment file.
-        config_dir: The user's folder of YAML files, or None.
-
-    Raises:
-        ConfigError: The block raised it.
-    """
+    """Extend a ConfigError in the `with` block by a note if the task file is meant for other recipes."""
     try:
         yield
     except ConfigError as error:

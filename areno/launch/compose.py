@@ -71,39 +71,20 @@ _HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError
 
 @dataclass
 class Composition:
-    """The configuration composed from files and command line, before its values are checked.
+    """The configuration composed from files and command line, before its values are checked."""
 
-    Attributes:
-        data: Plain values with interpolations resolved. Keys without a value are left out.
-        raw: The same values, with interpolations and ??? not resolved.
-        problems: Problems found in files and in the command line. `build` finds further problems in the values.
-        variant: (name, file) of the choice `variant=name`, a YAML file with the settings of a published method. None if
-            no variant is chosen.
-        output_dir: Folder of the run or the sweep. None if the settings that name the folder are wrong.
-        given: Dotted keys of the settings that the YAML files and the command line set.
-        files: Dotted keys of the settings that each YAML file sets.
-    """
-
-    data: dict[str, Any]
-    raw: dict[str, Any]
-    problems: list[Problem]
-    variant: tuple[str, Path] | None = None
-    output_dir: Path | None = None
-    given: frozenset[str] = frozenset()
-    files: Collection[Collection[str]] = ()
+    data: dict[str, Any]  # interpolations are resolved, and keys without a value left out
+    raw: dict[str, Any]  # the same, with interpolations and ???
+    problems: list[Problem]  # in files and command line; `build` finds those in values
+    variant: tuple[str, Path] | None = None  # (name, file) of the choice `variant=name`
+    output_dir: Path | None = None  # None if the settings that name it are wrong
+    given: frozenset[str] = frozenset()  # dotted keys that YAML files and command line set
+    files: Collection[Collection[str]] = ()  # dotted keys that each YAML file sets
 
     def build(self, cls: type[T], sources: bool = True) -> T:
-        """Check all values and construct the configuration.
+        """Check all values and construct the configuration. The ConfigError lists all problems.
 
-        Args:
-            cls: The dataclass of the configuration.
-            sources: Whether the settings must name rows and a reward. False: a script may pass them to a trainer.
-
-        Returns:
-            An instance of `cls`.
-
-        Raises:
-            ConfigError: There are problems. The error lists all of them.
+        With `sources`, the settings must name rows and a reward. Without, a script may pass them to a trainer.
         """
 
         def hint_of(key: str) -> str:
@@ -123,41 +104,22 @@ class Composition:
 
 @dataclass
 class Job:
-    """One run that Hydra starts.
-
-    Attributes:
-        composition: The values of the run's settings.
-        run_dir: The folder of the run.
-        overrides: The overrides `key=value` of the run from the command line.
-        number: Number of the run in its sweep, from 0. None outside of a sweep.
-        names: Setting -> flag, for settings that the user can set by a flag. Errors quote the flag.
-        task: Name of the task, if it comes with areno. "" for a task of the user, and for a run that resumes.
-    """
+    """One run that Hydra starts."""
 
     composition: Composition
     run_dir: Path
     overrides: list[str]
-    number: int | None
-    names: Mapping[str, str]
-    task: str = ""
+    number: int | None  # in its sweep, from 0; None outside of a sweep
+    names: Mapping[str, str]  # setting -> flag, which errors quote
+    task: str = ""  # one that comes with areno; "" for the user's, and for a run that resumes
 
 
 @dataclass
 class _CommandLine:
-    """The user's overrides, sorted and rewritten for Hydra.
+    """The user's overrides, sorted and rewritten for Hydra."""
 
-    Attributes:
-        lines: The overrides for Hydra. In a sweep, an override may list several values.
-        sample: The same overrides with the values of the first combination of the sweep.
-        values: Keys of the settings that the user sets, without config groups.
-        deletions: Keys that the user deletes.
-        given: Key -> name by which the user gave the setting.
-        chosen: Config groups for which the user made a choice.
-        problems: Problems of wrong or unreadable overrides.
-    """
-
-    lines: list[str] = field(default_factory=list)
-    sample: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # for Hydra; in a sweep, one may list several values
+    sample: list[str] = field(default_factory=list)  # with the values of the first combination of the sweep
     values: list[str] = field(default_factory=list)  # keys, without those of groups
     deletions: list[str] = field(default_factory=list)
     given: dict[str, str] = field(default_factory=dict)  # key -> the name that the user has given it by
@@ -165,12 +127,6 @@ class _CommandLine:
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, line: str, sample: str | None = None) -> None:
-        """Append an override to `self.lines` and to `self.sample`.
-
-        Args:
-            line: The override. In a sweep, it may list several values.
-            sample: The override as it is in the first combination of the sweep. None means that it equals `line`.
-        """
         self.lines.append(line)
         self.sample.append(line if sample is None else sample)
 
@@ -182,21 +138,7 @@ def load(
     config_dir: Path | None = None,
     sources: bool = False,
 ) -> T:
-    """Compose and check the configuration of a task.
-
-    Args:
-        cls: The dataclass of the configuration.
-        config_name: Name of a task or experiment file, as for `--config-name`.
-        overrides: Settings in the form `key=value`. None sets nothing.
-        config_dir: The user's folder of YAML files, or None.
-        sources: Whether the settings must name rows and a reward. If not, the trainer must get them.
-
-    Returns:
-        The configuration, an instance of `cls`.
-
-    Raises:
-        ConfigError: There are problems in files, overrides or values. The error lists all of them.
-    """
+    """Compose and check the configuration of a task. See `Composition.build` for `sources`."""
     with HydraSession(cls, config_name, overrides or [], config_dir=config_dir) as session:
         composition = session.compose()
     return composition.build(cls, sources)
@@ -204,16 +146,7 @@ def load(
 
 @contextmanager
 def mention_version(folder: Path) -> Iterator[None]:
-    """In a `with` block, extend a ConfigError by the version of areno with which a run was written.
-
-    The error is unchanged if the version is the same as the version in use.
-
-    Args:
-        folder: Folder of the run.
-
-    Raises:
-        ConfigError: The block raised it.
-    """
+    """Extend a ConfigError by the version of areno with which a run was written, if it is another one."""
     try:
         yield
     except ConfigError as error:
@@ -226,14 +159,7 @@ def mention_version(folder: Path) -> Iterator[None]:
 
 
 def to_yaml(data: dict[Any, Any]) -> str:
-    """Convert values to YAML text that Hydra reads as the same values.
-
-    Args:
-        data: Nested dictionaries of plain values. An interpolation is a text such as "${seed}".
-
-    Returns:
-        The text.
-    """
+    """Convert values, with interpolations such as "${seed}", to YAML text that Hydra reads as the same values."""
     # OmegaConf.to_yaml needs a DictConfig, which takes longer to construct than the text.
     dumper = get_omega_conf_dumper()
     return yaml.dump(data, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=dumper)
@@ -242,16 +168,8 @@ def to_yaml(data: dict[Any, Any]) -> str:
 class HydraSession(AbstractContextManager["HydraSession"]):
     """Hydra, set up for one configuration class and one command line. Composes configurations, starts runs and sweeps.
 
-    Use it as a context manager.
-
-    Args:
-        cls: The dataclass of the configuration.
-        config_name: Name of a task or experiment file, as for `--config-name`.
-        overrides: The user's overrides: settings `key=value`, choices `group=name` and settings of Hydra.
-        config_dir: The user's folder of YAML files, or None.
-        multirun: Whether to start a sweep. The override `hydra.mode=MULTIRUN` starts a sweep, too.
-        job_name: Name of the algorithm, which Hydra uses as the name of the job.
-        names: Setting -> flag, for settings that the user can set by a flag. Errors quote the flag.
+    The override `hydra.mode=MULTIRUN` starts a sweep, as `multirun` does. `names` maps settings to flags, which errors
+    quote.
     """
 
     def __init__(
@@ -306,11 +224,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
     def compose(self) -> Composition:
         """Compose the configuration of the run, or of the first run of a sweep, from files and command line.
 
-        Returns:
-            The composition with all problems found so far.
-
-        Raises:
-            ConfigError: Hydra cannot compose a configuration, for example because the task does not exist.
+        Raises ConfigError only if Hydra cannot compose, for example because the task does not exist.
         """
         with reraise_interrupts():
             return self._composition()
@@ -343,16 +257,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
     def run(self, job: Callable[[Job], Any]) -> None:
         """Call `job` once for a single run, or once for each combination of a sweep.
 
-        The calls are made in this process, one after another. If `job` raises JobFailed in a sweep, the next
-        combinations are still called, and JobFailed is raised at the end.
-
-        Args:
-            job: Function that does a run and returns its objective, or starts the run in another process and returns a
-                Future of the objective. It must raise errors of the run as ArenoError, SystemExit or JobFailed, because
-                an OSError or ValueError from `job` would be reported as an error of Hydra.
-
-        Raises:
-            ConfigError: Hydra fails.
+        The calls are made in this process, one after another. `job` returns the objective, or starts the run in another
+        process and returns a Future of the objective. If it raises JobFailed in a sweep, the next combinations are
+        still called, and JobFailed is raised at the end. `job` must raise errors of the run as ArenoError, SystemExit
+        or JobFailed, because an OSError or ValueError would be reported as an error of Hydra.
         """
         line = self._command_line
         try:
@@ -369,13 +277,9 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             raise ConfigError(explain(error)) from error
 
     def _take_n_jobs(self, config: DictConfig) -> Iterator[Problem]:
-        """Copy the setting hydra.launcher.n_jobs to `self.n_jobs`, the number of runs at the same time.
+        """Copy hydra.launcher.n_jobs to `self.n_jobs`, the number of runs at the same time.
 
-        Args:
-            config: The composed configuration, with the section `hydra`.
-
-        Yields:
-            A problem if the setting is not a positive integer, or is given for a single run.
+        Yield what is wrong with it.
         """
         launcher = config.hydra.launcher
         if not isinstance(launcher, DictConfig):
@@ -393,30 +297,17 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
     @property
     def sweep(self) -> list[str]:
-        """The overrides that start a sweep, in the form in which Hydra writes them to multirun.yaml.
-
-        Overrides of Hydra's own settings are left out.
-        """
+        """The overrides of a sweep as Hydra writes them to multirun.yaml, without those of Hydra's own settings."""
         return [line for line in self._command_line.lines if not line.startswith("hydra")]
 
     def show_info(self, topic: str) -> None:
-        """Print Hydra's report about a topic.
-
-        Args:
-            topic: "all", "config", "defaults", "defaults-tree", "plugins" or "searchpath".
-        """
+        """Print Hydra's report: "all", "config", "defaults", "defaults-tree", "plugins" or "searchpath"."""
         self._look_up_defaults()
         with _logging_kept():
             self._hydra.show_info(topic, self.config_name, self._command_line.sample)
 
     def show_hydra(self, which: str, package: str | None, resolve: bool) -> None:
-        """Print the configuration of Hydra itself, alone or together with the configuration of the run.
-
-        Args:
-            which: "hydra" prints Hydra's configuration, "all" both.
-            package: Dotted key of the part to print. None prints everything.
-            resolve: Whether to resolve interpolations.
-        """
+        """Print the configuration of Hydra alone ("hydra"), or together with that of the run ("all")."""
         self._look_up_defaults()
         with _logging_kept():
             self._hydra.show_cfg(self.config_name, self._command_line.sample, which, package, resolve)
@@ -444,10 +335,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 )
 
     def _run_dir(self, fileroot: str, experiment: str, trial: str | None) -> str:
-        """Return the folder <fileroot>/<experiment>/<trial>, with the start time as the name if trial is None.
-
-        All runs of a sweep get the same folder.
-        """
+        """Return <fileroot>/<experiment>/<trial>, or the start time as trial, the same for all runs of a sweep."""
         folder = Path(os.path.expanduser(fileroot)) / str(experiment)
         if trial is not None:
             return str(folder / str(trial))
@@ -455,21 +343,13 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return str(folder / self._time_name)
 
     def rename(self, run_dir: Path) -> Path:
-        """Choose another name for a folder that is named by the start time, because the name is taken.
-
-        Args:
-            run_dir: The folder whose name is taken.
-
-        Returns:
-            The folder with a number appended to its name.
-        """
+        """Choose another name for a folder that is named by the start time, because the name is taken."""
         self._time_name = f"{self._started}-{next(self._counts)}"
         self.named_by_time.add(renamed := run_dir.with_name(self._time_name))
         return renamed
 
     @cached_property
     def _command_line(self) -> _CommandLine:
-        """The user's overrides, sorted and rewritten. Its `problems` list wrong or unreadable overrides."""
         self._check_config_name()
         line = _CommandLine()
         groups = yaml_files.groups(self.config_dir)
@@ -494,10 +374,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return line
 
     def _look_up_defaults(self) -> None:
-        """Look up the config groups in the defaults lists of the YAML files, for `_is_listed`.
-
-        Raises ConfigError if a defaults list is wrong.
-        """
+        """Look up the config groups in the defaults lists of the YAML files, for `_is_listed`."""
         self._check_config_name()
         try:
             defaults = self._hydra.config_loader.compute_defaults_list(self.config_name, [], RunMode.RUN)
@@ -558,13 +435,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             line.add(forced, sample)
 
     def _plain(self, config: DictConfig, problems: list[Problem]) -> Composition:
-        """Convert the configuration that Hydra composed to a Composition.
-
-        Args:
-            config: The composed configuration.
-            problems: Problems found before. The Composition gets these problems and the problems found by the
-                conversion.
-        """
+        """Convert the configuration that Hydra composed. The result has `problems` and those of the conversion."""
         found = list(problems)
         raw = OmegaConf.to_container(config)
         assert isinstance(raw, dict)
@@ -592,12 +463,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return Composition(data, raw, found, variant, given=given, files=files)
 
     def _without_effect(self, group: str) -> Iterator[Problem]:
-        """Yield a problem for each override that has no effect because a section is null.
-
-        Args:
-            group: Key of the section that is null. Overrides in this section have no effect. Overrides in sections that
-                are used only together with this section have no effect either.
-        """
+        """Yield a problem for each override in a section that is null, or that is used only together with it."""
         line, choices = self._command_line, HydraConfig.get().runtime.choices
         sections = {group, *dependents(self.cls, group)}
         chosen = [name for name in line.chosen if name in sections and choices[name] != "null"]

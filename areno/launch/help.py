@@ -35,17 +35,7 @@ options:
 
 
 def text(command: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
-    """Compose the help text of a recipe.
-
-    Args:
-        command: The command line that starts the recipe, such as `python -m areno.recipes.gspo`.
-        cls: The dataclass of the recipe's settings.
-        default: The configuration that runs if --config-name is not given.
-        config_dir: The user's folder of YAML files, or None.
-
-    Returns:
-        The text, with a newline at its end.
-    """
+    """Compose the help text of a recipe, whose `default` configuration runs without --config-name."""
     keys = {row.key for row in rows(cls)}
     variants = {name: file for name, file in yaml_files.variants(config_dir).items() if keys.issuperset(_keys(file))}
     groups = {group: names for group, names in yaml_files.groups(config_dir).items() if group.replace("/", ".") in keys}
@@ -88,15 +78,7 @@ def _line(row: Row) -> str:
 
 
 def files(title: str, files: dict[str, Path]) -> str:
-    """Return a title and a line for each file with its name, the recipes that it is for and its first comment.
-
-    Args:
-        title: The title line.
-        files: Name -> path of the YAML file.
-
-    Returns:
-        The text. Empty if there are no files.
-    """
+    """Return a title and a line for each file with its name, the recipes that it is for and its first comment."""
     lines = {name: yaml_files.headline(file) for name, file in files.items()}
     for name, file in files.items():
         if recipes := yaml_files.recipes(file):
@@ -105,15 +87,7 @@ def files(title: str, files: dict[str, Path]) -> str:
 
 
 def columns(title: str, lines: dict[str, str]) -> str:
-    """Return a title and a line for each name with its description. Long descriptions go on in further lines.
-
-    Args:
-        title: The title line.
-        lines: Name -> description.
-
-    Returns:
-        The text. Empty if there are no names.
-    """
+    """Return a title and a line for each name with its description. Long descriptions go on in further lines."""
     if not lines:
         return ""
     width = max(map(len, lines))

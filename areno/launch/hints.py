@@ -149,17 +149,10 @@ def hint(
     cls: type[Section] | None = None,
     value_of: Callable[[str], Any] = lambda key: None,
 ) -> str:
-    """Return a hint that an error about an unknown setting ends with.
+    """Return a hint, beginning with "; ", that an error about an unknown setting ends with. "" if there is none.
 
-    Args:
-        key: Dotted key of the unknown setting. Or `key=value`, for a known setting that does not accept this value.
-        variant: (name, file) of the choice `variant=name`, whose YAML file may set the key. None if no variant is
-            chosen.
-        cls: The configuration of the algorithm, whose settings a hint may name. None: those of any algorithm.
-        value_of: Returns the value that the user gave for a dotted key.
-
-    Returns:
-        The hint, which begins with "; ". "" if there is no hint.
+    `key` is `key=value` for a known setting that does not accept this value. `variant` is (name, file) of the choice
+    `variant=name`. A hint names settings of the algorithm `cls`, or of any.
     """
     here = _keys(cls) if cls is not None else all_keys()
     section, _, name = key.partition(".")
@@ -222,7 +215,6 @@ def _keys_of(algorithm: str) -> frozenset[str]:
 
 
 def all_keys() -> frozenset[str]:
-    """Return the settings of all algorithms."""
     return frozenset().union(*map(_keys_of, algorithm_names()))
 
 
@@ -231,7 +223,6 @@ def _recipes_with(key: str) -> list[str]:
 
 
 def _sets(file: Path, key: str) -> bool:
-    """Return whether a YAML file has a value for a dotted key."""
     value = plain_yaml(file)
     for name in key.split("."):
         if not isinstance(value, dict) or name not in value:
@@ -241,12 +232,5 @@ def _sets(file: Path, key: str) -> bool:
 
 
 def listed(names: list[str]) -> str:
-    """Join names as in `a, b and c`.
-
-    Args:
-        names: The names, at least one.
-
-    Returns:
-        The joined names.
-    """
+    """Join names as in `a, b and c`."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -40,17 +40,7 @@ _HYDRA_WORD = re.compile(r"(\$\{[^}]*\}|[\w/+.$%*@?|:\s-])*", re.ASCII)
 
 
 def quoted(override: str) -> str:
-    """Put quotes around the words of an override that Hydra's grammar cannot read, such as words with an ä.
-
-    Args:
-        override: An override `key=value`.
-
-    Returns:
-        The override. If its value contains quotes, it is returned unchanged.
-
-    Raises:
-        ConfigError: The override is not UTF-8.
-    """
+    """Put quotes around the words of an override that Hydra's grammar cannot read, such as words with an ä."""
     try:
         override.encode()
     except UnicodeEncodeError:
@@ -72,14 +62,7 @@ def references(text: str) -> list[str]:
 
 
 def explain(error: BaseException) -> str:
-    """Describe an error of Hydra, OmegaConf or the YAML reader in one line.
-
-    Args:
-        error: The error.
-
-    Returns:
-        The description, with possible choices if a file does not exist.
-    """
+    """Describe an error of Hydra, OmegaConf or the YAML reader in one line."""
     if isinstance(error, RecursionError):
         in_defaults = any(frame.name == "_create_defaults_tree" for frame in traceback.extract_tb(error.__traceback__))
         return "its defaults lead back to the file itself" if in_defaults else "a value is nested too deeply"
@@ -102,20 +85,11 @@ def explain(error: BaseException) -> str:
 
 
 class SearchPath(SearchPathPlugin):
-    """A Hydra plugin that sets the search path of YAML files: the user's --config-dir, then conf/, then recipes/.
-
-    Attributes:
-        config_dir: The user's folder of YAML files, or None.
-    """
+    """A Hydra plugin that sets the search path of YAML files: the user's --config-dir, then conf/, then recipes/."""
 
     config_dir: Path | None = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the folders to Hydra's search path. Hydra calls this method.
-
-        Args:
-            search_path: The search path, which is changed.
-        """
         if self.config_dir:
             search_path.prepend("--config-dir", f"file://{self.config_dir}", anchor="main")
         search_path.append("recipes", f"file://{root() / 'recipes'}")
@@ -125,18 +99,9 @@ class SearchPath(SearchPathPlugin):
 def checked_files(cls: type[Section], name: str, problems: list[Problem], keys: dict[Path, set[str]]) -> Iterator[None]:
     """Check each YAML file before Hydra reads it, and give renamed settings in it their current names.
 
-    A task file without a defaults list gets the list [recipe, _self_].
+    A task file without a defaults list gets the list [recipe, _self_]. `keys` receives the dotted keys of each file.
 
     Hydra has no hook for this, so the class that reads files is replaced in Hydra's registry during the `with` block.
-
-    Args:
-        cls: The dataclass of the configuration, which declares the earlier names of renamed settings.
-        problems: List to which a problem is added for each setting that a file sets under both names.
-        name: Name of the task file.
-        keys: Receives the dotted keys of the values of each file.
-
-    Raises:
-        ConfigError: Within the block, if a file is too large or its key `hydra` is not a section.
     """
     types = SourcesRegistry.instance().types
     hydras: Any = types["file"]
@@ -173,16 +138,9 @@ def checked_files(cls: type[Section], name: str, problems: list[Problem], keys: 
 
 
 def renamed_keys(cls: type[Section], config: DictConfig, section: str, problems: list[Problem]) -> DictConfig:
-    """Give each setting that a file sets under an earlier name its current name.
+    """Give renamed settings of a file their current names. Without any, this is the object `config` itself.
 
-    Args:
-        cls: The dataclass of the configuration, which declares the earlier names of renamed settings.
-        config: The content of the file.
-        section: Dotted key of the section that the file fills. "" for the whole configuration.
-        problems: List to which a problem is added for each setting that the file sets under both names.
-
-    Returns:
-        The content with current names. If no setting was renamed, this is the object `config` itself.
+    `section` is the dotted key of the section that the file fills. `problems` receives settings given under both names.
     """
     values = OmegaConf.to_container(config)
     assert isinstance(values, dict)
@@ -196,15 +154,7 @@ _MAX_VALUES = 30_000
 def resolved(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
     """Yield (key, value) for each key of a configuration or section, with interpolations resolved.
 
-    Missing values, interpolations that fail, and Hydra's own section are left out.
-
-    Args:
-        node: A composed configuration, or a section of it.
-        prefix: Dotted key of the section with a dot at its end. "" for the whole configuration.
-        problems: List to which a problem is added for each interpolation that fails.
-
-    Yields:
-        (key, value), where the value of a section is a dictionary.
+    Missing values, interpolations that fail, and Hydra's own section are left out. `prefix` ends with a dot.
     """
     for key in node:
         full = f"{prefix}{key}"
@@ -224,14 +174,7 @@ def resolved(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator
 
 
 def check_references(raw: Mapping[Any, Any]) -> None:
-    """Check that the interpolations of a configuration expand to a bounded number of values.
-
-    Args:
-        raw: The composed configuration with unresolved interpolations.
-
-    Raises:
-        ConfigError: The interpolations expand to too many values.
-    """
+    """Raise ConfigError if the interpolations of a configuration expand to too many values."""
     known: dict[tuple[str, ...], int] = {}
 
     def size(path: tuple[str, ...]) -> int:
@@ -255,12 +198,7 @@ def check_references(raw: Mapping[Any, Any]) -> None:
 
 
 def _target(path: tuple[str, ...], key: str) -> tuple[str, ...]:
-    """Return the path of the value that a reference ${key} points to, as a tuple of names.
-
-    Args:
-        path: Path of the value that contains the reference.
-        key: Key in the reference. A key that begins with dots is relative to the section that contains `path`.
-    """
+    """Return the path that a reference ${key} at `path` points to. Leading dots make a key relative."""
     names = key.lstrip(".")
     n_dots = len(key) - len(names)
     start = path[: max(0, len(path) - n_dots)] if n_dots else ()
@@ -275,15 +213,7 @@ def _inner(value: Any, name: str) -> Any:
 
 
 def delete(data: dict[Any, Any], key: str) -> bool:
-    """Remove a dotted key from nested dictionaries.
-
-    Args:
-        data: The dictionaries, which are changed.
-        key: The dotted key, such as "actor.optimizer.lr".
-
-    Returns:
-        Whether the key existed.
-    """
+    """Remove a dotted key from nested dictionaries, and return whether it existed."""
     section, _, inner = key.partition(".")
     if inner:
         return isinstance(data.get(section), dict) and delete(data[section], inner)

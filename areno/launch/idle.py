@@ -37,14 +37,8 @@ def leave_out(
 ) -> list[Problem]:
     """Remove the settings that ask for nothing, and log the parts of another tool that areno does not have.
 
-    Args:
-        cls: The dataclass of the configuration.
-        data: Nested values, which are changed.
-        copies: The same settings in other forms, which are changed, too.
-        asked: Sections that the command line asks for, whose settings stay if areno has no such section here.
-
-    Returns:
-        A problem for each setting in a section of another tool that has another name here.
+    `copies` are the same settings in other forms. Sections in `asked`, by the command line, stay if areno has no such
+    section here. Returns a problem for each setting in a section of another tool that has another name here.
     """
     known, whole = {row.key for row in rows(cls)} | earlier_names(cls).keys(), with_defaults(cls, data)
     parts, problems = list[str](), list[Problem]()
@@ -118,15 +112,7 @@ def _drop(key: str, *forms: dict[str, Any]) -> None:
 
 
 def is_idle(problem: Unused, data: Mapping[str, Any], files: Collection[Collection[str]]) -> bool:
-    """Return whether a setting without effect asks for nothing.
-
-    It does if its value is off, or if the same file says that the other setting is off.
-
-    Args:
-        problem: The problem of the setting.
-        data: Nested values of the configuration.
-        files: The dotted keys of each file.
-    """
+    """Return whether a setting without effect is off, or the same file says that the other setting is off."""
     if _is_off(value_at(data, problem.key)):
         return True
     own = [keys for keys in files if problem.other in keys]

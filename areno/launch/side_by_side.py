@@ -32,12 +32,7 @@ _STEP = "step="
 
 
 class JobLines:
-    """The display of runs that are in progress at the same time. Use it as a context manager.
-
-    Args:
-        live: Whether to show one line for each run, on a terminal. If False, all lines of the runs are printed.
-        objective: Name of the objective, the metric that runs are compared by.
-    """
+    """The display of runs that are in progress at the same time: one line for each if `live`, otherwise all lines."""
 
     def __init__(self, live: bool, objective: str):
         self._objective = objective
@@ -57,22 +52,10 @@ class JobLines:
             self._screen.close()
 
     def begin(self, number: int, overrides: Sequence[str]) -> None:
-        """Show that a run has started.
-
-        Args:
-            number: Number of the run in its sweep, from 0.
-            overrides: The overrides in which the run differs from the other runs.
-        """
         self._names[number], self._latest[number] = f"[{number}] {' '.join(overrides)}", "starts"
         self._print(self._names[number])
 
     def tell(self, number: int, line: str) -> None:
-        """Show a line that a run wrote.
-
-        Args:
-            number: Number of the run in its sweep, from 0.
-            line: The line, without a newline.
-        """
         is_of_log = line[:_TIME:3].isdigit() and line[2:_TIME:3] == ":: "
         if self._screen is None or not is_of_log or line.startswith(("warning", "error"), _TIME):
             self._print(f"[{number}] {line}" if line else "")
@@ -81,13 +64,6 @@ class JobLines:
             self._latest[number] = line[_TIME:]
 
     def end(self, number: int, objective: float | None, reason: str) -> None:
-        """Show that a run has ended.
-
-        Args:
-            number: Number of the run in its sweep, from 0.
-            objective: The objective of the run. None if the run failed.
-            reason: Reason of the failure. "" if the run succeeded.
-        """
         self._n_ended += 1
         self._latest.pop(number, None)
         result = "failed" if objective is None else f"{self._objective}: {objective:.6g}"
@@ -126,19 +102,7 @@ class JobFailed(Exception):
 
 
 def shares(n_jobs: int, engine: EngineConfig) -> list[dict[str, str]]:
-    """Divide devices and threads among runs.
-
-    Args:
-        n_jobs: Number of runs at the same time.
-        engine: The configuration section `engine` of the runs. Its device and world_size determine how many GPUs a run
-            needs.
-
-    Returns:
-        For each of the `n_jobs` runs, the environment variables OMP_NUM_THREADS and, on GPUs, CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        ConfigError: There are too few GPUs.
-    """
+    """Return the environment variables OMP_NUM_THREADS and, on GPUs, CUDA_VISIBLE_DEVICES of each run."""
     import torch
 
     n_devices = torch.cuda.device_count() if engine.device != "cpu" else 0
@@ -166,15 +130,9 @@ class _Running:
 
 
 class SideBySide:
-    """Starts runs in separate processes, at most `len(shares)` at a time.
+    """Starts runs in separate processes, at most `len(shares)` at a time. Leaving the context waits for all runs.
 
-    Use it as a context manager, which waits for all runs at its end.
-
-    Args:
-        shares: A dictionary of environment variables for each run that may be in progress at the same time. It gives
-            the run its part of the devices and threads, as returned by the function `shares`.
-        told: Called with (number of the run, line) for each line that a run writes to stdout or stderr, from any
-            thread.
+    `told` is called with (number of the run, line) for each line that a run writes, from any thread.
     """
 
     def __init__(self, shares: list[dict[str, str]], told: Callable[[int, str], None]):
@@ -188,20 +146,10 @@ class SideBySide:
         self._is_stopping = False
 
     def start(self, number: int, work: Work, began: Callable[[], None], ended: Callable[..., None]) -> Future[float]:
-        """Wait until another run may be in progress, then start the run in a new process.
+        """Wait until another run may be in progress, then start the picklable `work` in a new process.
 
-        Args:
-            number: Number of the run in its sweep, from 0.
-            work: Function that does the run in the new process. It must be picklable.
-            began: Called after the wait, before the process starts.
-            ended: Called with (objective or None, reason of a failure) when the run ends. It is called from any thread,
-                but not from two threads at once.
-
-        Returns:
-            A Future of the objective, which raises JobFailed with the reason if the run fails.
-
-        Raises:
-            ConfigError: `work` cannot be pickled.
+        `began` is called after the wait. `ended` is called with (objective or None, reason of a failure) when the run
+        ends, from any thread, but not from two threads at once. The Future raises JobFailed if the run fails.
         """
         share = self._free.get()
         began()
@@ -228,15 +176,7 @@ class SideBySide:
         return running.future
 
     def _follow(self, running: _Running, number: int, output: Any, result: Any, ended: Callable[..., None]) -> None:
-        """Pass on the output of a run until the run ends. Then set its Future, and free its devices and threads.
-
-        Args:
-            running: The process of the run, its Future, and its part of the devices and threads.
-            number: Number of the run in its sweep, from 0.
-            output: Pipe with stdout and stderr of the run.
-            result: Pipe with (objective or None, reason of a failure) from the run.
-            ended: Called with the objective and the reason when the run has ended.
-        """
+        """Pass on the output of a run until the run ends. Then set its Future, and free its devices and threads."""
         try:
             found: float | Exception = self._followed(running.process, number, output, result, ended)
         except Exception as error:
@@ -252,18 +192,6 @@ class SideBySide:
         running.done.set()
 
     def _followed(self, process: Any, number: int, output: Any, result: Any, ended: Callable[..., None]) -> float:
-        """Pass each line that a run writes to `self._told` until the run ends, and return the objective of the run.
-
-        Args:
-            process: The process of the run.
-            number: Number of the run in its sweep, from 0.
-            output: Pipe with stdout and stderr of the run.
-            result: Pipe with (objective or None, reason of a failure) from the run.
-            ended: Called with the objective and the reason when the run has ended.
-
-        Raises:
-            JobFailed: The run failed.
-        """
         error: Exception | None = None
         for line in _lines(output, process.sentinel):
             try:
@@ -300,8 +228,7 @@ class SideBySide:
     def _stop(self, first: int) -> None:
         """Send the signal `first` to all runs, and wait for their end.
 
-        If Ctrl-C interrupts the wait, the signal is sent again. If the second wait is interrupted too, SIGKILL is
-        sent.
+        If Ctrl-C interrupts the wait, the signal is sent again. If the second wait is interrupted too, SIGKILL is sent.
         """
         self._is_stopping = True
         for number in (first, first, signal.SIGKILL):
@@ -315,13 +242,6 @@ class SideBySide:
 
 
 def _run(output: Any, result: Any, work: Work) -> None:
-    """Do a run in the process that was started for the run.
-
-    Args:
-        output: Pipe that receives stdout and stderr of this process.
-        result: Pipe that receives the value that `work` returns.
-        work: Function that does the run, and returns (objective or None, reason of a failure).
-    """
     os.setsid()  # Ctrl-C goes to the driver alone, which passes it on
     for number in (1, 2):
         os.dup2(output.fileno(), number)
@@ -347,12 +267,7 @@ def _end_with(parent: Any) -> None:
 
 
 def _lines(output: Any, sentinel: Any) -> Iterator[str]:
-    """Yield the lines that a run writes until its process ends.
-
-    Args:
-        output: Pipe with stdout and stderr of the run.
-        sentinel: Sentinel of the process, as in `multiprocessing.Process.sentinel`.
-    """
+    """Yield the lines that a run writes until its process ends."""
     rest = b""
     # What the run has started may hold its output open when it has ended.
     while output in connection.wait([output, sentinel]) and (chunk := os.read(output.fileno(), _MAX_LINE_BYTES)):
@@ -373,7 +288,6 @@ def _how_it_ended(exitcode: int | None) -> str:
 
 @contextlib.contextmanager
 def _environment(share: Mapping[str, str]) -> Iterator[None]:
-    """Set the environment variables `share` within a `with` block, for a process that the block starts."""
     before = {name: os.environ.get(name) for name in share}
     os.environ.update(share)
     try:

@@ -22,38 +22,23 @@ _MAX_NAME_CHARS = 200  # characters of a folder's name
 
 @dataclass
 class Outcome:
-    """The result of one run.
-
-    Attributes:
-        number: Number of the run in its sweep, from 0.
-        overrides: Setting -> value, as text, from the overrides of the run.
-        objective: Value of the objective, the metric that runs are compared by. None if the run failed.
-        folder: The folder of the run.
-        reason: Reason of the failure. "" if the run succeeded.
-    """
+    """The result of one run."""
 
     number: int
     overrides: dict[str, str]
-    objective: float | None
+    objective: float | None  # None if the run failed
     folder: Path
-    reason: str = ""
+    reason: str = ""  # of a failure
 
 
 @dataclass
 class Average:
-    """The average over runs whose overrides differ only in the seed.
-
-    Attributes:
-        overrides: Setting -> value, without the seed.
-        mean: The mean of the objectives.
-        std: The sample standard deviation of the objectives. None for a single run.
-        runs: The numbers of the runs.
-    """
+    """The average over runs whose overrides differ only in the seed."""
 
     overrides: dict[str, str]
     mean: float
-    std: float | None
-    runs: list[int]
+    std: float | None  # sample standard deviation; None for a single run
+    runs: list[int]  # their numbers
 
 
 def titled(overrides: Mapping[str, str]) -> str:
@@ -68,12 +53,7 @@ Result = tuple[str, float, float | None]
 
 
 def lead_of(first: Result, second: Result) -> tuple[str, bool]:
-    """Compare the best setting with the second best.
-
-    Returns:
-        A sentence about the difference, and whether the difference is inside the standard deviation over seeds. False
-        if no setting has several seeds.
-    """
+    """Describe how the best setting leads the second best. True if the lead is inside the spread over seeds."""
     lead = abs(first[1] - second[1])
     if lead == 0:
         return f"Equal to {second[0]}.", True
@@ -87,14 +67,7 @@ def lead_of(first: Result, second: Result) -> tuple[str, bool]:
 
 @dataclass
 class Sweep:
-    """The results of a sweep, which may still be in progress.
-
-    Attributes:
-        folder: The folder of the sweep.
-        objective: Name of the objective, the metric that runs are compared by.
-        mode: Whether a larger ("max") or a smaller ("min") objective is better.
-        outcomes: The results of the runs that have ended.
-    """
+    """The results of a sweep, which may still be in progress."""
 
     folder: Path
     objective: str
@@ -104,15 +77,7 @@ class Sweep:
     def add(
         self, number: int, overrides: Sequence[str], objective: float | None, folder: Path, reason: str = ""
     ) -> None:
-        """Add the result of a run that has ended, and rewrite sweep.json and sweep.csv.
-
-        Args:
-            number: Number of the run in its sweep, from 0.
-            overrides: The overrides `key=value` of the run.
-            objective: The objective of the run. None if the run failed.
-            folder: The folder of the run.
-            reason: Reason of the failure. "" if the run succeeded.
-        """
+        """Add the result of a run that has ended, and rewrite sweep.json and sweep.csv."""
         pairs = (line.lstrip("+").partition("=") for line in overrides)
         self.outcomes.append(Outcome(number, {key: value for key, _, value in pairs}, objective, folder, reason))
         self.outcomes.sort(key=lambda one: one.number)  # side by side they end in any order
@@ -127,7 +92,6 @@ class Sweep:
 
     @property
     def best(self) -> Outcome | None:
-        """The result of the best run. None if no run has an objective."""
         return next((one for one in self.ranked if self._rank(one.objective) < math.inf), None)
 
     @property
@@ -157,10 +121,7 @@ class Sweep:
         return sorted(found, key=lambda one: self._rank(one.mean))
 
     def repeated(self) -> dict[int, int]:
-        """Return number of the run -> number of the first run with the same overrides.
-
-        Contains only runs that repeat an earlier run. Runs without an objective do not count.
-        """
+        """Return number of a run -> number of the first run with the same overrides, for runs with an objective."""
         first: dict[frozenset[tuple[str, str]], int] = {}
         found: dict[int, int] = {}
         for one in self.outcomes:
@@ -170,15 +131,6 @@ class Sweep:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of sweep.json.
-
-        Returns:
-            A dictionary with these keys.
-            "objective" and "mode": the attributes of the sweep.
-            "best": number of the best run. None if no run has an objective.
-            "runs": best first, for each run, its number as "run", "objective", "status" and "overrides".
-            "averages": best first, the attributes of each Average.
-        """
         return {
             "objective": self.objective,
             "mode": self.mode,
@@ -196,9 +148,9 @@ class Sweep:
         }
 
     def text(self) -> str:
-        """Return the results as tables for a terminal.
+        """Return tables for a terminal.
 
-        A star marks the best setting, unless its lead is inside the standard deviation over seeds.
+        A star marks the best setting, unless its lead is inside the spread of seeds.
         """
         from areno.run.resume import shown  # its imports take long, and --help does not need them
 
@@ -255,9 +207,9 @@ class Sweep:
         return text.getvalue()
 
     def _link_events(self) -> None:
-        """In the folder of the sweep, link `tensorboard/<number overrides>` to the event files of each run.
+        """Link `tensorboard/<number overrides>` to the event files of each run.
 
-        TensorBoard shows the name of the link as the name of the run.
+        TensorBoard shows the name of the link.
         """
         folder = self.folder / "tensorboard"
         links = {self._link_name(one): one.folder / "tensorboard" for one in self.outcomes}

@@ -12,14 +12,7 @@ _RECIPES = "# Recipes: "
 
 
 def tasks(config_dir: Path | None = None) -> dict[str, Path]:
-    """Return the task files, which are the YAML files of conf/ and of the user's folder.
-
-    Args:
-        config_dir: The user's folder of YAML files, or None.
-
-    Returns:
-        Name for --config-name -> path of the file. The user's files have priority.
-    """
+    """Return {name for --config-name: path} of the files of conf/ and of the user's folder, which has priority."""
     return _files([root() / "conf", *([config_dir] if config_dir else [])])
 
 
@@ -29,14 +22,7 @@ def experiments() -> dict[str, Path]:
 
 
 def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Return the choices of each config group.
-
-    Args:
-        config_dir: The user's folder of YAML files, or None.
-
-    Returns:
-        Group -> names of its choices, such as {"actor": ["qwen3-0.6b", ...], "actor/adv_norm": [...]}.
-    """
+    """Return the choices of each config group, such as {"actor": ["qwen3-0.6b", ...], "actor/adv_norm": [...]}."""
     found: dict[str, set[str]] = {}
     for base in (root() / "conf", root() / "recipes", *([config_dir] if config_dir else [])):
         # Sections have at most three levels. A full search of the user's folder could take long.
@@ -46,14 +32,7 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 
 def variants(config_dir: Path | None = None) -> dict[str, Path]:
-    """Return the choices of the config group `variant`, which are named methods of the literature.
-
-    Args:
-        config_dir: The user's folder of YAML files, or None.
-
-    Returns:
-        Name for variant= -> path of the file.
-    """
+    """Return the choices of the config group `variant`, which are named methods of the literature."""
     return _files([base / "variant" for base in (root() / "conf", *([config_dir] if config_dir else []))])
 
 
@@ -66,10 +45,7 @@ def headline(file: Path) -> str:
 
 
 def recipes(file: Path) -> list[str]:
-    """Return the recipes that a YAML file is for, from its line `# Recipes: grpo, gspo`. Empty without the line.
-
-    `# Recipes: all` stands for all algorithms of areno.
-    """
+    """Return the recipes of the line `# Recipes: grpo, gspo` of a YAML file. `all` stands for all of areno."""
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     told = next((line.removeprefix(_RECIPES) for line in lines if line.startswith(_RECIPES)), "")
     names = [name.strip() for name in told.split(",") if name.strip()]

@@ -60,7 +60,7 @@ def reward_records(trainer: Trainer, trajectories: Any) -> list[RewardRecord]:
 
     Raises DataError if a trajectory is malformed, or was not sampled in a session of `trainer`.
     """
-    read = _read(trainer, trajectories, None)
+    read = _parse(trainer, trajectories, None)
     return [reward_record(item, trajectory, trainer.get_tokenizer()) for item, trajectory in read]
 
 
@@ -79,7 +79,7 @@ def trajectory_rows(
     not sample, and for all tokens of a row if the temperature of the rollout differs from that of training.
     `loss_mask_policy` None is that of the last session, and `rewards` None is 0 for all.
     """
-    read = _read(trainer, trajectories, loss_mask_policy)
+    read = _parse(trainer, trajectories, loss_mask_policy)
     given = {"advantages": advantages} | ({} if rewards is None else {"rewards": rewards})
     for name, numbers in given.items():
         if len(numbers) != len(read):
@@ -118,7 +118,7 @@ def score_missing(
     return [sampled[place] for place in places]
 
 
-def _read(trainer: Trainer, trajectories: Any, policy: LossMaskPolicy | None) -> list[tuple[AgentItem, Trajectory]]:
+def _parse(trainer: Trainer, trajectories: Any, policy: LossMaskPolicy | None) -> list[tuple[AgentItem, Trajectory]]:
     tokenizer = trainer.get_tokenizer()
     conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
     policy, info = policy or trainer.loss_mask_policy, trainer.engine.info
@@ -129,7 +129,7 @@ def _read(trainer: Trainer, trajectories: Any, policy: LossMaskPolicy | None) ->
 logger = logging.getLogger("areno")
 
 _PREVIEW = 200  # characters of a prompt in a log line
-_POLL_S = 0.4  # how often to look for lost workers
+_POLL_S = 0.4  # how often to poll for lost workers
 _LOGGED_FAILURES = 3
 
 
@@ -172,7 +172,7 @@ def sample_with_agents(
         def done(first: int, place: int, outcome: AgentOutcome) -> None:
             item = every[first + place]
             group = first_group + item.prompt_index
-            sample, record = _sample(setup, items[item.prompt_index], item, outcome, rows, group)
+            sample, record = _scored_agent_sample(setup, items[item.prompt_index], item, outcome, rows, group)
             sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
             found[first + place] = sample
             take({first + place: (sample, record)})
@@ -180,7 +180,7 @@ def sample_with_agents(
         for first in range(0, len(every), size):
             server.prefetch(every[first : first + size])
             agents.run(every[first : first + size], context, lambda n_done: watch(), partial(done, first))
-    _report([found[place] for place in sorted(found)])
+    _log_rollout([found[place] for place in sorted(found)])
 
 
 def _log_begin(setup: PolicySetup, n_prompts: int, n_samples: int) -> None:
@@ -256,7 +256,7 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, tak
                 taken.append(sample.scored)
             take(found)
 
-        def look() -> None:
+        def poll() -> None:
             """Add the samples of agents that have ended to the choice, and report the progress."""
             arrived, live.finished = live.finished, deque()
             pass_on(choice.add(arrived))
@@ -265,17 +265,17 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, tak
         agents.output.begin_step()
         pass_on(choice.known)
         if new := [group for group in choice.groups if group.begun_at is None]:
-            _begin(setup, live, new)
-        look()
-        agents.run_until(lambda: not choice.missing, look)
+            _start_agents(setup, live, new)
+        poll()
+        agents.run_until(lambda: not choice.missing, poll)
         unfinished = set(run.progress.in_flight.groups) - set(choice.taken)
         live.keep_servers({group.batch for group in unfinished})
     if not setup.config.rollout.max_head_offpolicyness:  # after a run with a limit above 0; no agent is left
         run.during_steps.close()
-    _report(sorted(taken, key=lambda sample: sample.group))
+    _log_rollout(sorted(taken, key=lambda sample: sample.group))
 
 
-def _begin(setup: PolicySetup, live: LiveAgents, groups: Sequence[Group]) -> None:
+def _start_agents(setup: PolicySetup, live: LiveAgents, groups: Sequence[Group]) -> None:
     progress, n_samples = setup.run.progress, setup.config.gconfig.n_samples
     _log_begin(setup, len(groups), n_samples)
     by_batch: dict[int, list[Group]] = {}
@@ -302,12 +302,12 @@ def _agent_sample(
 ) -> tuple[Group, AgentSample]:
     """Return the sample of the ended agent of `items[place]`, with its group."""
     item, group = items[place], groups[place]
-    sample, record = _sample(setup, group.item, item, outcome, rows, 0)
+    sample, record = _scored_agent_sample(setup, group.item, item, outcome, rows, 0)
     sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
     return group, AgentSample(item.sample_index, sample, record)
 
 
-def _sample(
+def _scored_agent_sample(
     setup: PolicySetup,
     item: PromptItem,
     agent_item: AgentItem,
@@ -349,7 +349,7 @@ def _sample(
     return sample, record
 
 
-def _report(samples: Sequence[ScoredSample]) -> None:
+def _log_rollout(samples: Sequence[ScoredSample]) -> None:
     done = [sample.trajectory for sample in samples if sample.trajectory is not None]
     logger.info(
         "agentic train batch built samples=%d tokens=%d messages=%d tool_calls=%d tool_results=%d",

@@ -50,7 +50,7 @@ def sample_ahead(
                 parked = []
                 sample_live_agents(setup, setup.live_agents, choice, scorer.add)
             else:
-                parked = _sample(setup, choice, scorer)
+                parked = _sample_and_score(setup, choice, scorer)
             n_thrown_away = in_flight.end(step, choice, parked)
             log_stage("rollout_end")
         if not drops and scorer.is_waiting and setup.agents is None:
@@ -70,7 +70,7 @@ def sample_ahead(
     return samples, keep, scalars
 
 
-def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Group, GenerationOutput]]:
+def _sample_and_score(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Group, GenerationOutput]]:
     """Sample and score until the groups of the step are whole, and return each stopped sample with its group."""
     trainer, run, config = setup.trainer, setup.run, setup.config
     params, places = sampling_params(config.gconfig), {group: place for place, group in enumerate(choice.groups)}
@@ -79,7 +79,7 @@ def _sample(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Gr
     with RolloutProgress("rollout", choice.size, config.gconfig.n_samples, copies, reward) as progress:
 
         def take(certain: Sequence[tuple[Group, GenerationOutput]], stats: list[RolloutStats]) -> int:
-            outputs = [numbered(output, places[group]) for group, output in certain]
+            outputs = [with_request_id(output, places[group]) for group, output in certain]
             progress(outputs, stats)
             scorer.take(outputs)
             run.pulse()
@@ -163,10 +163,10 @@ class _Replacing:
     def __call__(
         self, outputs: list[GenerationOutput], stats: list[RolloutStats]
     ) -> tuple[int, Sequence[GenerationRequest]]:
-        """Score finished samples, and return (number of unfinished samples, or 0 at the end of the step; new requests)."""
+        """Score finished samples, and return (number of unfinished samples, 0 to end the rollout; new requests)."""
         found = [(self.group_of[output.request_id], output) for output in outputs]
         self._take(found)
-        self.display([numbered(output, self._places[group]) for group, output in found], stats)
+        self.display([with_request_id(output, self._places[group]) for group, output in found], stats)
         self._setup.run.pulse()
         requests: list[GenerationRequest] = []
         n_open = self._admission.decide(found, lambda groups: requests.extend(self._begin(groups)), self._is_uniform)
@@ -191,7 +191,7 @@ class _Replacing:
         return requests
 
     def _take(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> None:
-        self._scorer.take([numbered(output, self._places[group]) for group, output in outputs])
+        self._scorer.take([with_request_id(output, self._places[group]) for group, output in outputs])
 
 
 def _requests(
@@ -208,7 +208,7 @@ def _requests(
     return requests, group_of
 
 
-def numbered(output: GenerationOutput, request_id: int) -> GenerationOutput:
+def with_request_id(output: GenerationOutput, request_id: int) -> GenerationOutput:
     """Return a shallow copy of an output with another request id."""
     output = copy.copy(output)
     output.request_id = request_id
@@ -254,12 +254,12 @@ def _metrics(
         "rollout/recomputed_tokens": n_recomputed / max(1, n_tokens),
         "rollout/parked_samples": len(parked),
         "rollout/parked_len_mean": float(np.mean(parked)) if parked else 0.0,
-        **_lengths("trained_len", [sample.sequence.n_tokens for sample in samples]),
-        **_lengths("begun_len", begun),
+        **_length_metrics("trained_len", [sample.sequence.n_tokens for sample in samples]),
+        **_length_metrics("begun_len", begun),
     }
 
 
-def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:
+def _length_metrics(name: str, lengths: Sequence[int]) -> dict[str, float]:
     """Return mean, 90th percentile and maximum of the lengths of samples in tokens.
 
     A step that does not wait trains on short samples earlier than on long ones. So the lengths of the trained samples

@@ -26,7 +26,7 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
     needs, kind = PreferenceExperimentConfig, "dpo"
 
     def train_step(self, items: Sequence[PairItem]) -> dict[str, float]:
-        rows = [row for item in items for row in _rows(item, self.ref_scores.get(item.index))]
+        rows = [row for item in items for row in _rows_with_reference(item, self.ref_scores.get(item.index))]
         return update(self.setup, rows, rows_per_unit=2)
 
     def clear_scores(self) -> None:
@@ -77,7 +77,7 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
         logprobs: list[list[float]] = []
         for batch in loader.batches():
             for item, *scored in self._logprobs("actor", batch.items):
-                rows += _rows(item, self.valid_ref_scores[name].get(item.index))
+                rows += _rows_with_reference(item, self.valid_ref_scores[name].get(item.index))
                 logprobs += scored
         measured = measure_loss(self.setup.loss_fn, rows, logprobs, rows_per_unit=2)
         pairs = zip(rows, logprobs, strict=True)
@@ -92,7 +92,7 @@ def _batched(items: Iterator[PairItem], size: int) -> Iterator[list[PairItem]]:
         yield batch
 
 
-def _rows(item: PairItem, scores: tuple[np.ndarray, np.ndarray] | None) -> list[TrainSequence]:
+def _rows_with_reference(item: PairItem, scores: tuple[np.ndarray, np.ndarray] | None) -> list[TrainSequence]:
     """Return the chosen and the rejected row of a pair, as copies with ref_logprobs set."""
     pair = zip((item.chosen, item.rejected), scores or (None, None), strict=True)
     return [replace(row, ref_logprobs=of_row) for row, of_row in pair]

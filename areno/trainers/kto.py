@@ -62,7 +62,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         """
         most, rows, keys = self.setup.trainer.info.context_len, [], []
         for own, other in zip(items, [items[-1], *items[:-1]], strict=True):
-            (prompt, _), (_, answer) = _split(own.rows[0]), _split(other.rows[0])
+            (prompt, _), (_, answer) = _prompt_and_answer(own.rows[0]), _prompt_and_answer(other.rows[0])
             tokens = np.concatenate([prompt[0], answer[0]])[:most]
             mask = np.concatenate([prompt[1], answer[1]])[:most]
             rows.append(TrainSequence(tokens=tokens, prompt_mask=mask))
@@ -85,7 +85,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
     def score_all(self, role: str) -> str:
         self._score(role, self._batches_to_train(), len(self.setup.loader.rows), self._scores)
         for name, valid in self.setup.valid_loaders.items():
-            self._score(role, _in_order(valid), len(valid.rows), self._valid_scores[name])
+            self._score(role, _batches_in_dataset_order(valid), len(valid.rows), self._valid_scores[name])
         found = [self._scores, *self._valid_scores.values()]
         n_rows, n_mismatched = sum(len(each.rows) for each in found), sum(len(each.mismatched) for each in found)
         return f"{n_rows} rows and {n_mismatched} mismatched answers"
@@ -117,7 +117,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
     def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
         """Return loss, accuracy, margin (with both labels; see kto_loss_fn) and kl, the mean reference point."""
         scores, rows, points, weights = self._valid_scores[name], [], [], []
-        for items in _in_order(loader):
+        for items in _batches_in_dataset_order(loader):
             points.append(self.reference_point(items, scores))
             weights.append(len(items))
             rows += [_with_scores(item, scores) for item in items]
@@ -135,14 +135,14 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         return out
 
 
-def _in_order(loader: BatchLoader[AnswersItem]) -> Iterator[list[AnswersItem]]:
+def _batches_in_dataset_order(loader: BatchLoader[AnswersItem]) -> Iterator[list[AnswersItem]]:
     """Yield a validation set in batches, always in the order of the dataset, which decides what is mismatched."""
     items = loader.items()
     while batch := list(itertools.islice(items, loader.batch_size)):
         yield batch
 
 
-def _split(row: TrainSequence) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+def _prompt_and_answer(row: TrainSequence) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Split a row at its first trained token into (tokens, prompt_mask) of the prompt and of the answer."""
     tokens, mask = np.asarray(row.tokens), np.asarray(row.prompt_mask)
     start = max(1, int(np.argmin(mask)))

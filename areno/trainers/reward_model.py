@@ -41,7 +41,7 @@ class RewardModelTrainer(AnswerLoop[RewardModelExperimentConfig]):
         n_answers, pad, found = max(len(item.rows) for item in items), self.pad_token_id, []
         for item in items:
             found += [_scored_row(row, pad) for row in item.rows]
-            found += [_filler(found[-1])] * (n_answers - len(item.rows))
+            found += [_untrained_row(found[-1])] * (n_answers - len(item.rows))
         return found, n_answers
 
     def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
@@ -105,7 +105,7 @@ def _scored_row(row: TrainSequence, pad: int | None) -> TrainSequence:
     return TrainSequence(tokens=tokens, prompt_mask=mask, reward=float(row.reward), returns=returns)
 
 
-def _filler(row: TrainSequence) -> TrainSequence:
+def _untrained_row(row: TrainSequence) -> TrainSequence:
     return TrainSequence(
         tokens=np.asarray(row.tokens)[:2], prompt_mask=np.ones(2, bool), returns=np.zeros(2, np.float32)
     )

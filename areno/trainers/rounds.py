@@ -135,7 +135,7 @@ class _Rounds:
             self._missing[output.request_id] -= 1
             if not self._missing[output.request_id]:
                 self._unknown.append(output.request_id)
-        for group in self._known(before):
+        for group in self._ready_to_judge(before):
             self._unknown.remove(group)
             self._n_uniform += len(set(self._scorer.rewards_of(group))) < 2
         more: list[GenerationRequest] = []
@@ -145,7 +145,7 @@ class _Rounds:
             more += self.requests(batch)
         return sum(self._missing), more
 
-    def _known(self, before: int) -> list[int]:
+    def _ready_to_judge(self, before: int) -> list[int]:
         """Return the whole groups whose rewards are known or worth waiting for. `before` of them are older."""
         if len(self.batches) >= self._most:
             return []

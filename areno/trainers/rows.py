@@ -121,7 +121,7 @@ def prompt_masks(rows: Sequence[TrainSequence]) -> list[Any]:
 
 def trained(rows: Sequence[TrainSequence], name: str) -> Arrays:
     """Return a per-token field at the trained tokens of each row, (T_i,) float64 each."""
-    return [np.asarray(vars(row)[name], dtype=np.float64)[places_of(row)] for row in rows]
+    return [np.asarray(vars(row)[name], dtype=np.float64)[trained_mask(row)] for row in rows]
 
 
 def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.ndarray]) -> None:
@@ -132,7 +132,7 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
     if not isinstance(arrays, Sequence) or len(arrays) != len(rows):
         found = f"{len(arrays)} arrays" if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}"
         raise DataError(f"{name}: {found} for {len(rows)} rows; a list with an array for each row is expected")
-    places = [places_of(row) for row in rows]
+    places = [trained_mask(row) for row in rows]
     for index, (of_row, array) in enumerate(zip(places, arrays, strict=True)):
         if np.shape(array) != (n := np.count_nonzero(of_row),):
             raise DataError(
@@ -150,7 +150,7 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
         start += len(of_row)
 
 
-def places_of(row: TrainSequence) -> np.ndarray:
+def trained_mask(row: TrainSequence) -> np.ndarray:
     """Return a (T,) bool mask of the trained tokens of a row."""
     return ~np.asarray(row.prompt_mask, dtype=bool)
 

@@ -152,7 +152,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             source, before = "model" if outcomes is None else source, source
             outcomes = add_scores(records, outcomes, scores, before)
         if self._judging is not None:
-            outcomes = self._judged(self._judging, list(asked), records, outcomes, source)
+            outcomes = self._add_judge_scores(self._judging, list(asked), records, outcomes, source)
         assert outcomes is not None
         for (sample, _), outcome in zip(asked.values(), outcomes, strict=True):
             sample.outcome = outcome
@@ -165,7 +165,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         """
         trainer, steps = self._setup.trainer, self._setup.steps
         if steps is None:
-            whole = [tuple(_whole(sample)) for sample in samples]
+            whole = [tuple(_tokens_to_score(sample)) for sample in samples]
             distinct = list(dict.fromkeys(whole))
             scores = dict(zip(distinct, trainer.score_rewards("reward", distinct), strict=True))
             return [scores[row] for row in whole]
@@ -178,7 +178,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         rewards = {row: steps.reduce(each) for row, each in zip(distinct_rows, of_steps, strict=True)}
         return [rewards[row] for row in rows]
 
-    def _judged(
+    def _add_judge_scores(
         self,
         judging: Judging,
         places: Sequence[int],
@@ -205,7 +205,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             self._judging.__exit__(*exc)
 
 
-def _whole(sample: ScoredSample) -> list[int]:
+def _tokens_to_score(sample: ScoredSample) -> list[int]:
     """Return the tokens that a reward model scores: prompt and completion, or the last row of a trajectory."""
     if sample.trajectory is not None:
         return sample.trajectory.rows[-1].tokens

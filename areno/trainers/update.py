@@ -28,13 +28,13 @@ from areno.tracking.console import log_stage
 from areno.trainers.collect import Rollout
 from areno.trainers.rows import (
     Arrays,
-    places_of,
     policy_rows,
     sample_rewards,
     score_agents,
     set_trained,
     token_rows,
     trained,
+    trained_mask,
 )
 from areno.types import PromptItem, TrainSequence
 
@@ -48,7 +48,7 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
     settings use them.
     """
     behave = trained(rows, "logprobs")
-    prox = [np.asarray(all_)[places_of(row)] for all_, row in zip(prox_logprobs, rows, strict=True)]
+    prox = [np.asarray(all_)[trained_mask(row)] for all_, row in zip(prox_logprobs, rows, strict=True)]
     stats: dict[str, float] = {}
     if actor.prox_logp_method == "metrics":
         # The error of the interpolation that prox_logp_method=loglinear would use in place of `prox`.
@@ -69,7 +69,7 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
     set_trained(rows, "weights", weights)
     if actor.use_decoupled_loss:
         for row, kept in zip(rows, passed, strict=True):
-            places = places_of(row)
+            places = trained_mask(row)
             places[places] = kept
             row.prompt_mask = ~places
     return {name: float(value) for name, value in stats.items()}
@@ -107,7 +107,7 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
     rows = policy_rows(rollout.kept, rewards_B, eos, config.actor.mask_no_eos_with_zero, version)
     score_agents(setup.trainer, rollout.kept, rows, config.gconfig)
     if config.ref is not None:
-        for row, logprobs in zip(rows, rollout.scores.of("ref", rows), strict=True):
+        for row, logprobs in zip(rows, rollout.scores.of_rows("ref", rows), strict=True):
             row.ref_logprobs = logprobs
     if config.teacher is not None and (config.teacher.prompt_key is not None or config.teacher.by is not None):
         samples = [sample for sample, size in zip(rollout.kept, rollout.sizes, strict=True) for _ in range(size)]
@@ -158,7 +158,7 @@ def correct(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence])
     actor = setup.config.actor
     if not isinstance(actor, RatioConfig) or not actor.needs_proximal:
         return {}
-    logprobs = rollout.scores.of("proximal", rows)
+    logprobs = rollout.scores.of_rows("proximal", rows)
     with setup.run.clock.phase("recompute"):
         return correct_rows(rows, logprobs, actor)
 
