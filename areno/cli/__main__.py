@@ -62,14 +62,7 @@ areno post-trains language models with reinforcement learning.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line of `areno`.
-
-    Args:
-        argv: The arguments after `areno`. None uses the arguments of this process.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command line of `areno`, without the word `areno`, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     known = dict(_names())
     if "_ARGCOMPLETE" in os.environ:
@@ -120,7 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _names() -> Iterator[tuple[str, str]]:
-    """Yield (name, help text) of each subcommand."""
     for commands in COMMANDS.values():
         yield from commands.items()
 
@@ -150,10 +142,7 @@ def _top() -> argparse.ArgumentParser:
 
 
 def _complete() -> None:
-    """Print completions of the command line that the user is typing, and end the process.
-
-    The shell calls this through argcomplete, with the command line in the environment variable COMP_LINE.
-    """
+    """Print completions for the command line in COMP_LINE, with which the shell calls through argcomplete, and exit."""
     import argcomplete
 
     parser = _top()

@@ -25,28 +25,15 @@ if TYPE_CHECKING:
 
 
 class Finding(NamedTuple):
-    """One result of the check of a model folder.
+    """One result of the check of a model folder."""
 
-    Attributes:
-        part: The checked part, such as "weights".
-        text: Description of the result.
-        is_wrong: Whether areno cannot run the model because of this result.
-    """
-
-    part: str
+    part: str  # such as "weights"
     text: str
-    is_wrong: bool = False
+    is_wrong: bool = False  # areno cannot run the model because of it
 
 
 def findings(path: Path) -> Iterator[Finding]:
-    """Check a model folder without reading weights.
-
-    Args:
-        path: The model folder. If this is the path of a config.json, only this file is checked.
-
-    Yields:
-        A Finding for each checked part, and for each problem.
-    """
+    """Check a model folder, or a config.json alone, without reading weights."""
     from areno.models.adapters import is_adapter
 
     folder = path.parent if path.name == "config.json" else path
@@ -63,10 +50,7 @@ def findings(path: Path) -> Iterator[Finding]:
 
 
 def _look(part: str, work: Callable[[], str]) -> Iterator[Finding]:
-    """Call `work`, and yield a Finding about `part` with the text that `work` returns.
-
-    If `work` raises an ArenoError, yield a Finding with `is_wrong` set for each problem in this error instead.
-    """
+    """Yield a Finding with the text that `work` returns, or one for each problem of the ArenoError that it raises."""
     try:
         yield Finding(part, work())
     except ArenoError as error:
@@ -75,10 +59,7 @@ def _look(part: str, work: Callable[[], str]) -> Iterator[Finding]:
 
 
 def _checked_model(folder: Path, config: list[TransformerConfig]) -> str:
-    """Read the configuration of a model, append it to `config`, and return a description of the model.
-
-    The configuration comes from config.json in `folder`. Raises CheckpointError if the folder holds only adapters.
-    """
+    """Return a description of a model, and append its configuration to `config`."""
     from areno.models.adapters import base_of, is_adapter
     from areno.models.cost import parameters
     from areno.models.registry import head_of, load_config
@@ -108,13 +89,7 @@ def _special_layers(config: TransformerConfig) -> Iterator[Finding]:
 
 
 def _weights(folder: Path, config: list[TransformerConfig]) -> str:
-    """Check the weight files in a model folder from their headers, and return a description of the weights.
-
-    Args:
-        folder: The model folder.
-        config: The configuration of the model, to whose parameters the weights are compared. If the list is empty, the
-            weights are only counted.
-    """
+    """Describe the weights by the headers of their files. Without a configuration, they are only counted."""
     import torch
 
     from areno.models.folder import tensor_files
@@ -143,11 +118,6 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno check` to its parser.
-
-    Args:
-        parser: Parser of `areno check`, to which the arguments are added.
-    """
     parser.description = (
         "Tries what a run needs: packages, devices, kernels, the reward processes, and a rollout, an optimizer step "
         "and a checkpoint of a tiny model on every device. Says what works and what does not. The exit code is 1 "
@@ -170,12 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class _Report:
-    """Prints a line for each checked part of areno.
-
-    Attributes:
-        debug: Whether to print the traceback of an error.
-        failed: Names of the parts whose check failed.
-    """
+    """Prints a line for each checked part of areno."""
 
     debug: bool
     failed: list[str] = field(default_factory=list)
@@ -184,10 +149,7 @@ class _Report:
         print(f"{mark:<5} {name:<18} {text}", flush=True)
 
     def attempt(self, name: str, work: Callable[[], str]) -> bool:
-        """Call `work`, print the outcome, and return whether `work` succeeded.
-
-        The printed line contains `name` and the text that `work` returns, or the error that it raises.
-        """
+        """Call `work`, print its text or its error, and return whether it succeeded."""
         try:
             self.line("ok", name, work())
         except Exception as error:  # a broken installation may raise anything, and the user needs to see it
@@ -201,14 +163,6 @@ class _Report:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the installation or a model folder, and print the results.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code: 1 if a part of the installation or of the model does not work, otherwise 0.
-    """
     from areno.tracking.run_log import RunLog
 
     report = _Report(arguments.debug)
@@ -223,7 +177,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(report: _Report, path: Path) -> int:
-    """Print a line for each finding about a model folder or config.json, and return the exit code."""
     for part, text, is_wrong in findings(path):
         report.line("FAIL" if is_wrong else "ok", part, text)
         report.failed += [part] * is_wrong
@@ -285,14 +238,7 @@ def _memory(device: str) -> str:
 
 
 def _kernels(kind: str) -> str:
-    """Compare the kernel for log-probabilities with torch, and return a text that names the kernels in use.
-
-    Args:
-        kind: Device to test, as given by the flag `--device`.
-
-    Raises:
-        ArenoError: The kernel and torch give different results.
-    """
+    """Compare the kernel for log-probabilities with torch, and name the kernels in use."""
     import torch
 
     from areno.kernels.attention import BACKENDS, choose_backend
@@ -331,10 +277,7 @@ def _rewards() -> str:
 
 
 def _model(report: _Report, arguments: argparse.Namespace) -> None:
-    """Try to load the tiny model that areno includes, to sample from it, to train it and to save it.
-
-    Each outcome is printed. After a failure, the attempts that depend on the failed attempt are left out.
-    """
+    """Load, sample from, train and save the tiny model that areno includes. Stop after a failure."""
     from areno.files.paths import find_file
 
     folder = find_file(_MODEL, "model")
@@ -349,10 +292,7 @@ def _model(report: _Report, arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _trainer(folder: str, arguments: argparse.Namespace, report: _Report) -> Iterator[Any]:
-    """Yield an initialised Trainer of the model in `folder`, or None if the start failed.
-
-    The Trainer is closed at the end of the `with` block.
-    """
+    """Yield an initialised Trainer of the model in `folder`, or None if the start failed."""
     from areno.api.trainer import Trainer
     from areno.plan.backend import ArenoConfig
 

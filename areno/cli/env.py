@@ -14,11 +14,6 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno env` to its parser.
-
-    Args:
-        parser: Parser of `areno env`, to which the arguments are added.
-    """
     parser.description = (
         "Prints the versions of areno and the packages that it uses, the extras that are installed, the devices, and "
         "which kernels run on them. Put it into a bug report."
@@ -27,14 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print versions, extras, devices and kernels of this installation.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code, 0.
-    """
     found = environment()
     if arguments.json:
         print(json.dumps(found, indent=2))
@@ -45,16 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Return facts about this installation, as JSON values.
-
-    Returns:
-        A dictionary with these keys.
-        "versions": package -> version, or None if it is not known.
-        "extras": extra of areno -> {"installed": bool, "missing": list of requirements}.
-        "cpu": the numbers "cores" and "torch_threads".
-        "devices": one dictionary for each GPU.
-        "kernels": name of the "attention" kernel, and whether "flash_attn" and "triton" are installed.
-    """
     import torch
 
     from areno.kernels.attention import BACKENDS, choose_backend
@@ -89,18 +66,7 @@ def extras() -> dict[str, list[str]]:
 
 
 def required(extra: str = "") -> dict[str, str]:
-    """Return the requirements of areno or of one of its extras, with the installed versions.
-
-    Args:
-        extra: Name of the extra. "" for the requirements of areno itself.
-
-    Returns:
-        Requirement, such as "torch>=2.8" -> the installed version, or "" if it is missing or does not satisfy the
-        requirement.
-
-    Raises:
-        PackageNotFoundError: areno is not installed.
-    """
+    """Return requirement -> installed version, or "" if it does not satisfy, of an extra or of areno itself."""
     from packaging.requirements import Requirement
 
     found = {}

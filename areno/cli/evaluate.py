@@ -19,15 +19,7 @@ from areno.report.terminal import show
 
 
 def without_training(config: PolicyExperimentConfig, model: str) -> PolicyExperimentConfig:
-    """Return settings that only evaluate a model: no checkpoints, no states to resume from, no tracking services.
-
-    Args:
-        config: Settings of the run that trained the model, or of a task file.
-        model: Model folder or hub id.
-
-    Returns:
-        A changed copy of `config`.
-    """
+    """Return settings that only evaluate a model: no checkpoints, no states to resume from, no tracking services."""
     from areno.plan.lora import with_model
 
     console = "lines" if config.stats_logger.console in ("auto", "live") else config.stats_logger.console
@@ -42,16 +34,7 @@ def without_training(config: PolicyExperimentConfig, model: str) -> PolicyExperi
 
 
 def evaluate_model(config: PolicyExperimentConfig, folder: Path, step: int = 0) -> Mapping[str, float]:
-    """Sample and score completions for every validation set in the setting valid_dataset.
-
-    Args:
-        config: Settings of the evaluation.
-        folder: A new folder, in which the log (logs/) and the scored samples (eval/<step>.jsonl) are written.
-        step: Training step of the checkpoint, for <step> in the file name. 0 if the step is not known.
-
-    Returns:
-        The metrics by name, without the prefix eval/.
-    """
+    """Sample and score every validation set, write logs/ and eval/<step>.jsonl, and return the metrics."""
     from areno.trainers.loop import PolicyEvaluation
 
     with PolicyEvaluation(config, run_dir=folder) as evaluation:
@@ -82,11 +65,6 @@ _TASK, _RECIPE = "prompts", "gspo"  # for models of runs without rewards
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno evaluate` to its parser.
-
-    Args:
-        parser: Parser of `areno evaluate`, to which the arguments are added.
-    """
     parser.description = (
         "Samples answers of a checkpoint to the rows of valid_dataset, scores them with the reward of its run, prints "
         "the means and keeps every answer. A checkpoint of SFT or DPO, or any other model folder, needs --data and "
@@ -127,14 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate the model that the command line names, and print its metrics.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code, 0.
-    """
     own = {line.partition("=")[0].lstrip("+") for line in arguments.settings}  # errors quote these keys
     with keys_renamed(lambda key: None if key in own else _FLAGS.get(key)):
         return _run(arguments)
@@ -171,17 +141,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _found(named: str) -> tuple[Path | None, str, int]:
-    """Find the checkpoint or model that the command line names.
+    """Return (folder of the run, model folder or hub id, training step) of the model that the command line names.
 
-    Args:
-        named: Folder of a run (its latest checkpoint is taken), checkpoint, model folder or hub id.
-
-    Returns:
-        (folder of the run, model folder or hub id, training step). The folder of the run is None if the model is not in
-        the folder of a run. The step is 0 if the name of the model folder contains no step.
-
-    Raises:
-        ArenoError: The run has no checkpoint, or the folder holds no model.
+    The folder of the run is None, and the step is 0, if they are not known.
     """
     from areno.tracking.reader import RunReader
     from areno.tracking.run_folder import is_described
@@ -229,21 +191,7 @@ def _quoted(text: str) -> str:
 
 
 def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, settings: list[str]) -> tuple[Any, str]:
-    """Compose the settings of the evaluation.
-
-    Args:
-        of_run: Folder of the run whose settings are used. If None, or if the run has no rewards, the default task is
-            used.
-        model: Model folder or hub id.
-        arguments: The parsed command line.
-        settings: Settings from the command line, as key=value.
-
-    Returns:
-        (settings, name of the algorithm).
-
-    Raises:
-        ConfigError: `--data` or `--reward` is needed but missing, or a setting is wrong.
-    """
+    """Compose the settings of the evaluation from those of the run or, if it has no rewards, of the default task."""
     from areno.api.algorithms import algorithm_of, get_algorithm
     from areno.config.policy_experiments import PolicyExperimentConfig
     from areno.launch.compose import load, mention_version
@@ -289,13 +237,7 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
 
 
 def _output(named: str | None, of_run: Path | None, model: str) -> Path:
-    """Return the folder to write the evaluation to.
-
-    Args:
-        named: Folder that the user named. If None, a new folder is chosen in evaluations/.
-        of_run: Folder of the run, in which evaluations/ lies. None uses outputs/evaluations/.
-        model: Model folder or hub id, after which the new folder is named.
-    """
+    """Return the folder that the user named, or a new one in evaluations/ of the run."""
     if named is not None:
         return Path(named).expanduser()
     base = (of_run or Path("outputs")).absolute() / "evaluations"

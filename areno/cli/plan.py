@@ -37,11 +37,6 @@ _COLORS |= {"KV cache": "magenta", "activations": "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno plan` to its parser.
-
-    Args:
-        parser: Parser of `areno plan`, to which the arguments are added.
-    """
     parser.description = _ABOUT
     parser.usage = "%(prog)s [options] COMMAND"
     parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118)
@@ -63,18 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan of the run that a command line describes.
-
-    Args:
-        arguments: The parsed command line. `command` holds the words that are no options of `areno plan`.
-
-    Returns:
-        0 if the run fits its devices, otherwise 1.
-
-    Raises:
-        ConfigError: The command or an option is wrong.
-        CheckpointError: The shape of a model cannot be read.
-    """
     from areno.plan import hardware
     from areno.plan.forecast import forecast
     from areno.plan.ways import ways_to_fit
@@ -203,13 +186,7 @@ def _config(algorithm: Algorithm, given: tuple[str, Path | None, list[str], dict
 
 
 def as_json(algorithm: str, found: Forecast, ways: Sequence[Way]) -> dict[str, Any]:
-    """Return a plan as plain values: bytes, seconds and tokens. Times are None if the run does not fit.
-
-    Args:
-        algorithm: Name of the algorithm.
-        found: The forecast.
-        ways: Changes with which the run fits.
-    """
+    """Return a plan as plain values: bytes, seconds and tokens. Times are None if the run does not fit."""
     return {
         "algorithm": algorithm,
         "model": found.config.actor.path,
@@ -301,7 +278,6 @@ def _print(algorithm: str, found: Forecast, ways: Sequence[Way], is_limit: bool)
 
 
 def _models(found: Forecast) -> str:
-    """Return the models of a run as text, with the optimizers of trained ones."""
     names = []
     for model in found.footprint.models:
         how = f"trained by {model.optimizer}" if model.optimizer else "scores"
@@ -310,7 +286,6 @@ def _models(found: Forecast) -> str:
 
 
 def _work(found: Forecast, is_limit: bool) -> str:
-    """Return the number and the lengths of the samples of a step as text."""
     config, lengths, n_rows = found.config, found.lengths, found.n_rows
     if not isinstance(config, PolicyExperimentConfig):
         return f"{n_rows:,} rows of {lengths.prompt + lengths.answer:,} tokens"

@@ -40,7 +40,6 @@ The page is generated from the dataclasses in `areno/config/`, `areno/recipes/`,
 
 
 def settings_page() -> str:
-    """Return the text of the page docs/reference/config.md, which lists every setting."""
     merged: dict[str, dict[str, Row]] = {}
     for recipe in own_algorithms():
         for row in rows(get_algorithm(recipe).config):
@@ -81,10 +80,9 @@ def _cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
 
 
 def _about(by_recipe: dict[str, Row]) -> str:
-    """Return the help text of a setting. If recipes have different texts, each text follows the names of its recipes.
+    """Return the help text of a setting.
 
-    Args:
-        by_recipe: Name of the recipe -> documentation row of the setting.
+    If recipes have different texts, each text follows the names of its recipes.
     """
     recipes: dict[str, list[str]] = {}
     for recipe, row in by_recipe.items():
@@ -113,7 +111,6 @@ def _escape(text: str) -> str:
 
 
 def flag_tables() -> str:
-    """Return Markdown with a table of flags for each heading of `areno train --help`."""
     found = flags().values()
     return "\n".join(_table(heading, [flag for flag in found if flag.heading == heading]) for heading in HEADINGS)
 
@@ -137,17 +134,7 @@ def _line(flag: Flag) -> str:
 
 
 def pages(docs: Path) -> dict[Path, str]:
-    """Return the current text of each page that has generated parts.
-
-    Args:
-        docs: The folder of the documentation.
-
-    Returns:
-        Path of the page -> its text.
-
-    Raises:
-        ValueError: reference/cli.md lacks one of the comments that enclose the tables of flags.
-    """
+    """Return the current text of each page that has generated parts."""
     page = docs / "reference/cli.md"
     before, start, rest = page.read_text(encoding="utf-8").partition(_TABLES_START)
     _, end, after = rest.partition(_TABLES_END)

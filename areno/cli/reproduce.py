@@ -27,25 +27,14 @@ SOLVED, REWARD = "eval/accuracy", "rollout/rewards_mean"
 
 @dataclass(frozen=True)
 class Bands:
-    """The results that are expected of a reproduction. Rates are shares of sampled answers to the test problems.
-
-    Attributes:
-        base: Smallest and largest solve rate of the base model.
-        trained: Smallest and largest solve rate after reinforcement learning.
-        factor: The solve rate must grow at least by this factor.
-    """
+    """The results that are expected of a reproduction, as (least, most) shares of solved test problems."""
 
     base: tuple[float, float]
     trained: tuple[float, float]
-    factor: float
+    factor: float  # by which the share must grow at least
 
     def judge(self, base: float, trained: float) -> Iterator[tuple[bool, str]]:
-        """Compare solve rates with the bands, and yield (whether the rate is in its band, text) for each comparison.
-
-        Args:
-            base: Solve rate of the base model.
-            trained: Solve rate after reinforcement learning.
-        """
+        """Yield (whether the rate is in its band, text) for each comparison."""
         for name, rate, band in (("base model", base, self.base), ("after RL", trained, self.trained)):
             met = band[0] <= rate <= band[1]
             yield met, f"solve rate, {name}: {rate:.3f}; expected {band[0]:g} to {band[1]:g}"
@@ -67,11 +56,6 @@ REPRODUCTIONS: dict[str, dict[str, Bands]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno reproduce` to its parser.
-
-    Args:
-        parser: Parser of `areno reproduce`, to which the arguments are added.
-    """
     parser.description = (
         "Trains a base model from random weights on demonstrations with many mistakes, improves it by reinforcement "
         "learning, draws the curve, and says whether the results are in the expected bands. Needs no network. The exit "
@@ -103,18 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make both runs, write the curve, and print the verdict.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code: 0 if all results are in their bands, otherwise 1.
-
-    Raises:
-        ConfigError: The command line is wrong.
-        ArenoError: One of the runs failed.
-    """
     name, size, output = _checked(arguments)
     suffix = "" if size == "gpu" else f"_{size}"
     common = [f"cluster.fileroot={_quoted(output.parent)}", f"experiment_name={_quoted(output.name)}"]
@@ -134,11 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checked(arguments: argparse.Namespace) -> tuple[str, str, Path]:
-    """Check the command line, and return (name, size, output folder).
-
-    Raises:
-        ConfigError: A name is unknown, the device is missing, or the output exists without --resume, or not with it.
-    """
+    """Check the command line, and return (name, size, output folder)."""
     import torch
 
     problems = []
@@ -180,7 +148,7 @@ _FIXED = {
 
 
 def _of_settings(settings: Sequence[str]) -> Iterator[Problem]:
-    """Yield the problems with settings from the command line: those that are no key=value, or set by the command."""
+    """Yield a problem for each setting that is no key=value, or is set by the command."""
     for setting in settings:
         key, equals, _ = setting.lstrip("+").partition("=")
         if not equals:
@@ -190,12 +158,7 @@ def _of_settings(settings: Sequence[str]) -> Iterator[Problem]:
 
 
 def _run(recipe: str, config_name: str, settings: Sequence[str]) -> None:
-    """Make or resume a run in a process of its own, so that all memory of a device is free for the next run.
-
-    Raises:
-        ArenoError: The run failed.
-        KeyboardInterrupt: The run was interrupted.
-    """
+    """Make or resume a run in a process of its own, so that all memory of a device is free for the next run."""
     words = ["-m", f"areno.recipes.{recipe}", f"--config-name={config_name}", *settings]
     print(f"runs: {shlex.join(['python', *words])}", flush=True)
     code = subprocess.run([sys.executable, *words], check=False).returncode
@@ -231,7 +194,6 @@ def _result(folder: Path, bands: Bands) -> dict[str, Any]:
 
 
 def _write(output: Path, result: dict[str, Any]) -> None:
-    """Write result.json and curve.svg."""
     from areno.files.durable import atomic_write_text
     from areno.report.picture import svg
 

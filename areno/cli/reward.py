@@ -38,11 +38,6 @@ reads beside them, such as solutions. Exit code 1 says that some samples could n
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno reward` to its parser.
-
-    Args:
-        parser: Parser of `areno reward`, to which the arguments are added.
-    """
     parser.description, parser.formatter_class = _ABOUT, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add(
@@ -82,17 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Score recorded samples with reward functions, and print the rewards.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code: 1 if a sample has no reward, otherwise 0.
-
-    Raises:
-        ArenoError: The reward functions or the samples cannot be read.
-    """
     with keys_renamed(_FLAGS.get):
         return _run(arguments)
 
@@ -134,19 +118,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _judged(
     judge: JudgeConfig, records: Sequence[RewardRecord], outcomes: list[RewardOutcome] | None
 ) -> tuple[list[RewardOutcome], float]:
-    """Add the scores of a judge at an endpoint to the rewards of samples. Samples of equal prompts are a group.
-
-    Args:
-        judge: Settings of the judge.
-        records: The samples.
-        outcomes: Outcomes of the reward functions. None if there are none.
-
-    Returns:
-        (outcomes, seconds).
-
-    Raises:
-        ConfigError: The endpoint does not answer.
-    """
+    """Return the rewards with the scores of a judge at an endpoint, and its seconds. Equal prompts are a group."""
     from areno.rewards.judge import Judging, Task, add_judged
     from areno.rewards.judge_readers import EndpointReader
 
@@ -163,7 +135,6 @@ def _judged(
 
 
 def _config(arguments: argparse.Namespace) -> Any:
-    """Return the configuration section `reward`, built from the arguments of the command line."""
     from areno.config.reward import OnlyReward
     from areno.launch.hints import hint
     from areno.schema.build import build
@@ -195,15 +166,7 @@ def _settings(words: Iterator[str]) -> dict[str, Any]:
 
 
 def _rows(path: str, step: int | None) -> list[Any]:
-    """Return the recorded samples of a run, or the rows of a data file.
-
-    Args:
-        path: Folder of a run, or path of a data file.
-        step: Training step whose samples are read. None takes the last step with samples. Not allowed for a data file.
-
-    Raises:
-        ArenoError: There are no samples or rows.
-    """
+    """Return the recorded samples of a run's step, the last by default, or the rows of a data file."""
     from areno.data.sources import read_rows
     from areno.tracking.reader import RunReader
 
@@ -221,15 +184,6 @@ def _rows(path: str, step: int | None) -> list[Any]:
 
 
 def _samples(run: RunReader, step: int | None) -> list[Any]:
-    """Return the recorded samples of one training step.
-
-    Args:
-        run: Reader of the run.
-        step: The training step. None takes the last step that has samples.
-
-    Raises:
-        ArenoError: There are no samples.
-    """
     steps = run.sampled_steps()
     if not steps:
         raise ArenoError("{} has no samples; it was started with rollout.dump_n_samples=0", run.path)
@@ -242,15 +196,7 @@ def _samples(run: RunReader, step: int | None) -> list[Any]:
 
 
 def _record(row: Any, where: str) -> Any:
-    """Return the RewardRecord that reward functions receive for a row.
-
-    Args:
-        row: Row with the fields prompt and completion, each a text or a list of messages as in TRL.
-        where: Description of the row, which errors quote.
-
-    Raises:
-        DataError: The row lacks one of the two fields, or a field has another type.
-    """
+    """Return the RewardRecord of a row with prompt and completion, each a text or a list of messages as in TRL."""
     from areno.schema.values import show as shown
     from areno.types import RewardRecord
 
@@ -298,14 +244,7 @@ def _messages(said: Any, role: str) -> list[dict[str, Any]]:
 
 
 def _print_errors(outcomes: Sequence[Any]) -> int:
-    """Print to stderr why samples have no reward, with the error messages of the first failed samples.
-
-    Args:
-        outcomes: The RewardOutcome of each sample.
-
-    Returns:
-        The exit code: 1 if a sample has no reward, otherwise 0.
-    """
+    """Print why samples have no reward, with the messages of the first ones, and return the exit code."""
     failed = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.value is None]
     for number, outcome in failed[:_SHOWN_ERRORS]:
         print(f"\nsample {number}: {outcome.status}\n{outcome.message}", file=sys.stderr)

@@ -48,11 +48,6 @@ _POLL_S = 1.0  # seconds between two checks that the workers are alive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno serve` to its parser.
-
-    Args:
-        parser: Parser of `areno serve`, to which the arguments are added.
-    """
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.description = (
         "Serves a Hugging Face folder, such as a checkpoint of a run, at http://HOST:PORT/v1: chat/completions, "
@@ -102,7 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments about who can reach and use the server."""
     add = parser.add_argument
     add(
         "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 listens on all addresses and needs --api-key"
@@ -133,7 +127,6 @@ def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that configure the engine and the prompts."""
     add = parser.add_argument
     add(
         "--tp-size",
@@ -184,7 +177,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(kind: type, least: float, most: float = float("inf")) -> Any:
-    """Return an argparse type that reads a number of type `kind` and checks that it is in [least, most]."""
+    """Return an argparse type that reads a number and checks that it is in [least, most]."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -211,19 +204,6 @@ def _origin(text: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the model until SIGINT or SIGTERM.
-
-    Args:
-        arguments: Parsed flags of the command line.
-
-    Returns:
-        The exit code of the command, 0.
-
-    Raises:
-        ConfigError: `--host` is reachable from other machines and there is no API key, or a flag is for a server
-            without a key and there is one.
-        ArenoError: The model cannot be loaded or served.
-    """
     from areno.errors import ConfigError, Problem, keys_renamed
     from areno.tracking.run_log import RunLog
 
@@ -240,7 +220,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _model(named: str) -> str:
-    """Return the model folder to serve. If `named` is the folder of a run, return its newest checkpoint."""
+    """Return a model folder, or the newest checkpoint of a run's folder."""
     from areno.errors import ArenoError
     from areno.tracking.reader import RunReader, is_run
 
@@ -255,19 +235,13 @@ def _model(named: str) -> str:
 
 @dataclass
 class _Shutdown:
-    """State of the shutdown, shared by the signal handler and the serving loop.
+    """State of the shutdown, shared by the signal handler and the serving loop."""
 
-    Attributes:
-        asked: Set when a signal has asked the server to stop.
-        limit_s: Seconds that the shutdown may take. None before the server accepts requests.
-    """
-
-    asked: threading.Event = field(default_factory=threading.Event)
-    limit_s: float | None = None
+    asked: threading.Event = field(default_factory=threading.Event)  # set by a signal
+    limit_s: float | None = None  # None before the server accepts requests
 
 
 def _limits(arguments: argparse.Namespace) -> ServerLimits:
-    """Return the limits of the server, read from the flags."""
     from areno.server.sampling import ServerLimits
 
     return ServerLimits(
@@ -290,7 +264,6 @@ def _guard(arguments: argparse.Namespace) -> PageGuard | None:
 
 
 def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
-    """Load the model, serve it until `shutdown.asked` is set, and return the exit code."""
     from areno.config.models import ModelConfig
     from areno.config.rollout import DecoderConfig
     from areno.config.run import EngineConfig
@@ -348,10 +321,8 @@ def _signals() -> Iterator[_Shutdown]:
 
     The first signal sets the event `asked` of the yielded state, and requests in progress can finish. A second signal,
     or a signal before the server accepts requests, raises KeyboardInterrupt at once. If the process still runs after
-    the time limit of the shutdown, for example because a thread hangs, the process is killed.
-
-    Yields:
-        The state of the shutdown. The caller sets its `limit_s` when the server accepts requests.
+    the time limit of the shutdown, for example because a thread hangs, the process is killed. The caller sets `limit_s`
+    when the server accepts requests.
     """
     shutdown, timers = _Shutdown(), list[threading.Timer]()
 

@@ -28,11 +28,6 @@ tasks that --config-name can name. The run first prints the command of the recip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno train` to its parser.
-
-    Args:
-        parser: Parser of `areno train`, to which the arguments are added.
-    """
     parser.description = _ABOUT
     parser.usage = "%(prog)s --ckpt MODEL --dataset-path DATA [flags] [key=value ...]"
     parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118)
@@ -65,17 +60,6 @@ def _add(group: Any, flag: Flag) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Translate the flags into settings, and run the recipe.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: Flags or settings are wrong.
-    """
     from areno.launch import command
 
     algorithm, settings, names = settings_of(arguments, complete=arguments.resume is None and not arguments.cfg)
@@ -95,17 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings_of(arguments: argparse.Namespace, complete: bool = False) -> tuple[Algorithm, list[str], dict[str, str]]:
-    """Translate the flags of `areno train` into settings.
+    """Return (algorithm, settings as key=value, setting -> flag) of the flags of `areno train`.
 
-    Args:
-        arguments: The parsed command line.
-        complete: Whether missing settings, such as the data, are problems.
-
-    Returns:
-        (algorithm, settings as key=value, setting -> flag that sets it).
-
-    Raises:
-        ConfigError: Flags or settings are wrong.
+    With `complete`, missing settings, such as the data, are problems.
     """
     from areno.launch.command import name_config
 
@@ -146,13 +122,7 @@ def _algorithm(arguments: argparse.Namespace) -> Algorithm:
 
 
 def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]:
-    """Return key of the setting -> name of its flag, so that error messages can name the flag.
-
-    Args:
-        algorithm: The algorithm.
-        settings: Settings that the user gave as key=value. They are left out of the result, so that error messages name
-            them by key.
-    """
+    """Return setting -> flag, by which errors name it. Those given as key=value are named by key."""
     names = {row.key: row.flag.partition("=")[0] for row in rows(algorithm.config) if row.flag}
     for setting in settings:
         names.pop(setting.lstrip("+~").partition("=")[0], None)
@@ -162,14 +132,6 @@ def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]
 def _problems(
     algorithm: Algorithm, arguments: argparse.Namespace, settings: list[str], names: Mapping[str, str]
 ) -> list[Problem]:
-    """Compose the configuration, and return the problems found. Problems call settings by their flags.
-
-    Args:
-        algorithm: The algorithm.
-        arguments: The parsed command line.
-        settings: All settings of the command line, as key=value.
-        names: Key of the setting -> name of its flag.
-    """
     from areno.files.paths import absolute
     from areno.launch.command import mention_recipes
     from areno.launch.compose import load
@@ -184,13 +146,11 @@ def _problems(
 
 
 def _tasks(**_: Any) -> list[str]:
-    """Return the values of --config-name, for shell completion."""
     from areno.launch import yaml_files
 
     return [*yaml_files.tasks(), *yaml_files.experiments()]
 
 
 def _keys(parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
-    """Yield the keys of settings, for shell completion."""
     algorithm = parsed_args.algo if parsed_args.algo in algorithm_names() else _DEFAULT
     return (f"{row.key}=" for row in rows(get_algorithm(algorithm).config) if not row.setting.section)

@@ -78,25 +78,15 @@ _UNQUOTED = set("_/+.%*@?|:-")  # Hydra reads these, letters and digits as text 
 
 @dataclass(kw_only=True)
 class Flag:
-    """One flag of `areno train`.
+    """One flag of `areno train`."""
 
-    Attributes:
-        name: The flag with its dashes.
-        value: The value that the flag sets, for a switch (a flag without an argument). None for a flag that takes an
-            argument from the user.
-        negative: Whether there is also a --no- form of the flag.
-        keys: Name of the recipe -> rows (key, type, default, help) of the settings that the flag sets in this
-            recipe.
-    """
-
-    name: str
-    value: str | None
-    negative: bool
-    keys: dict[str, list[Row]] = field(default_factory=dict)
+    name: str  # with dashes
+    value: str | None  # value that a switch sets; None for a flag with an argument
+    negative: bool  # there is also a --no- form
+    keys: dict[str, list[Row]] = field(default_factory=dict)  # recipe -> settings that it sets
 
     @property
     def row(self) -> Row:
-        """The row (key, type, default, help) of the first setting that the flag sets."""
         return next(iter(self.keys.values()))[0]
 
     @property
@@ -107,14 +97,13 @@ class Flag:
 
     @property
     def help(self) -> str:
-        """The help text: the description and the default."""
         if "Default: " in self.about or self.default in ("null", "required"):
             return self.about + (" (required)" if self.default == "required" else "")
         return f"{self.about} (default {self.default})"
 
     @property
     def type_text(self) -> str:
-        """The type of the value as shown in the help text: TEXT, INTEGER, FLOAT or the choices. "" for a switch."""
+        """The type as shown in the help text: TEXT, INTEGER, FLOAT or the choices. "" for a switch."""
         if self.value is not None:
             return ""
         hint = self.row.setting.hint
@@ -144,7 +133,6 @@ class Flag:
 
     @property
     def heading(self) -> str:
-        """The heading under which the help lists the flag, a key of HEADINGS."""
         return _PLACES[max((start for start in _PLACES if self.row.key.startswith(start)), key=len)]
 
 
@@ -185,15 +173,9 @@ def overrides(
 ) -> tuple[list[str], list[Problem]]:
     """Translate the flags of a command line into settings. Flags of other algorithms are ignored with a warning.
 
-    Args:
-        algorithm: Name of the algorithm.
-        given: Name of each given flag -> its value as text, or a bool for a switch.
-        own_task: Whether the user named a task file or a run to resume. If True, a setting without a flag may have
-            another value than its default, because this function does not read that file or run.
-        cls: The configuration class of the algorithm.
-
-    Returns:
-        (settings, problems): the settings as key=value, and a problem for each flag that cannot be used.
+    `given` has the value of each flag as text, or a bool for a switch. `own_task` says that the user named a task file
+    or a run to resume. A setting without a flag may then have another value than its default, because this function
+    does not read that file or run.
     """
     of_algorithm: dict[str, list[Row]] = {}
     for row in rows(cls):
@@ -222,17 +204,7 @@ def overrides(
 def with_settings(
     found: list[str], settings: Sequence[str], names: Mapping[str, str]
 ) -> tuple[list[str], list[Problem]]:
-    """Combine the settings of flags with the settings that the user gave by key.
-
-    Args:
-        found: Settings from flags, as key=value.
-        settings: Settings given by key, as key=value.
-        names: Setting -> name of its flag, which problems quote.
-
-    Returns:
-        (settings, problems): all settings as key=value, and a problem for each setting that is given twice with
-        different values.
-    """
+    """Combine the settings of flags with those given by key. Two different values are a problem."""
     by_key = {key: value for key, _, value in (line.partition("=") for line in found)}
     problems = []
     for line in settings:
@@ -244,18 +216,7 @@ def with_settings(
 
 
 def _plain(flag: Flag, settings: Iterable[Row], value: Any, own_task: bool) -> Iterator[str]:
-    """Yield key=value for each setting that a flag sets to the value of the flag.
-
-    With `own_task`, --mini-bs also sets max_tokens_per_mb to null, because a value of max_tokens_per_mb in the task
-    file would take precedence over mini_bs.
-
-    Args:
-        flag: The flag.
-        settings: Rows of the settings that the flag sets.
-        value: Value of the flag as text. For a switch, True sets the settings to `flag.value`, and False sets them to
-            false.
-        own_task: Whether the user named a task file or a run to resume.
-    """
+    """Yield key=value for each setting that a flag sets to the value of the flag."""
     if flag.name == "--kl-loss-type":
         value = _KL_TYPES.get(value, value)
     for row in settings:
@@ -275,17 +236,9 @@ def _use_kl(use: bool, given: Mapping[str, Any], kl_ctl: Row, cls: type[Section]
 
 
 def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str], list[Problem]]:
-    """Translate --min-lr to the setting actor.optimizer.min_lr_ratio, which is a fraction of --lr.
+    """Translate --min-lr to actor.optimizer.min_lr_ratio, a fraction of --lr, and return (settings, problems).
 
-    Args:
-        value: Value of --min-lr as text.
-        lr: Value of --lr as text, or None if the flag is not given.
-        own_task: Whether the user named a task file or a run to resume, whose learning rate is not known here. Then
-            --min-lr needs --lr.
-
-    Returns:
-        (settings, problems): the setting as key=value, and a problem if --min-lr cannot be used. Both are empty if --lr
-        is wrong, because the check of the settings reports that.
+    Both are empty if --lr is wrong, because the check of the settings reports that.
     """
     if lr is None and own_task:
         return [], [Problem("--min-lr", "is a share of --lr; give that too")]
@@ -300,7 +253,6 @@ def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str]
 
 
 def _number(text: str) -> float | None:
-    """Return a text as a finite number, or None if the text is not a finite number."""
     with suppress(ValueError):
         return value if math.isfinite(value := float(text)) else None
     return None
@@ -311,12 +263,7 @@ def _is_null(cls: type[Section], section: str) -> bool:
 
 
 def _quoted(text: str, is_text: bool) -> str:
-    """Quote a value for Hydra's command line, if needed.
-
-    Args:
-        text: The value.
-        is_text: Whether the setting has type str. Words such as "true" and "null" are then quoted.
-    """
+    """Quote a value for Hydra's command line, if needed. With `is_text`, words such as "null" are quoted."""
     plain = text and all(letter.isalnum() or letter in _UNQUOTED for letter in text)
     if plain and not (is_text and text.lower() in ("true", "false", "null", "nan", "inf")):
         return text

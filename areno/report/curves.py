@@ -49,13 +49,7 @@ _COUNTS = ("tokens/s", "tokens", "samples", "prompts", "updates")
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of a scalar, such as "tokens" for "rollout/response_len_mean".
-
-    The unit of an unknown scalar is the last part of its name in words.
-
-    Args:
-        name: Name of the scalar.
-    """
+    """Return the unit of a scalar, such as "tokens". For an unknown one, the last part of its name in words."""
     for unit, patterns in _UNITS.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             return unit
@@ -63,36 +57,24 @@ def unit_of(name: str) -> str:
 
 
 def is_count(unit: str) -> bool:
-    """Return whether values in a unit are counts, which are shown as 15k, for example.
-
-    Args:
-        unit: A unit from `unit_of`.
-    """
+    """Return whether values in a unit are counts, which are shown as 15k, for example."""
     return unit in _COUNTS
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart of a report.
-
-    Attributes:
-        title: Title above the chart.
-        names: Names of the scalars in the chart, which share one unit.
-        stacked: Whether the curves are stacked, because the scalars are parts of a sum.
-    """
+    """One chart of a report, whose scalars share one unit."""
 
     title: str
     names: tuple[str, ...]
-    stacked: bool = False
+    stacked: bool = False  # the scalars are parts of a sum
 
     @property
     def unit(self) -> str:
-        """The unit of the vertical axis."""
         return unit_of(self.names[0])
 
     @property
     def counts(self) -> bool:
-        """Whether the values are counts, which are shown as 15k, for example."""
         return is_count(self.unit)
 
 
@@ -136,18 +118,11 @@ _PEAKS, _WHOLE_PEAK = "memory/", "train/memory_gib"
 
 
 def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
-    """Group recorded scalars into charts, and charts under headings.
+    """Group recorded scalars into charts, and charts under headings, in the order of the page.
 
     Each scalar without a predefined chart gets its own chart under the heading "More". For one run, one chart stacks
     the durations of the phases of a step, and one chart has the peak of memory in each phase. For several runs, these
     charts show only the whole step, because stacks cannot be drawn over each other.
-
-    Args:
-        names: Names of the scalars that the runs have recorded.
-        n_runs: Number of runs in the report.
-
-    Returns:
-        Heading -> charts, in the order of the page. A chart has only recorded scalars.
     """
     there = set(names)
     loss = _LOSS_OF_POLICY if loss_tells(there) else _LOSS

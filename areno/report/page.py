@@ -33,21 +33,9 @@ _INDEX = ("reward", "advantage", "response_tokens", "finish_reason", "status")
 def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dict[str, Any]:
     """Collect all data that the page shows.
 
-    Args:
-        runs: The runs.
-        sample_bytes: Maximum size of the compressed samples of all runs in the page, in bytes.
-
-    Returns:
-        A dictionary with these keys.
-        "title": title of the page.
-        "runs": one dictionary per run with "name", "path", "status", "steps", "duration", "versions", "settings",
-        "overrides", "series", "forecast" and "samples".
-        "verdict": result of `verdict`.
-        "headlines": one dictionary per main scalar with "name", "title", "unit", "counts" and "runs". Here, "runs" has
-        for each run a list [first value, best value, last value, step of the best value], or None.
-        "charts": heading -> charts, each with "title", "names", "stacked", "unit" and "counts".
-        "constant": scalar -> value, for scalars that never change in any run and have no chart.
-        "differences": setting, algorithm or script -> its value in each run, if they differ.
+    The compressed samples of all runs take at most `sample_bytes`. "headlines" has for each main scalar and run [first
+    value, best value, last value, step of the best value], or None. "constant" has the scalars that never change in any
+    run and have no chart. "differences" has the settings, algorithms and scripts that differ.
     """
     names = run_names(runs)
     metrics = [run.curves() for run in runs]
@@ -93,16 +81,9 @@ def _title(runs: Sequence[RunReader]) -> str:
 
 
 def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Chart]], dict[str, float]]:
-    """Choose the charts of a report, and collect the constant scalars.
+    """Return heading -> charts, and the scalars with the same value in all steps of all runs, which get no chart.
 
-    A scalar that has the same value in all steps of all runs is constant. It gets no chart, unless it belongs to a
-    predefined chart. The loss of a policy is constant, too, if it is 0 up to rounding.
-
-    Args:
-        metrics: The recorded scalars of each run, by name.
-
-    Returns:
-        (heading -> charts, scalar -> value). The second mapping has the constant scalars without a chart.
+    A constant scalar stays in a predefined chart. The loss of a policy is constant, too, if it is 0 up to rounding.
     """
     values: dict[str, list[float]] = {}
     for of_run in metrics:
@@ -120,14 +101,7 @@ def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Char
 
 
 def _headlines(metrics: Sequence[Mapping[str, Series]]) -> list[dict[str, Any]]:
-    """Return one dictionary for each main scalar that at least one run has recorded.
-
-    Its key "runs" has for each run [first value, best value, last value, step of the best value], or None. The other
-    keys are "name", "title", "unit" and "counts" (whether the values are counts).
-
-    Args:
-        metrics: The recorded scalars of each run, by name.
-    """
+    """Return a dictionary for each main scalar that a run has recorded, see `contents`."""
     found = [headlines(of_run) for of_run in metrics]
     rows = []
     for name, (title, _) in NAMES.items():
@@ -144,20 +118,12 @@ def _pair(steps: Sequence[int], values: Sequence[float]) -> list[list[Any]]:
 
 
 def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
-    """Return the samples of a run in a packed form, which is gzipped JSON in base64.
+    """Return the samples of a run as gzipped JSON in base64, in at most `most_bytes`.
 
     Of a long run, about MAX_STEPS steps at equal distances are read. If their samples do not fit, the per-token values
     are left out first. Then whole steps are left out at equal distances. The first and the last step always stay.
-
-    Args:
-        run: The run.
-        most_bytes: Maximum size of the result in bytes.
-
-    Returns:
-        A dictionary with these keys.
-        "index": packed list with a row for each sample, as the table of samples shows it.
-        "steps": step -> packed list of the samples of this step.
-        "left_out": sentence about the samples that did not fit, or "".
+    "index" has a row for each sample, as the table of samples shows it, and "left_out" says in a sentence what did not
+    fit.
     """
     all_steps = run.sampled_steps()
     if not all_steps:
@@ -192,16 +158,7 @@ def _total(sizes: Mapping[int, int], steps: Sequence[int]) -> int:
 
 
 def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> list[int]:
-    """Choose as many steps as fit in `most_bytes`, at equal distances, always with the first and the last step.
-
-    Args:
-        steps: Steps in ascending order.
-        sizes: Step -> its size in bytes.
-        most_bytes: Maximum sum of the sizes.
-
-    Returns:
-        The chosen steps. Empty if the first and the last step together are too large.
-    """
+    """Choose as many steps as fit, at equal distances, always with the first and the last step, or none."""
     for stride in range(1, len(steps) + 1):
         kept = [*steps[:-1:stride], steps[-1]]
         if _total(sizes, kept) <= most_bytes:
@@ -212,9 +169,8 @@ def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> 
 def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
     """Return the values that the table of samples shows for one sample.
 
-    The values are the step, the number of the sample in the step, the group, the fields of the sample that the constant
-    _INDEX names, the beginning of the task, and the beginning of the completion. For a sample without a task, the end
-    of the prompt takes the place of the task, because few-shot examples come before the question.
+    For a sample without a task, the end of the prompt takes its place, because few-shot examples come before the
+    question.
     """
     task = task_of(sample)
     return [
@@ -228,14 +184,7 @@ def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
 
 
 def task_of(sample: Mapping[str, Any]) -> str:
-    """Return the task of a recorded sample, as text without the chat template.
-
-    Args:
-        sample: A recorded sample.
-
-    Returns:
-        The first user message if an agent made the sample, otherwise the field `task`. "" if the sample has neither.
-    """
+    """Return an agent's first user message, or the field `task` of a recorded sample, without the chat template."""
     try:
         messages = sample["trajectory"]["turns"][0]["messages"]
         content = next(message["content"] for message in messages if message["role"] == "user")
@@ -252,11 +201,7 @@ def task_of(sample: Mapping[str, Any]) -> str:
 
 
 def without_nan(value: Any) -> Any:
-    """Return a copy of a JSON value with None in place of NaN and infinities, which JSON does not allow.
-
-    Args:
-        value: A JSON value, searched at any depth.
-    """
+    """Return a copy of a JSON value with None in place of NaN and infinities, which JSON does not allow."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -265,11 +210,7 @@ def without_nan(value: Any) -> Any:
 
 
 def pack(value: Any) -> str:
-    """Return a value as gzipped JSON in base64. The page unpacks it with the browser's DecompressionStream.
-
-    Args:
-        value: A JSON value. Objects that JSON cannot express become their `str`.
-    """
+    """Return a value as gzipped JSON in base64. The page unpacks it with the browser's DecompressionStream."""
     return _zipped(json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str))
 
 
@@ -282,18 +223,7 @@ _SCRIPTS = ("elements", "summary", "curves", "samples", "settings", "printing", 
 
 
 def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
-    """Write the report of runs to an HTML file. An existing file is replaced.
-
-    Args:
-        runs: Folders of the runs.
-        path: Path of the HTML file.
-
-    Returns:
-        The path, with ~ expanded.
-
-    Raises:
-        ArenoError: If a folder does not contain a run, plotly is not installed, or the file cannot be written.
-    """
+    """Write the report of runs to an HTML file, which is replaced, and return its path."""
     if not runs:
         raise ArenoError("a report needs the folder of at least one run")
     page = render(contents([RunReader(run) for run in dict.fromkeys(map(str, runs))]))
@@ -311,14 +241,6 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
 
 
 def render(data: dict[str, Any]) -> str:
-    """Return the HTML of the page.
-
-    Args:
-        data: The data that `contents` returns.
-
-    Raises:
-        ArenoError: If plotly is not installed.
-    """
     names = ", ".join(run["name"] for run in data["runs"])
     parts = {
         "TITLE": html.escape(f"areno: {names}"),

@@ -10,13 +10,7 @@ _LEFT, _TOP, _WIDTH, _HEIGHT = 50, 40, 700, 300
 
 
 def svg(title: str, steps: Sequence[int], curves: Mapping[str, Sequence[float]]) -> str:
-    """Return an SVG picture of mean rewards against the step, each with its mean over nine steps as a thick line.
-
-    Args:
-        title: Text above the picture.
-        steps: Steps in ascending order, at least one.
-        curves: Name of a curve -> mean reward of each step. At most four curves. Names other than "" are in a legend.
-    """
+    """Return an SVG picture of up to four curves by name, each with its mean over nine steps as a thick line."""
     most_x, most_y = max(steps), max(0.1, *(value for values in curves.values() for value in values))
 
     def points(values: Sequence[float]) -> str:
@@ -43,7 +37,6 @@ def svg(title: str, steps: Sequence[int], curves: Mapping[str, Sequence[float]])
 
 
 def _axes(most_x: float, most_y: float) -> list[str]:
-    """Return the lines of the grid and the numbers of both axes."""
     lines = []
     for part in range(5):
         y, value = _TOP + _HEIGHT * (1 - part / 4), most_y * part / 4
@@ -57,11 +50,6 @@ def _axes(most_x: float, most_y: float) -> list[str]:
 
 
 def smoothed(values: Sequence[float], reach: int = 4) -> list[float]:
-    """Compute the moving average of values: the mean of each value and its neighbours.
-
-    Args:
-        values: The values.
-        reach: Number of neighbours on each side.
-    """
+    """Return the mean of each value and its `reach` neighbours on each side."""
     windows = (values[max(0, place - reach) : place + reach + 1] for place in range(len(values)))
     return [sum(window) / len(window) for window in windows]

@@ -20,15 +20,7 @@ _MOST = 2**31  # limit of token ids, weight versions and lengths
 
 
 def check_sample(sample: Mapping[str, Any], number: int) -> None:
-    """Check the fields of a recorded sample that areno reads.
-
-    Args:
-        sample: The sample.
-        number: Number of the sample in its step, for error messages.
-
-    Raises:
-        ArenoError: If a field has another type or length than expected.
-    """
+    """Raise ArenoError if a field of a recorded sample that areno reads has another type or length than expected."""
     _check(sample, _FORMS, f"sample {number}")
     trajectory = sample.get("trajectory")
     if trajectory is None:
@@ -101,40 +93,22 @@ _ROW_FORMS = {"tokens": _COUNTS, "sources": _RUNS, "trained": _RUNS, "logprobs":
 
 @dataclass(kw_only=True)
 class RecordedRow:
-    """The tokens of a recorded sample with their recorded values.
+    """The tokens of a recorded sample.
 
     Arrays have the shape (n_tokens,). NaN stands for a value that is not recorded.
-
-    Attributes:
-        tokens: Token ids of prompt and completion.
-        trained: Whether each token was trained, bool.
-        logprobs: Log-probabilities from the rollout, under the policy that sampled the token, float64.
-        train_logprobs: Log-probabilities from the training pass, under the policy before the update, float64.
-        advantages: Advantages of the trained tokens, float64.
-        versions: Oldest and newest version of the weights that sampled the tokens. None if not recorded.
-        missing: Descriptions of the values that are not recorded, for the user.
     """
 
     tokens: list[int]
-    trained: np.ndarray
-    logprobs: np.ndarray
-    train_logprobs: np.ndarray
-    advantages: np.ndarray
-    versions: tuple[int, int] | None = None
-    missing: list[str] = field(default_factory=list)
+    trained: np.ndarray  # bool
+    logprobs: np.ndarray  # float64, of the rollout
+    train_logprobs: np.ndarray  # float64, under the policy before the update
+    advantages: np.ndarray  # float64
+    versions: tuple[int, int] | None = None  # oldest and newest version of the weights that sampled it
+    missing: list[str] = field(default_factory=list)  # what is not recorded, in words
 
 
 def recorded_row(sample: Mapping[str, Any], tokenizer: Any, number: int = 0) -> RecordedRow:
-    """Return the row of tokens of a recorded sample.
-
-    Args:
-        sample: The sample, checked by `check_sample`.
-        tokenizer: Tokenizer of transformers, which encodes the text if no token ids are recorded.
-        number: Index of the row in an agent's trajectory, from 0. Other samples have only row 0.
-
-    Raises:
-        ArenoError: If the sample has no tokens, or no row with this index.
-    """
+    """Return the row of tokens of a checked sample. `number` is the index of the row in an agent's trajectory."""
     if sample.get("trajectory") is not None:
         return _row_of_agent(sample, number)
     if number:
@@ -201,7 +175,7 @@ def _text(sample: Mapping[str, Any], name: str) -> str:
 
 
 def _ids(sample: Mapping[str, Any], *names: str) -> list[int] | None:
-    """Return the token ids of the first field in `names` that has token ids, or None if no field has any."""
+    """Return the token ids of the first field in `names` that has any, or None."""
     for name in names:
         value = sample.get(name)
         if isinstance(value, list) and value and all(isinstance(token, int) for token in value):
@@ -215,15 +189,9 @@ def _note_length(missing: list[str], what: str, found: int, recorded: int | None
 
 
 def _fill(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[float | None] | None) -> None:
-    """Write recorded per-token values into an array of the row. Does nothing if `values` is None.
+    """Write values, one for each True in the mask `places`, into the array `name` of a row, None as NaN.
 
-    If the number of values differs from the number of marked tokens, add a description to `row.missing` instead.
-
-    Args:
-        row: The row to change.
-        places: (n_tokens,) bool, True for the tokens that have a value.
-        name: Attribute of the row that holds the array, such as "logprobs".
-        values: One value for each True in `places`. None becomes NaN.
+    If their number differs, add a description to `row.missing` instead.
     """
     if values is None:
         return
@@ -234,12 +202,7 @@ def _fill(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[floa
 
 
 def _bounds(versions: Any) -> tuple[int, int] | None:
-    """Return the oldest and the newest version of the weights that sampled the tokens, or None without versions.
-
-    Args:
-        versions: One version for each token, or a list of [version, number of tokens]. Empty or None without
-            versions.
-    """
+    """Return the oldest and the newest of one version for each token, or of [version, number of tokens] pairs."""
     if not versions:
         return None
     plain = [version[0] if isinstance(version, list) else version for version in versions]

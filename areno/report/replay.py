@@ -32,20 +32,13 @@ from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 def attribute_loss(
     loss_fn: LossFn, row: TrainSequence, logprobs: Sequence[float]
 ) -> tuple[float, np.ndarray | None, np.ndarray]:
-    """Compute the loss of a step with a single row, and the contribution of each token to it.
+    """Return (loss, contributions, gradient) of a step with a single row.
 
     A policy loss is linear in the token weights (`DataPack.weights`). So the contribution of a token is the derivative
-    of the loss with respect to its weight, times the weight. The contributions add up to the policy term of the loss.
-
-    Args:
-        loss_fn: The loss function.
-        row: The row, with n tokens.
-        logprobs: Log-probabilities of all tokens under the model, (n,).
-
-    Returns:
-        (loss, contributions, gradient). The contributions are a float32 array (n,), or None if the loss does not use
-        token weights. The gradient of the loss with respect to each log-probability is a float32 array (n,). It is
-        negative if training makes the token more likely, and 0 if the token is clipped or not trained.
+    of the loss with respect to its weight, times the weight. The contributions, float32 (n,), add up to the policy term
+    of the loss. They are None if the loss does not use token weights. The gradient of the loss with respect to each
+    log-probability, float32 (n,), is negative if training makes the token more likely, and 0 if the token is clipped or
+    not trained.
     """
     pack, given = pack_of([row]), torch.tensor(logprobs, dtype=torch.float32, requires_grad=True)
     weights = torch.ones_like(given) if pack.weights is None else pack.weights.clone()
@@ -58,79 +51,43 @@ def attribute_loss(
 
 @dataclass(kw_only=True)
 class Token:
-    """One token of a replayed sample. An unknown value is None.
-
-    Attributes:
-        token: Token id.
-        text: Text of the token.
-        trained: Whether the token was trained.
-        then: Log-probability in the rollout.
-        now: Log-probability under the checkpoint. None for the first token.
-        advantage: Advantage of the token. None if the token was not trained.
-        loss: Contribution of the token to the loss, see `attribute_loss`.
-        gradient: Gradient of the loss with respect to the token's log-probability.
-        teacher: Log-probability under the teacher. None for the first token, and without a teacher.
-    """
+    """One token of a replayed sample. An unknown value is None."""
 
     token: int
     text: str
     trained: bool
-    then: float | None
-    now: float | None
-    advantage: float | None = None
-    loss: float | None = None
-    gradient: float | None = None
-    teacher: float | None = None
+    then: float | None  # log-probability in the rollout
+    now: float | None  # log-probability under the checkpoint; None for the first token
+    advantage: float | None = None  # None if the token was not trained
+    loss: float | None = None  # contribution to the loss, see `attribute_loss`
+    gradient: float | None = None  # of the loss with respect to `now`
+    teacher: float | None = None  # log-probability under the teacher
 
     @property
     def difference(self) -> float | None:
-        """Logarithm of the importance ratio, `now` - `then`. None if either value is unknown."""
+        """Logarithm of the importance ratio, `now` - `then`."""
         return None if self.then is None or self.now is None else self.now - self.then
 
 
 @dataclass(kw_only=True)
 class Replay:
-    """A recorded sample, recomputed under a checkpoint.
-
-    Attributes:
-        sample: The recorded sample.
-        checkpoint: Folder of the checkpoint.
-        checkpoint_step: Step after which the checkpoint was written. 0 for the model that the run began with, None for
-            a folder outside of the run.
-        tokens: The tokens of the row.
-        versions: Oldest and newest version of the weights that sampled the tokens. None if not recorded.
-        loss: Loss of a step with this sample alone. None if it cannot be computed.
-        missing: Descriptions of the unknown values, for the user.
-    """
+    """A recorded sample, recomputed under a checkpoint."""
 
     sample: Mapping[str, Any]
     checkpoint: Path
-    checkpoint_step: int | None
+    checkpoint_step: int | None  # 0: the first model; None: outside of the run
     tokens: list[Token]
-    versions: tuple[int, int] | None
-    loss: float | None = None
-    missing: list[str] = field(default_factory=list)
+    versions: tuple[int, int] | None  # oldest and newest version of the weights that sampled it
+    loss: float | None = None  # of a step with this sample alone
+    missing: list[str] = field(default_factory=list)  # unknown values, in words
 
 
 def replay(
     run: RunReader, step: int, number: int, *, checkpoint: str | None = None, row: int = 0, device: str = "auto"
 ) -> Replay:
-    """Recompute a recorded sample under a checkpoint.
+    """Recompute sample `number` of a training step under a checkpoint, see `choose_checkpoint`.
 
-    Args:
-        run: The run.
-        step: Training step whose recorded samples contain the sample.
-        number: Index of the sample within the step, from 0.
-        checkpoint: A step of the run, `latest`, `best`, or a folder. None takes the checkpoint whose step is nearest to
-            `step` - 1, because the weights after that step sampled the sample.
-        row: Index of the training row to recompute, from 0. A sample of an agent may consist of several training rows.
-        device: "auto", "cpu" or "cuda".
-
-    Returns:
-        The tokens of the sample with their log-probabilities, advantages and gradients, and the loss.
-
-    Raises:
-        ArenoError: There is no such sample or checkpoint, or the run's algorithm (such as SFT) generates no samples.
+    `row` is the index of the training row of an agent's sample.
     """
     samples = run.samples(step)
     if not 0 <= number < len(samples):
@@ -170,19 +127,10 @@ def replay(
 
 
 def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Path, int | None]:
-    """Return the folder and the step of the checkpoint under which a sample is replayed.
+    """Return (folder, step) of `wanted`: a step of the run, `latest`, `best`, or a folder.
 
-    Args:
-        run: The run.
-        step: Training step whose recorded samples contain the sample.
-        wanted: A step of the run, `latest`, `best`, or a folder. None takes the checkpoint whose step is nearest to
-            `step` - 1, because the weights after that step sampled the sample.
-
-    Returns:
-        (folder, step). The step is 0 for the model that the run began with, and None for a folder outside of the run.
-
-    Raises:
-        ArenoError: If there is no such checkpoint.
+    None takes the checkpoint whose step is nearest to `step` - 1, because the weights after that step sampled the
+    sample. The step is 0 for the model that the run began with, and None for a folder outside of the run.
     """
     there = run.checkpoints()
     if wanted is None:
@@ -210,19 +158,8 @@ def _settings(
 ) -> tuple[Any, Algorithm, dict[str, RoleSpec]]:
     """Load the run's configuration, changed so that the checkpoint is the actor and the engine runs on this machine.
 
-    Args:
-        run: The run.
-        folder: Folder of the checkpoint.
-        device: "auto", "cpu" or "cuda".
-        missing: List to which a description is added if the reference model is unknown, because the run began with
-            random weights.
-        named: Role of the sample's teacher, in a run with several teachers. Otherwise None.
-
-    Returns:
-        (configuration, algorithm of the run, reference model and teacher that can score the row).
-
-    Raises:
-        ArenoError: The algorithm generates no samples.
+    Returns also the algorithm, and the reference model and the teacher that can score the row. `named` is the role of
+    the sample's teacher, in a run with several.
     """
     from areno.launch.compose import load, mention_version
 
@@ -272,17 +209,7 @@ def _settings(
 def _logprobs(
     plan: TrainerPlan, config: PolicyExperimentConfig, roles: Mapping[str, RoleSpec], tokens: list[int]
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Compute the log-probabilities of all tokens under the checkpoint, the reference model and the teacher.
-
-    Args:
-        plan: The plan of the engine to start, with the checkpoint as the actor.
-        config: Settings of the run.
-        roles: The reference model and the teacher, if the row can be scored by them.
-        tokens: Token ids of the row, n of them.
-
-    Returns:
-        Three arrays (n,). The second is None without a reference model, the third without a teacher.
-    """
+    """Return the log-probabilities of all tokens under checkpoint, reference model and teacher, (n,) each."""
     from areno.engine.engine import Engine
 
     with Engine(plan.spec.frozen(), plan.workers) as engine:
@@ -316,18 +243,7 @@ def _compute_advantage(
     algorithm: Algorithm,
     missing: list[str],
 ) -> None:
-    """Compute the advantage of a sample from the recorded rewards of its step, if the settings allow it.
-
-    Set `row.advantages`, or add to `missing` why the advantage is unknown.
-
-    Args:
-        row: The recorded row of the sample.
-        samples: All recorded samples of the step.
-        number: Index of the sample in `samples`.
-        config: Settings of the run.
-        algorithm: The algorithm of the run.
-        missing: Descriptions of unknown values, for the user. This function appends to the list.
-    """
+    """Set `row.advantages` from the recorded rewards of its step, or add to `missing` why they are unknown."""
     own = algorithm.advantage_fn is not None  # which may read any field of the rows
     if own or isinstance(config, CriticExperimentConfig) or config.actor.kl_in_reward:
         missing.append("the advantage, which needs more than the rewards")
@@ -365,20 +281,7 @@ def _add_loss(
     config: PolicyExperimentConfig,
     algorithm: Algorithm,
 ) -> None:
-    """Compute the loss of a step with this row alone, and add it to the replay.
-
-    This sets `found.loss`, and `loss` (contribution to the loss) and `gradient` of each trained token.
-
-    Args:
-        found: The replay to complete.
-        step: The step that trained on the sample.
-        recorded: The recorded row, with n tokens.
-        now: (n,) log-probabilities under the checkpoint.
-        ref: (n,) log-probabilities under the reference model, or None without a reference model.
-        teacher: (n,) log-probabilities under the teacher, or None without a teacher.
-        config: Settings of the run.
-        algorithm: The algorithm of the run, which provides the loss function.
-    """
+    """Set the loss of a step with this row alone, and the contribution and the gradient of each trained token."""
     if config.teacher is not None and (teacher is None or config.teacher.divergence is not None):
         return  # `missing` says why
     loss_fn = with_teacher(config, algorithm.make_loss(config))

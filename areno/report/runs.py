@@ -29,14 +29,6 @@ _COLOURS = {"completed": "green", "stopped": "red", "unfinished": "yellow"}
 
 
 def runs_table(root: str | Path) -> Table:
-    """Return a table of the runs in a folder and its subfolders.
-
-    Args:
-        root: The folder.
-
-    Raises:
-        ArenoError: If there is no run in the folder.
-    """
     runs = list_runs(root)
     if not runs:
         raise ArenoError("there is no run below {}; the setting cluster.fileroot says where runs are", root)
@@ -64,12 +56,6 @@ def best_of(run: RunReader) -> Headline | None:
     The scalar is the first of these that the run has recorded: accuracy, reward or loss of the evaluation, or the
     reward of the rollouts. A run that has recorded none of these scalars, such as SFT or DPO without evaluation, is
     compared by its training accuracy or training loss.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The values, or None if the run has recorded no such scalar.
     """
     for name, how in [*NAMES.items(), *NAMES_OF_TRAINING.items()]:
         found = headline(run.file.series(name), *how) if how[1] else None

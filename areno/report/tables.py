@@ -17,16 +17,7 @@ from areno.tracking.reader import RunReader, headlines
 
 
 def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
-    """Return tables that compare runs: the settings that differ, the package versions that differ, and the results.
-
-    If all settings are equal, or if the settings of a run are unknown, the list also has a text that says so.
-
-    Args:
-        paths: Folders of the runs.
-
-    Raises:
-        ArenoError: If a folder does not contain a run.
-    """
+    """Return tables of the settings and package versions that differ, and of the results."""
     runs = [RunReader(path) for path in paths]
     names = run_names(runs)
     tables: list[Table | Text] = []
@@ -64,14 +55,7 @@ def _part_names(outcomes: Sequence[Any]) -> list[str]:
 
 
 def samples_table(rows: Sequence[Any], records: Sequence[Any], outcomes: Sequence[Any], most: int) -> table.Table:
-    """Return a table of the first samples: reward, components of the reward, recorded reward and completion.
-
-    Args:
-        rows: The recorded samples, with their recorded rewards.
-        records: The same samples in the form that reward functions get.
-        outcomes: The RewardOutcome of scoring each sample again.
-        most: Maximum number of samples in the table.
-    """
+    """Return a table of the first `most` samples: reward, its parts, recorded reward and completion."""
     names, recorded = _part_names(outcomes[:most]), any("reward" in row for row in rows[:most])
     shown = table.Table(box=box.SIMPLE)
     for name in ["sample", "reward", *names, *(["recorded"] if recorded else [])]:
@@ -93,11 +77,7 @@ def _recorded(row: Mapping[str, Any]) -> float | None:
 
 
 def summary_table(outcomes: Sequence[Any]) -> table.Table:
-    """Return a table with mean, standard deviation, minimum and maximum of the rewards and of each reward component.
-
-    Args:
-        outcomes: The RewardOutcome of each sample. Samples without a reward do not count.
-    """
+    """Return a table with mean, standard deviation, minimum and maximum of the rewards and of each reward component."""
     shown = table.Table("", "mean", "std", "min", "max", "samples", box=box.SIMPLE)
     values: dict[str, list[float]] = {"reward": [each.value for each in outcomes if each.value is not None]}
     for name in _part_names(outcomes):
@@ -109,15 +89,7 @@ def summary_table(outcomes: Sequence[Any]) -> table.Table:
 
 
 def count_lines(rows: Sequence[Any], outcomes: Sequence[Any]) -> Iterator[str]:
-    """Yield one or two sentences that summarise the rewards.
-
-    The first has the number of rewards that are at least 1. The second has the number of rewards that differ from the
-    recorded rewards, if any are recorded.
-
-    Args:
-        rows: The recorded samples.
-        outcomes: The result of scoring each sample again.
-    """
+    """Yield how many rewards are at least 1, and how many differ from the recorded ones, in sentences."""
     right = sum(each.value is not None and each.value >= 1.0 - 1e-6 for each in outcomes)
     yield f"{right} of {len(outcomes)} rewards are at least 1 (accuracy)"
     pairs = [(_recorded(row), each.value) for row, each in zip(rows, outcomes, strict=True)]

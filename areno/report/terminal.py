@@ -11,20 +11,11 @@ _WIDE = 250  # columns without a terminal, such as in a pipe, so that each run h
 
 
 def right(title: str) -> Column:
-    """Return a right-aligned column for a table of rich.
-
-    Args:
-        title: Heading of the column.
-    """
     return Column(title, justify="right")
 
 
 def show(*tables: Any) -> None:
-    """Print tables of rich in the width of the terminal, or 250 columns wide if the output is not a terminal.
-
-    Args:
-        *tables: Tables or texts of rich.
-    """
+    """Print tables of rich in the width of the terminal, or 250 columns wide if the output is not a terminal."""
     from rich.console import Console
 
     console = Console()
@@ -35,11 +26,7 @@ def show(*tables: Any) -> None:
 
 
 def cell(value: Any) -> str:
-    """Return the text of a value in a table: floats with four significant digits, `-` for None.
-
-    Args:
-        value: Any value.
-    """
+    """Return the text of a value in a table: floats with four significant digits, `-` for None."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else escape(str(value))

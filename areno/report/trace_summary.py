@@ -27,18 +27,10 @@ _SHOWN_PARTS = 12
 
 
 class Bar(NamedTuple):
-    """An event of a track of the trace. Times are in nanoseconds since the beginning of its file.
+    """An event of a track of the trace. Times are in nanoseconds since the beginning of its file."""
 
-    Attributes:
-        process: Name of the process, such as "rank 0".
-        track: Name of the track, such as "device". "" for events of an object, such as a sample.
-        name: Name of the event.
-        start: Time at which the event began.
-        end: Time at which the event ended.
-    """
-
-    process: str
-    track: str
+    process: str  # such as "rank 0"
+    track: str  # such as "device"; "" for events of an object, such as a sample
     name: str
     start: int
     end: int
@@ -46,71 +38,39 @@ class Bar(NamedTuple):
 
 @dataclass(kw_only=True)
 class SampleTimes:
-    """How long one sample took until it was sampled.
-
-    Attributes:
-        step: Step of the sample.
-        prompt: Index of the prompt in the step.
-        sample: Index of the sample among those of the prompt.
-        tokens: Number of sampled tokens.
-        seconds: Seconds from the request to the last token.
-        phases: Seconds of each phase by name: queued, prefill, decode, preempted, agent.
-    """
+    """How long one sample took until it was sampled."""
 
     step: int
-    prompt: int
-    sample: int
+    prompt: int  # its index in the step
+    sample: int  # its index among those of the prompt
     tokens: int
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0  # from the request to the last token
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of queued, prefill, decode, preempted, agent
 
 
 @dataclass(kw_only=True)
 class StepTimes:
-    """Where the time of one step went.
-
-    Attributes:
-        step: Number of the step.
-        seconds: Duration of the step.
-        phases: Seconds of each phase of the driver by name. "other" is the rest of the step.
-        idle: Rank, such as "rank 0" -> seconds in which its device had no work.
-        critical_path: Work, such as "rank 0: decode" -> seconds in which the step waited for it.
-    """
+    """Where the time of one step went, in seconds."""
 
     step: int
     seconds: float
-    phases: dict[str, float]
-    idle: dict[str, float]
-    critical_path: dict[str, float]
+    phases: dict[str, float]  # of the driver; "other" is the rest of the step
+    idle: dict[str, float]  # by rank: its device had no work
+    critical_path: dict[str, float]  # work, such as "rank 0: decode", for which the step waited
 
 
 @dataclass(kw_only=True)
 class TraceSummary:
-    """The summary of the trace of a run.
-
-    Attributes:
-        steps: Each step, in order. Of a step that was repeated after a resume, the last time counts.
-        samples: The samples that took longest, the slowest first.
-    """
+    """The summary of the trace of a run. Of a step that was repeated after a resume, the last time counts."""
 
     steps: list[StepTimes]
-    samples: list[SampleTimes]
+    samples: list[SampleTimes]  # those that took longest, the slowest first
 
     def as_json(self) -> dict[str, Any]:
-        """Return the summary as values of JSON."""
         return asdict(self)
 
 
 def summarise(run: str | Path, n_samples: int = 5) -> TraceSummary:
-    """Read the trace of a run, and summarise it.
-
-    Args:
-        run: Folder of the run.
-        n_samples: Number of slowest samples to return.
-
-    Raises:
-        ArenoError: The run has no trace, its trace has no whole step, or a file is damaged.
-    """
     files = trace_files(Path(run).expanduser() / FOLDER)
     if not Path(run).expanduser().is_dir():
         raise ArenoError("there is no folder {}", run)
@@ -194,10 +154,9 @@ def _steps(bars: Sequence[Bar], numbers: dict[int, int]) -> list[StepTimes]:
 
 
 class _Lane:
-    """The bars of one lane. It finds the bars of a step without a look at all other bars, which may be millions.
+    """The bars of one lane, sorted by start.
 
-    Args:
-        bars: The bars, sorted by start.
+    It finds the bars of a step without a look at the others, maybe millions.
     """
 
     def __init__(self, bars: Sequence[Bar]):
@@ -237,14 +196,11 @@ def _busy(bars: Sequence[Bar]) -> int:
 
 
 def _critical_path(step: Bar, inside: dict[tuple[str, str], list[Bar]]) -> dict[str, float]:
-    """Return the work that a step waited for, followed backwards from its end.
+    """Return the seconds of the work that a step waited for, followed backwards from its end, the longest first.
 
     At each moment, the path is on work of a device if there is any. Otherwise it is on a command of a rank, on a call
     of a reward or agent process, or on the driver alone. Of several pieces of equal kind, the path takes the one that
     ran last, and then the one that began first.
-
-    Returns:
-        Work, such as "rank 0: decode" -> its seconds on the path, the longest first.
     """
     kinds: list[list[Bar]] = [[], [], [], []]
     for (process, track), bars in inside.items():
@@ -260,10 +216,9 @@ def _critical_path(step: Bar, inside: dict[tuple[str, str], list[Bar]]) -> dict[
 
 
 def _covered(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, float]) -> list[tuple[int, int]]:
-    """Walk backwards through gaps of the path along some bars, and add the seconds of each bar to `path`.
+    """Walk backwards through gaps of the path along bars, and add the seconds of each bar to `path`.
 
-    Returns:
-        The parts of the gaps in which no bar runs, the last one first.
+    Returns the parts of the gaps in which no bar runs, the last one first.
     """
     waiting = sorted(bars, key=lambda bar: bar.end)  # the last one is the next to be met
     running: list[tuple[int, int, Bar]] = []  # a heap: of several bars, the path takes the one that began first
@@ -314,11 +269,6 @@ def _seconds(nanoseconds: int) -> float:
 
 
 def tables(summary: TraceSummary) -> list[Table]:
-    """Return the tables of a summary for the terminal: phases, idle devices, the critical path and slowest samples.
-
-    Args:
-        summary: The summary.
-    """
     steps = summary.steps[-_SHOWN_STEPS:]
     names = list(dict.fromkeys(name for step in steps for name in step.phases))
     names = [name for name in names if name != "other"] + ["other"]

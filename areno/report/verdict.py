@@ -25,16 +25,7 @@ RUN_NAMES = ("trial_name", "experiment_name")  # these differ between runs of eq
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return setting -> its value in each configuration, for the settings whose values differ.
-
-    The settings `trial_name` and `experiment_name` are left out.
-
-    Args:
-        configs: The settings of each run, nested.
-
-    Returns:
-        Dotted key -> one value for each configuration, None for a configuration without the setting.
-    """
+    """Return dotted key -> its value in each configuration, for settings that differ, except the names of runs."""
     settings = [flat(config) for config in configs]
     keys = dict.fromkeys(key for one in settings for key in one if key not in RUN_NAMES)
     values = {key: [one.get(key) for one in settings] for key in keys}
@@ -42,34 +33,19 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def settings_today(run: RunReader) -> Mapping[str, Any]:
-    """Return the settings of a run under the names that areno uses now. Recorded names may be older.
-
-    Args:
-        run: The run. If its algorithm is unknown, the settings are returned under the recorded names.
-    """
+    """Return the settings of a run under the names that areno uses now. Recorded names may be older."""
     recipe = recipe_of(run.path)
     return with_current_names(get_algorithm(recipe).config, run.config) if recipe in algorithm_names() else run.config
 
 
 def differences(runs: Sequence[RunReader]) -> dict[str, list[Any]]:
-    """Return what differs between runs: algorithm and script first, then the settings, see `differing`.
-
-    Args:
-        runs: The runs, whose settings are known.
-    """
+    """Return what differs between runs: algorithm and script first, then the settings, see `differing`."""
     told = [{"algorithm": algorithm_shown(run.path), "script": script_of(run.path)} for run in runs]
     return differing([{**first, **settings_today(run)} for first, run in zip(told, runs, strict=True)])
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Shorten each path to its last components, as few as suffice to make all names different.
-
-    Args:
-        paths: Folders of runs.
-
-    Returns:
-        One name per path, such as "trial0" or "quickstart/trial0".
-    """
+    """Shorten each path to its last components, as few as suffice to make all names different."""
     parts = [path.absolute().parts for path in paths]
     names = [str(path) for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
@@ -80,13 +56,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def run_names(runs: Sequence[RunReader]) -> list[str]:
-    """Return a short name of each run, made from the end of its path.
-
-    For a run of a sweep, the name also lists the overrides that not all runs share, cut off after 48 characters.
-
-    Args:
-        runs: The runs.
-    """
+    """Return a short name of each run. In a sweep, it lists the overrides that not all runs share."""
     names = short_names([run.path for run in runs])
     given = [set(run.overrides) for run in runs if run.sweep]
     common = set.intersection(*given) if given else set()
@@ -111,23 +81,9 @@ _FALLBACK = ("train/loss", min)  # for runs with neither evaluation nor reward
 def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[Mapping[str, Series]]) -> dict[str, Any]:
     """Compare runs, and return the result for the top of a report as plain data.
 
-    Args:
-        runs: The runs.
-        names: Name of each run.
-        metrics: The scalars of each run, by name.
-
-    Returns:
-        A dictionary with these keys.
-        "about": a sentence that says what is compared.
-        "title": name of the best setting.
-        "value": result of the best setting. None if no run has a result.
-        "std": sample standard deviation of the result over seeds. None without several seeds.
-        "spread": the meaning of "value" and "std" in words.
-        "notes": sentences.
-        "places": ranking of the settings, best first, each with "title", "value", "std", "runs" and "values". Empty for
-        a single run.
-        "best": index of the best run in `runs`. None if no run has a result.
-        "scalar": name of the main scalar. Only for a single run.
+    "title" and "value" are those of the best setting, "std" the sample standard deviation over its seeds, and "spread"
+    the meaning of both in words. "places" ranks the settings, best first. "best" is the index of the best run. A single
+    run has its main "scalar" instead. Unknown values are None.
     """
     if len(runs) == 1:
         return _of_one(runs[0], names[0], metrics[0])
@@ -143,10 +99,7 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
 
 
 def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[str, Any]:
-    """Return the result of `verdict` for a single run.
-
-    The dictionary describes the status of the run, and how its main scalar has changed.
-    """
+    """Return the result of `verdict` for a single run: its status, and how its main scalar has changed."""
     steps, taken = last_step(run), seconds(run)
     state = f"{steps} step{'' if steps == 1 else 's'}" + (f" in {duration(taken)}" if taken else "")
     state = ", ".join(filter(None, (run.status(), state)))
@@ -168,11 +121,7 @@ def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[st
 
 
 def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
-    """Return the results of the sweep that all runs belong to, and sentences about the runs that have no result.
-
-    The first value is None if the runs do not belong to one sweep, or if the sweep.json of their sweep is missing or
-    damaged.
-    """
+    """Return the results of the sweep that all runs belong to, or None, and sentences about runs without a result."""
     folders = {run.sweep and run.sweep.absolute() for run in runs}
     folder = folders.pop()
     if folder is None or folders or (content := read_if_exists(folder / "sweep.json")) is None:
@@ -190,16 +139,7 @@ def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
 
 
 def _parsed(read: Any, folder: Path, index: Mapping[str, int]) -> tuple[Sweep, list[str]]:
-    """Convert the content of a sweep.json to a Sweep that has only the compared runs.
-
-    Args:
-        read: The parsed JSON.
-        folder: Folder of the sweep.
-        index: Name of each compared run -> its index in the comparison.
-
-    Returns:
-        The sweep, and the names of all runs in sweep.json that have no finite result.
-    """
+    """Return a Sweep of the compared runs (name -> index), and the names of runs in sweep.json without a result."""
     sweep = Sweep(folder, str(read["objective"]), "min" if read["mode"] == "min" else "max")
     missing = []
     for one in read["runs"]:
@@ -233,23 +173,13 @@ def _of_runs(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]])
 
 
 def _last(metrics: Mapping[str, Series], scalar: str) -> float | None:
-    """Return the last finite value of an evaluation scalar, or the mean of the last 5 finite values of another scalar.
-
-    Returns None if there is no finite value.
-    """
+    """Return the last finite value of an evaluation scalar, or the mean of the last 5 of another scalar."""
     finite = [value for value in metrics.get(scalar, Series([], [])).values if math.isfinite(value)]
     return statistics.fmean(finite[-1 if scalar.startswith("eval/") else -_LAST_STEPS :]) if finite else None
 
 
 def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -> dict[str, Any]:
-    """Return the result of `verdict` for several runs.
-
-    Args:
-        sweep: The results of the runs.
-        names: Name of each run.
-        notes: Sentences to add to "notes".
-        kind: The first words of "about", such as "a sweep of".
-    """
+    """Return the result of `verdict` for several runs. `kind` begins "about", such as "a sweep of"."""
     better = "more" if sweep.mode == "max" else "less"
     places = _places(sweep, names)
     found: dict[str, Any] = {
@@ -278,10 +208,7 @@ def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -
 
 
 def _places(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return "places" in the result of `verdict`: the settings, ranked by their mean over seeds, best first.
-
-    If no setting has several seeds, rank the single runs.
-    """
+    """Rank the settings by their mean over seeds or, if no setting has several seeds, the single runs."""
     values = {one.number: one.objective for one in sweep.outcomes}
     found = [(one.overrides, one.mean, one.std, one.runs) for one in sweep.averages()]
     if not found:
