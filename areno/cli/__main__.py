@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0 if not words else 2
     parser = argparse.ArgumentParser(prog=f"areno {words[0]}", allow_abbrev=False)
-    module = _fill(parser, words[0])
+    module = _import_command(parser, words[0])
     # parse_intermixed_args lets flags and other words alternate, but it cannot print the help of every parser.
     parse = parser.parse_known_intermixed_args
     if words[0] in _WITH_COMMAND or {"-h", "--help"} & set(words):
@@ -117,7 +117,7 @@ def _names() -> Iterator[tuple[str, str]]:
         yield from commands.items()
 
 
-def _fill(parser: argparse.ArgumentParser, name: str) -> Any:
+def _import_command(parser: argparse.ArgumentParser, name: str) -> Any:
     """Add the arguments of the subcommand `name` to its parser, and return the module of the subcommand."""
     module = import_module(f"areno.cli.{name}")
     module.add_arguments(parser)
@@ -151,7 +151,7 @@ def _complete() -> None:
     for name, text in _names():
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         if name in typed[1:2]:
-            _fill(command, name)
+            _import_command(command, name)
     argcomplete.autocomplete(parser)
 
 

@@ -41,15 +41,15 @@ def findings(path: Path) -> Iterator[Finding]:
         yield Finding("model", f"{folder} is no folder; expected a model folder in the Hugging Face format", True)
         return
     config: list[TransformerConfig] = []
-    yield from _look("model", lambda: _checked_model(folder, config))
+    yield from _findings_of("model", lambda: _checked_model(folder, config))
     for read in config:
         yield from _special_layers(read)
     if path is folder and not is_adapter(folder):
-        yield from _look("weights", lambda: _weights(folder, config))
-        yield from _look("tokenizer", lambda: _tokenizer(folder))
+        yield from _findings_of("weights", lambda: _weights(folder, config))
+        yield from _findings_of("tokenizer", lambda: _tokenizer(folder))
 
 
-def _look(part: str, work: Callable[[], str]) -> Iterator[Finding]:
+def _findings_of(part: str, work: Callable[[], str]) -> Iterator[Finding]:
     """Yield a Finding with the text that `work` returns, or one for each problem of the ArenoError that it raises."""
     try:
         yield Finding(part, work())

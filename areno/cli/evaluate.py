@@ -115,7 +115,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from areno.tracking import run_folder
     from areno.tracking.run_log import RunLog
 
-    of_run, model, step = _found(arguments.folder)
+    of_run, model, step = _find_model(arguments.folder)
     of_run = Path(arguments.run).expanduser() if arguments.run else of_run
     settings = [*_overrides(arguments), *arguments.settings]
     config, recipe = _config(of_run, model, arguments, settings)
@@ -140,7 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _found(named: str) -> tuple[Path | None, str, int]:
+def _find_model(named: str) -> tuple[Path | None, str, int]:
     """Return (folder of the run, model folder or hub id, training step) of the model that the command line names.
 
     The folder of the run is None, and the step is 0, if they are not known.

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    name, size, output = _checked(arguments)
+    name, size, output = _check_arguments(arguments)
     suffix = "" if size == "gpu" else f"_{size}"
     common = [f"cluster.fileroot={_quoted(output.parent)}", f"experiment_name={_quoted(output.name)}"]
     common += [f"seed={arguments.seed}", f"engine.device={'cuda' if size == 'gpu' else 'cpu'}"]
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(met for met, _ in result["verdict"]) else 1
 
 
-def _checked(arguments: argparse.Namespace) -> tuple[str, str, Path]:
+def _check_arguments(arguments: argparse.Namespace) -> tuple[str, str, Path]:
     """Check the command line, and return (name, size, output folder)."""
     import torch
 
@@ -130,7 +130,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[str, str, Path]:
         problems.append(Problem("--output", text, output))
     elif arguments.resume and not output.is_dir():
         problems.append(Problem("--resume", "there is no folder {}; start without --resume", output))
-    problems += _of_settings([*arguments.base, *arguments.settings])
+    problems += _setting_problems([*arguments.base, *arguments.settings])
     if problems:
         raise ConfigError(problems)
     return arguments.name, size, output
@@ -147,7 +147,7 @@ _FIXED = {
 """Settings that the user cannot give -> what to do instead."""
 
 
-def _of_settings(settings: Sequence[str]) -> Iterator[Problem]:
+def _setting_problems(settings: Sequence[str]) -> Iterator[Problem]:
     """Yield a problem for each setting that is no key=value, or is set by the command."""
     for setting in settings:
         key, equals, _ = setting.lstrip("+").partition("=")

@@ -102,7 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 outcomes = pool.outcomes(records)
                 seconds, how = time.monotonic() - started, f", with {pool.n_workers} processes"
         if config.judge.is_set:
-            outcomes, judging_s = _judged(config.judge, records, outcomes)
+            outcomes, judging_s = _with_judge_scores(config.judge, records, outcomes)
             seconds += judging_s
     assert outcomes is not None
     show(samples_table(rows, records, outcomes, arguments.show))
@@ -115,7 +115,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return _print_errors(outcomes)
 
 
-def _judged(
+def _with_judge_scores(
     judge: JudgeConfig, records: Sequence[RewardRecord], outcomes: list[RewardOutcome] | None
 ) -> tuple[list[RewardOutcome], float]:
     """Return the rewards with the scores of a judge at an endpoint, and its seconds. Equal prompts are a group."""

@@ -195,7 +195,7 @@ def overrides(
             found += ratio
             problems += wrong
         else:
-            found += _plain(known[name], of_algorithm[name], value, own_task)
+            found += _settings_of_flag(known[name], of_algorithm[name], value, own_task)
     if "--ref-ckpt" in given and _is_null(cls, "ref"):
         found.insert(0, "ref=default")
     return list(dict.fromkeys(found)), problems
@@ -215,7 +215,7 @@ def with_settings(
     return list(dict.fromkeys([*found, *settings])), problems
 
 
-def _plain(flag: Flag, settings: Iterable[Row], value: Any, own_task: bool) -> Iterator[str]:
+def _settings_of_flag(flag: Flag, settings: Iterable[Row], value: Any, own_task: bool) -> Iterator[str]:
     """Yield key=value for each setting that a flag sets to the value of the flag."""
     if flag.name == "--kl-loss-type":
         value = _KL_TYPES.get(value, value)

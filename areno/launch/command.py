@@ -75,17 +75,17 @@ def run(
     With `greet`, a line is printed at once if stderr is a terminal, because imports take seconds. `names` maps settings
     to flags, which errors quote. SystemExit is raised after a single run has failed or the options are wrong.
     """
-    args = _parsed(command, arguments)
+    args = _parse(command, arguments)
     try:
         if greet and not (args.help or args.cfg or args.info):
-            _show_life(command, args)
+            _greet(command, args)
         with keys_renamed(names.get):
-            return _do(algorithm, command, args, names)
+            return _dispatch(algorithm, command, args, names)
     except ArenoError as error:
         return _report(error)
     except KeyboardInterrupt as interrupt:
         terminated = isinstance(interrupt, Terminated)
-        _trace(interrupt)
+        _print_debug_traceback(interrupt)
         print("terminated" if terminated else "interrupted", file=sys.stderr)
         return 143 if terminated else 130
     except BrokenPipeError:
@@ -93,13 +93,13 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if (told := as_file_error(error)) is None:
+        if (file_error := as_file_error(error)) is None:
             raise
-        _trace(error)
-        return _report(told)
+        _print_debug_traceback(error)
+        return _report(file_error)
 
 
-def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Mapping[str, str]) -> int:
+def _dispatch(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Mapping[str, str]) -> int:
     named = {"--config-name": args.config_name, "--config-dir": args.config_dir, "--resume": args.resume}
     for option, value in named.items():
         if value is not None and not value.strip():
@@ -140,13 +140,13 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
 
 def options_of(command: str, arguments: Sequence[str], algorithm: Algorithm) -> tuple[str, Path | None, list[str]]:
     """Return (name of the task, folder of task files, settings as key=value) of a command line."""
-    args = _parsed(command, arguments)
+    args = _parse(command, arguments)
     if args.multirun:
         raise ConfigError(Problem("-m", "starts a sweep, and {} is about one run; leave it out", command))
     return args.config_name or algorithm.default, absolute(args.config_dir), args.overrides
 
 
-def _parsed(command: str, arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     args, others = _parser(command).parse_known_intermixed_args(arguments)
     try:
         if others:
@@ -177,7 +177,7 @@ def name_config(args: argparse.Namespace) -> None:
     args.config_dir, args.config_name = str(file.parent), file.stem
 
 
-def _show_life(command: str, args: argparse.Namespace) -> None:
+def _greet(command: str, args: argparse.Namespace) -> None:
     """Print a line if stderr is a terminal, because imports take seconds before a run prints anything."""
     if sys.stderr.isatty() and "stats_logger.console=quiet" not in args.overrides:
         words = [command.removeprefix("python -m "), *(word for word in (args.config_name, args.resume) if word)]
@@ -305,7 +305,7 @@ def _run_side_by_side(
     live = chosen_console(config.stats_logger.console) == "live"
     with (
         JobLines(live, sweep.objective) as lines,
-        SideBySide(shares(session.n_jobs, config.engine), lines.tell) as runs,
+        SideBySide(shares(session.n_jobs, config.engine), lines.show_line) as runs,
     ):
 
         def start(job: Job) -> Future[float]:
@@ -346,7 +346,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
     try:
         config = job.composition.build(algorithm.config)
         if job.number is not None:
-            _separate(config, job.number)
+            _separate_outputs(config, job.number)
         with contextlib.ExitStack() as logs:
             earlier = resume.run_to_resume(config, job.run_dir)
             if earlier is not None:
@@ -376,9 +376,9 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
     except ArenoError as error:
         raise SystemExit(_report(error, job.names)) from error
     except Exception as error:
-        if told := as_file_error(error):
-            _trace(error)
-            raise SystemExit(_report(told)) from error
+        if file_error := as_file_error(error):
+            _print_debug_traceback(error)
+            raise SystemExit(_report(file_error)) from error
         traceback.print_exc()
         raise SystemExit(1) from error
 
@@ -408,7 +408,7 @@ def _restore_tuned(config: ExperimentConfig, job: Job) -> None:
         tuning.restore(config, job.run_dir, job.composition.given)
 
 
-def _separate(config: ExperimentConfig, number: int) -> None:
+def _separate_outputs(config: ExperimentConfig, number: int) -> None:
     """Append the number of a run in a sweep to its output paths and its hub repository."""
     for section in (config.saver, config.stats_logger.tensorboard):
         if section.path is not None:
@@ -419,12 +419,12 @@ def _separate(config: ExperimentConfig, number: int) -> None:
 
 def _report(error: ArenoError, names: Mapping[str, str] = MappingProxyType({})) -> int:
     """Print the error with settings renamed by `names`, and return the exit code. ARENO_DEBUG=1 adds the traceback."""
-    _trace(error)
+    _print_debug_traceback(error)
     print(f"error: {error.renamed(names.get)}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
 
 
-def _trace(error: BaseException) -> None:
+def _print_debug_traceback(error: BaseException) -> None:
     if os.environ.get("ARENO_DEBUG") == "1":
         traceback.print_exception(error)
 

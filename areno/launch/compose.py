@@ -233,7 +233,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         config = self._composed = self._compose()
         line = self._command_line
         self.multirun = self.multirun or config.hydra.mode == RunMode.MULTIRUN
-        composition = self._plain(config, [*dict.fromkeys(self._in_files), *line.problems])
+        composition = self._to_composition(config, [*dict.fromkeys(self._in_files), *line.problems])
         composition.problems += self._take_n_jobs(config)
         with suppress(OmegaConfBaseException):
             composition.output_dir = Path(config.hydra.sweep.dir if self.multirun else config.hydra.run.dir).absolute()
@@ -320,7 +320,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             overrides += [f"~{key}" for key in self._command_line.deletions]
             folder = Path(hydra.runtime.output_dir)
             task = self.config_name if self.config_name in {*yaml_files.tasks(), *yaml_files.experiments()} else ""
-            return job(Job(self._plain(config, []), folder, overrides, number, self.names, task))
+            return job(Job(self._to_composition(config, []), folder, overrides, number, self.names, task))
 
         return task
 
@@ -366,7 +366,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                     )
                     line.problems.append(Problem(override.key_or_group, several))
                 else:
-                    self._sort(override, text, line, groups)
+                    self._sort_override(override, text, line, groups)
             except (HydraException, ValueError, RecursionError):  # too long numbers and too deep lists, for example
                 hint = """, or 'key="value"' where the value has one of ,:=()[]{}'""" if "=" in text else ""
                 shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
@@ -395,7 +395,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         """
         return self._listed is None or group in self._listed
 
-    def _sort(self, override: Override, text: str, line: _CommandLine, groups: dict[str, list[str]]) -> None:
+    def _sort_override(self, override: Override, text: str, line: _CommandLine, groups: dict[str, list[str]]) -> None:
         key = current_key(self.cls, override.key_or_group)
         text = text.replace(override.key_or_group, key, 1)
         given = line.given.setdefault(key, override.key_or_group)
@@ -434,7 +434,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             line.values.append(key)
             line.add(forced, sample)
 
-    def _plain(self, config: DictConfig, problems: list[Problem]) -> Composition:
+    def _to_composition(self, config: DictConfig, problems: list[Problem]) -> Composition:
         """Convert the configuration that Hydra composed. The result has `problems` and those of the conversion."""
         found = list(problems)
         raw = OmegaConf.to_container(config)

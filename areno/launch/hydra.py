@@ -181,7 +181,7 @@ def check_references(raw: Mapping[Any, Any]) -> None:
         """Return the number of values that the value at `path` expands to."""
         if path not in known:
             known[path] = 1  # for a circle, which OmegaConf finds itself
-            value = functools.reduce(_inner, path, raw)
+            value = functools.reduce(_value_at_name, path, raw)
             if isinstance(value, (dict, list)):
                 inner = value if isinstance(value, dict) else map(str, range(len(value)))
                 known[path] += sum(size((*path, str(name))) for name in inner)
@@ -205,7 +205,7 @@ def _target(path: tuple[str, ...], key: str) -> tuple[str, ...]:
     return (*start, *(name for name in names.replace("[", ".").replace("]", "").split(".") if name))
 
 
-def _inner(value: Any, name: str) -> Any:
+def _value_at_name(value: Any, name: str) -> Any:
     """Return the value at a key of a section or an index of a list, or None if there is no such value."""
     if isinstance(value, dict):
         return next((inner for key, inner in value.items() if str(key) == name), None)

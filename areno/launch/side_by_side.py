@@ -36,7 +36,7 @@ class JobLines:
 
     def __init__(self, live: bool, objective: str):
         self._objective = objective
-        self._told: dict[int, str] = {}  # the last line of each run
+        self._last_lines: dict[int, str] = {}  # the last line of each run
         self._latest: dict[int, str] = {}  # the latest line of each run in progress
         self._names: dict[int, str] = {}
         self._n_ended = 0
@@ -55,11 +55,11 @@ class JobLines:
         self._names[number], self._latest[number] = f"[{number}] {' '.join(overrides)}", "starts"
         self._print(self._names[number])
 
-    def tell(self, number: int, line: str) -> None:
+    def show_line(self, number: int, line: str) -> None:
         is_of_log = line[:_TIME:3].isdigit() and line[2:_TIME:3] == ":: "
         if self._screen is None or not is_of_log or line.startswith(("warning", "error"), _TIME):
             self._print(f"[{number}] {line}" if line else "")
-            self._told[number] = line
+            self._last_lines[number] = line
         elif line.startswith(_STEP, _TIME) or not self._latest[number].startswith(_STEP):
             self._latest[number] = line[_TIME:]
 
@@ -67,7 +67,7 @@ class JobLines:
         self._n_ended += 1
         self._latest.pop(number, None)
         result = "failed" if objective is None else f"{self._objective}: {objective:.6g}"
-        if reason and not self._told.get(number, "").endswith(reason):
+        if reason and not self._last_lines.get(number, "").endswith(reason):
             result += f": {reason}"
         self._print(f"[{number}] {result}")
 
@@ -132,11 +132,11 @@ class _Running:
 class SideBySide:
     """Starts runs in separate processes, at most `len(shares)` at a time. Leaving the context waits for all runs.
 
-    `told` is called with (number of the run, line) for each line that a run writes, from any thread.
+    `on_line` is called with (number of the run, line) for each line that a run writes, from any thread.
     """
 
-    def __init__(self, shares: list[dict[str, str]], told: Callable[[int, str], None]):
-        self._told = told
+    def __init__(self, shares: list[dict[str, str]], on_line: Callable[[int, str], None]):
+        self._on_line = on_line
         self._free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
         for share in shares:
             self._free.put(share)
@@ -178,7 +178,7 @@ class SideBySide:
     def _follow(self, running: _Running, number: int, output: Any, result: Any, ended: Callable[..., None]) -> None:
         """Pass on the output of a run until the run ends. Then set its Future, and free its devices and threads."""
         try:
-            found: float | Exception = self._followed(running.process, number, output, result, ended)
+            found: float | Exception = self._relay_lines(running.process, number, output, result, ended)
         except Exception as error:
             found = error
         output.close()
@@ -191,12 +191,12 @@ class SideBySide:
         self._free.put(running.share)
         running.done.set()
 
-    def _followed(self, process: Any, number: int, output: Any, result: Any, ended: Callable[..., None]) -> float:
+    def _relay_lines(self, process: Any, number: int, output: Any, result: Any, ended: Callable[..., None]) -> float:
         error: Exception | None = None
         for line in _lines(output, process.sentinel):
             try:
                 if error is None:
-                    self._told(number, line)
+                    self._on_line(number, line)
             except Exception as first:  # the run continues, and would block if nobody read its output
                 error = first
         process.join()

@@ -39,7 +39,7 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
     """
     names = run_names(runs)
     metrics = [run.curves() for run in runs]
-    shown, constant = _shown(metrics)
+    shown, constant = _charts_and_constants(metrics)
     described = []
     for name, run, of_run in zip(names, runs, metrics, strict=True):
         series = {key: _pair(found.steps, found.values) for key, found in of_run.items()}
@@ -80,7 +80,7 @@ def _title(runs: Sequence[RunReader]) -> str:
     return ", ".join(filter(None, (of, several)))
 
 
-def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Chart]], dict[str, float]]:
+def _charts_and_constants(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Chart]], dict[str, float]]:
     """Return heading -> charts, and the scalars with the same value in all steps of all runs, which get no chart.
 
     A constant scalar stays in a predefined chart. The loss of a policy is constant, too, if it is 0 up to rounding.

@@ -21,7 +21,7 @@ _MOST = 2**31  # limit of token ids, weight versions and lengths
 
 def check_sample(sample: Mapping[str, Any], number: int) -> None:
     """Raise ArenoError if a field of a recorded sample that areno reads has another type or length than expected."""
-    _check(sample, _FORMS, f"sample {number}")
+    _check(sample, _FIELD_TYPES, f"sample {number}")
     trajectory = sample.get("trajectory")
     if trajectory is None:
         return
@@ -30,7 +30,7 @@ def check_sample(sample: Mapping[str, Any], number: int) -> None:
         raise ArenoError("sample {}: trajectory.rows is {}; a list of rows is expected", number, show(rows))
     for place, row in enumerate(rows):
         where = f"sample {number}, row {place} of its trajectory"
-        _check(row, _ROW_FORMS, where)
+        _check(row, _ROW_TYPES, where)
         if missing := [name for name in ("tokens", "sources", "trained") if row.get(name) is None]:
             raise ArenoError("{}: has no {}", where, missing[0])
         for name in ("sources", "trained"):
@@ -61,16 +61,16 @@ def _are_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(one is None or _is_number(one) for one in value)
 
 
-def _are_runs(value: Any) -> bool:
+def _are_run_lengths(value: Any) -> bool:
     return isinstance(value, list) and all(_are_counts(pair) and len(pair) == 2 for pair in value)
 
 
 _COUNT, _NUMBER = (_is_count, "a whole number"), (_is_number, "a number")
 _COUNTS, _NUMBERS = (_are_counts, "a list of whole numbers"), (_are_numbers, "a list of numbers")
-_RUNS = (_are_runs, "a list of [value, how many tokens]")
+_RLE = (_are_run_lengths, "a list of [value, how many tokens]")
 _TEXT = (lambda value: isinstance(value, str), "text")
-_VERSIONS = (lambda value: _are_counts(value) or _are_runs(value), "a list of whole numbers or of pairs of them")
-_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_VERSIONS = (lambda value: _are_counts(value) or _are_run_lengths(value), "a list of whole numbers or of pairs of them")
+_FIELD_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": _TEXT,
     "completion": _TEXT,
     "reward": _NUMBER,
@@ -88,7 +88,7 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "teacher": _TEXT,
     "trajectory": (lambda value: isinstance(value, dict), "a mapping"),
 }
-_ROW_FORMS = {"tokens": _COUNTS, "sources": _RUNS, "trained": _RUNS, "logprobs": _NUMBERS, "versions": _VERSIONS}
+_ROW_TYPES = {"tokens": _COUNTS, "sources": _RLE, "trained": _RLE, "logprobs": _NUMBERS, "versions": _VERSIONS}
 
 
 @dataclass(kw_only=True)

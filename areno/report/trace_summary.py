@@ -209,13 +209,13 @@ def _critical_path(step: Bar, inside: dict[tuple[str, str], list[Bar]]) -> dict[
     path: dict[str, float] = defaultdict(float)
     gaps = [(step.start, step.end)]
     for bars in kinds:
-        gaps = _covered(gaps, bars, path)
+        gaps = _walk_back(gaps, bars, path)
     for start, end in gaps:
         path[f"{DRIVER}: other"] += _seconds(end - start)
     return dict(sorted(path.items(), key=lambda pair: -pair[1]))
 
 
-def _covered(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, float]) -> list[tuple[int, int]]:
+def _walk_back(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, float]) -> list[tuple[int, int]]:
     """Walk backwards through gaps of the path along bars, and add the seconds of each bar to `path`.
 
     Returns the parts of the gaps in which no bar runs, the last one first.

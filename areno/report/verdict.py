@@ -86,19 +86,19 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
     run has its main "scalar" instead. Unknown values are None.
     """
     if len(runs) == 1:
-        return _of_one(runs[0], names[0], metrics[0])
-    sweep, notes = _of_sweep(runs)
-    compared = sweep or _of_runs(runs, metrics)
+        return _single_run_verdict(runs[0], names[0], metrics[0])
+    sweep, notes = _common_sweep(runs)
+    compared = sweep or _as_sweep(runs, metrics)
     if sweep is None and (without := [names[one.number] for one in compared.outcomes if one.objective is None]):
         notes.append(f"Without {compared.objective.partition(' ')[0].rstrip(',')}: {', '.join(without)}.")
     notes += [
         f"{names[again]} has the settings of {names[first]}, so a mean counts the two as one."
         for again, first in compared.repeated().items()
     ]
-    return _in_words(compared, names, notes, "a sweep of" if sweep else "comparison of")
+    return _comparison_verdict(compared, names, notes, "a sweep of" if sweep else "comparison of")
 
 
-def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[str, Any]:
+def _single_run_verdict(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[str, Any]:
     """Return the result of `verdict` for a single run: its status, and how its main scalar has changed."""
     steps, taken = last_step(run), seconds(run)
     state = f"{steps} step{'' if steps == 1 else 's'}" + (f" in {duration(taken)}" if taken else "")
@@ -120,7 +120,7 @@ def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[st
     return found | about | {"value": line.last, "notes": notes, "best": 0}
 
 
-def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
+def _common_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
     """Return the results of the sweep that all runs belong to, or None, and sentences about runs without a result."""
     folders = {run.sweep and run.sweep.absolute() for run in runs}
     folder = folders.pop()
@@ -128,7 +128,7 @@ def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
         return None, []
     index = {run.path.absolute().name: place for place, run in enumerate(runs)}
     try:
-        sweep, missing = _parsed(json.loads(content), folder, index)
+        sweep, missing = _sweep_from_json(json.loads(content), folder, index)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None, [f"{folder / 'sweep.json'} is damaged, so the last values are compared."]
     notes = [f"Without a result: run {', '.join(missing)}."] if missing else []
@@ -138,7 +138,7 @@ def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
     return sweep, notes
 
 
-def _parsed(read: Any, folder: Path, index: Mapping[str, int]) -> tuple[Sweep, list[str]]:
+def _sweep_from_json(read: Any, folder: Path, index: Mapping[str, int]) -> tuple[Sweep, list[str]]:
     """Return a Sweep of the compared runs (name -> index), and the names of runs in sweep.json without a result."""
     sweep = Sweep(folder, str(read["objective"]), "min" if read["mode"] == "min" else "max")
     missing = []
@@ -154,7 +154,7 @@ def _parsed(read: Any, folder: Path, index: Mapping[str, int]) -> tuple[Sweep, l
     return sweep, missing
 
 
-def _of_runs(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]]) -> Sweep:
+def _as_sweep(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]]) -> Sweep:
     """Return the results of runs without a common sweep, as a Sweep over the settings in which the runs differ.
 
     The objective of the Sweep is the main scalar that most of the runs have recorded.
@@ -178,10 +178,10 @@ def _last(metrics: Mapping[str, Series], scalar: str) -> float | None:
     return statistics.fmean(finite[-1 if scalar.startswith("eval/") else -_LAST_STEPS :]) if finite else None
 
 
-def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -> dict[str, Any]:
+def _comparison_verdict(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -> dict[str, Any]:
     """Return the result of `verdict` for several runs. `kind` begins "about", such as "a sweep of"."""
     better = "more" if sweep.mode == "max" else "less"
-    places = _places(sweep, names)
+    places = _ranking(sweep, names)
     found: dict[str, Any] = {
         "about": f"{kind} {len(names)} runs, by {sweep.objective} ({better} is better)",
         "title": "no run has a result",
@@ -207,7 +207,7 @@ def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -
     return found | {"notes": lead + notes}
 
 
-def _places(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
+def _ranking(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
     """Rank the settings by their mean over seeds or, if no setting has several seeds, the single runs."""
     values = {one.number: one.objective for one in sweep.outcomes}
     found = [(one.overrides, one.mean, one.std, one.runs) for one in sweep.averages()]

@@ -179,10 +179,10 @@ def test_a_line_for_each_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
         lines.begin(0, ["seed=1"])
         lines.begin(1, ["seed=2"])
         for number in range(1, 40):
-            lines.tell(0, f"10:00:00 step={number}/40 reward_mean=0.5")
-            lines.tell(0, "10:00:00 metric=eval_accuracy value=0.5")
-        lines.tell(1, "10:00:00 warning: all rewards are equal")
-        lines.tell(1, "Traceback (most recent call last):")
+            lines.show_line(0, f"10:00:00 step={number}/40 reward_mean=0.5")
+            lines.show_line(0, "10:00:00 metric=eval_accuracy value=0.5")
+        lines.show_line(1, "10:00:00 warning: all rewards are equal")
+        lines.show_line(1, "Traceback (most recent call last):")
         until(lambda: "  step=39/40 reward_mean=0.5" in terminal.written)
         assert "0 runs done, 2 going on" in terminal.written
         lines.end(0, 0.75, "")
@@ -202,8 +202,8 @@ def test_a_line_for_each_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
 def test_all_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with JobLines(False, "eval/accuracy") as lines:
         lines.begin(7, ["seed=1"])
-        lines.tell(7, "10:00:00 step=1/2 reward_mean=0.5")
-        lines.tell(7, "error: no rows")
+        lines.show_line(7, "10:00:00 step=1/2 reward_mean=0.5")
+        lines.show_line(7, "error: no rows")
         lines.end(7, None, "no rows")
     said = ["[7] seed=1", "[7] 10:00:00 step=1/2 reward_mean=0.5", "[7] error: no rows", "[7] failed"]
     assert capsys.readouterr().err.splitlines() == said
