@@ -1,9 +1,8 @@
 """Losses over a DataPack (torch), and the numpy functions that compute advantages, rewards and weights for the losses.
 
-A loss is `loss_fn(pack, logprobs_N, **settings) -> (0-dim share of the step's loss, statistics)`. A statistic is a
-0-dim tensor, which is summed over the micro-batches of the step, or a 1-dim tensor of observations, whose mean,
-standard deviation and maximum are reported. The public names are imported only when they are first used, so that a
-configuration with the settings of a loss can be read without importing torch.
+A loss is `loss_fn(pack, logprobs_N, **settings) -> (loss, statistics)`, as `DataPack` describes. The public names are
+imported only when they are first used, so that a configuration with the settings of a loss can be read without
+importing torch.
 """
 
 from __future__ import annotations

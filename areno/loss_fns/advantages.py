@@ -30,7 +30,7 @@ def group_advantages(
     eps: float = 1e-6,
     mean_leave1out: bool = False,
 ) -> np.ndarray:
-    """Normalise each reward R to (R - mean) / (std + eps), over the sample's group or over the batch.
+    """Normalise each reward R to (R - mean) / (std + eps), over the sample's group or over the batch, (B,) float64.
 
     The defaults are GRPO (arXiv 2402.03300 sec. 4.1.2). std_level None is Dr.GRPO (arXiv 2503.20783). If the known
     rewards of a group or batch are all equal, they carry no signal and the advantage is exactly 0, not a rounding error
@@ -40,20 +40,11 @@ def group_advantages(
         rewards: (B,) rewards. NaN marks a sample whose reward is unknown (timeout, error). It does not count in any
             mean and gets advantage 0.
         group_ids: (B,) group ids. The samples of one prompt have the same id.
-        mean_level: Samples over which the mean is taken: "group" or "batch". None subtracts no mean.
-        std_level: Samples over which the standard deviation is taken: "group" or "batch". The deviation is about the
-            mean of these samples, whatever mean_level is. None does not divide.
+        mean_level: Samples over which the mean is taken. None subtracts no mean.
+        std_level: Samples over which the standard deviation is taken, about their own mean. None does not divide.
         std_unbiased: Whether the variance is the sum of squares divided by n - 1 instead of n.
-        eps: Added to the standard deviation.
         mean_leave1out: Whether the sample itself is left out of its mean (RLOO, arXiv 2402.14740, with std_level None).
             This multiplies the ordinary advantage by n / (n - 1). The standard deviation does not change.
-
-    Returns:
-        (B,) float64 advantages.
-
-    Raises:
-        DataError: The lengths differ, or a reward is infinite.
-        ValueError: mean_level or std_level is unknown, or mean_leave1out is set while mean_level is None.
     """
     rewards_B, groups_B = _checked(rewards, group_ids)
     if mean_leave1out and mean_level is None:
@@ -80,7 +71,6 @@ def group_advantages(
 def _checked(
     rewards: Sequence[float] | np.ndarray, group_ids: Sequence[int] | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return rewards and group ids as arrays. Raises DataError if lengths differ or a reward is infinite."""
     rewards_B = np.asarray(rewards, dtype=np.float64)
     groups_B = np.asarray(group_ids)
     if rewards_B.ndim != 1 or rewards_B.shape != groups_B.shape:
@@ -104,22 +94,8 @@ def normalize_tokens(
     """Normalise token values x to (x - mean) / (std + eps), over the tokens of the batch or of a group of rows.
 
     PPO uses this to whiten its advantages. The defaults are the global normalisation of REINFORCE++ (arXiv 2501.03262).
-    If all values of a group or batch are equal, the results are exactly 0.
-
-    Args:
-        values: For each row, the (T_i,) values of its trained tokens.
-        group_ids: Group id of each row. The rows of one prompt have the same id.
-        mean_level: Tokens over which the mean is taken: "group" or "batch". None subtracts no mean.
-        std_level: Tokens over which the standard deviation is taken: "group" or "batch". None does not divide.
-        std_unbiased: Whether the variance is the sum of squares divided by n - 1 instead of n.
-        eps: Added to the standard deviation.
-        mean_leave1out: Whether the token itself is left out of its mean.
-
-    Returns:
-        For each row, the (T_i,) float64 normalised values.
-
-    Raises:
-        DataError: `values` and `group_ids` have different lengths, or a value is not finite.
+    If all values of a group or batch are equal, the results are exactly 0. `values` and the result have a (T_i,) array
+    for the trained tokens of each row. The settings are those of `group_advantages`, with tokens in place of samples.
     """
     lengths = [len(row) for row in values]
     if len(lengths) != len(group_ids):
@@ -137,21 +113,13 @@ def gae(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute generalised advantage estimates (arXiv 1506.02438 eq. 16) over the trained tokens of one row.
 
-    delta_t = r_t + discount V_(t+1) - V_t, and A_t = delta_t + discount gae_lambda A_(t+1). The value after the last
-    token is 0. Tokens that are not trained, such as a tool's answer, are not in the arrays: the next entry after a
-    trained token is the next trained token.
-
-    Args:
-        rewards_T: (T,) rewards, one for each token.
-        values_T: (T,) values of the critic before each token.
-        discount: Discount factor per token (gamma).
-        gae_lambda: Lambda of GAE. 0 uses one-step errors of the critic, 1 uses the discounted rewards minus the value.
+    delta_t = r_t + discount V_(t+1) - V_t, and A_t = delta_t + discount gae_lambda A_(t+1). V_t is the value before
+    token t, and the value after the last token is 0. Tokens that are not trained, such as a tool's answer, are not in
+    the arrays: the next entry after a trained token is the next trained token. With lambda 0, these are one-step errors
+    of the critic, with 1 the discounted rewards minus the value.
 
     Returns:
         (advantages, returns), (T,) float64 each. The returns A + V are the critic's targets.
-
-    Raises:
-        DataError: The lengths differ.
     """
     rewards, values = np.asarray(rewards_T, dtype=np.float64), np.asarray(values_T, dtype=np.float64)
     if rewards.ndim != 1 or rewards.shape != values.shape:
@@ -168,13 +136,7 @@ def gae(
 def explained_variance(values: Sequence[float] | np.ndarray, returns: Sequence[float] | np.ndarray) -> float:
     """Compute the share of the returns' variance that the critic explains: 1 - Var(returns - values) / Var(returns).
 
-    Args:
-        values: (T,) values predicted by the critic.
-        returns: (T,) returns, which are the critic's targets.
-
-    Returns:
-        1 for a perfect critic, 0 for a critic that predicts a constant, and a negative number for a critic that
-        predicts worse than a constant. Also 0 if all returns are equal or there are none.
+    It is 0 for a critic that predicts a constant, negative for a worse one, and 0 if all returns are equal.
     """
     returns_T, values_T = np.asarray(returns, dtype=np.float64), np.asarray(values, dtype=np.float64)
     if returns_T.size == 0 or np.all(returns_T == returns_T[0]):
@@ -185,14 +147,7 @@ def explained_variance(values: Sequence[float] | np.ndarray, returns: Sequence[f
 def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np.ndarray]:
     """Return the sets of entries that are normalised together, as indices of entries with a known value.
 
-    Args:
-        level: "group" gives a set for each group, "batch" one set of all entries. None gives no set.
-        known_B: (B,) bool, True for entries with a known value.
-        groups_B: (B,) group ids.
-
-    Returns:
-        A list of integer arrays of shape (n_sets, size). Sets of the same size are in the same array, and each row of
-        an array is a set.
+    The arrays have the shape (n_sets, size). Sets of the same size are in the same array.
     """
     known = np.flatnonzero(known_B)
     if level is None or not known.size:
@@ -209,21 +164,10 @@ def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np
 def overlong_penalty(
     lengths: Sequence[int] | np.ndarray, max_new_tokens: int, overlong_tokens: int, factor: float = 1.0
 ) -> np.ndarray:
-    """Compute DAPO's soft penalty for completions near the length limit (arXiv 2503.14476 eq. 13).
+    """Compute DAPO's soft penalty for completions near the length limit (arXiv 2503.14476 eq. 13), to add to rewards.
 
-    Add the result to the rewards.
-
-    Args:
-        lengths: (B,) lengths of the completions in tokens.
-        max_new_tokens: The length limit in tokens.
-        overlong_tokens: The number of tokens before the limit over which the penalty grows.
-        factor: Size of the penalty at the limit, a positive number.
-
-    Returns:
-        (B,) float64: 0 up to max_new_tokens - overlong_tokens, then falling linearly to -factor at max_new_tokens.
-
-    Raises:
-        ValueError: overlong_tokens is not between 1 and max_new_tokens.
+    It is 0 up to max_new_tokens - overlong_tokens, then falls linearly to -factor at max_new_tokens. `lengths` and the
+    result have the shape (B,).
     """
     if not 0 < overlong_tokens <= max_new_tokens:
         raise ValueError(f"overlong_tokens is {overlong_tokens}; expected 1 to max_new_tokens={max_new_tokens}")
@@ -234,17 +178,7 @@ def overlong_penalty(
 def shape_rewards(
     rewards: Sequence[float] | np.ndarray, bias: float = 0.0, scaling: float = 1.0, clip: float | None = None
 ) -> np.ndarray:
-    """Compute (R + bias) * scaling, clipped to [-clip, clip].
-
-    Args:
-        rewards: (B,) rewards. An unknown reward is NaN and stays NaN.
-        bias: Added to each reward.
-        scaling: Factor on each reward.
-        clip: Largest absolute value of a result. None does not clip.
-
-    Returns:
-        (B,) float64 rewards.
-    """
+    """Compute (R + bias) * scaling, clipped to [-clip, clip], for (B,) rewards. NaN, an unknown reward, stays NaN."""
     shaped_B = (np.asarray(rewards, dtype=np.float64) + bias) * scaling
     return shaped_B if clip is None else np.clip(shaped_B, -clip, clip)
 
@@ -252,11 +186,10 @@ def shape_rewards(
 def choose_pairs(rewards: Sequence[float], groups: Sequence[int], most: int) -> tuple[list[Pair], int]:
     """Pair the best samples of each group with the worst ones, the second best with the second worst, and so on.
 
-    Samples with equal rewards are ordered as they are given. Two samples with equal rewards are no pair.
+    Samples with equal rewards are ordered as they are given. Two samples with equal rewards are no pair, nor is a
+    sample with NaN, an unknown reward.
 
     Args:
-        rewards: Reward of each sample. NaN marks a sample whose reward is unknown, which is in no pair.
-        groups: Group id of each sample. The samples of one prompt are a group.
         most: Largest number of pairs of a group. A group of n samples has at most n // 2.
 
     Returns:

@@ -3,7 +3,8 @@
 The behaviour policy is the policy that sampled the rows: a stale policy, or the current weights run by the kernels of
 the rollout. The proximal policy is the policy before this update, whose log-probabilities come from a forward pass of
 the train backend. r is the importance ratio of a token: its probability under the proximal policy divided by its
-probability under the behaviour policy.
+probability under the behaviour policy. `prox` and `behave` are log-probabilities under the two policies, a (T_i,) array
+for the trained tokens of each row.
 """
 
 from __future__ import annotations
@@ -34,34 +35,26 @@ def behave_weights(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Compute the importance weight of each token, and choose the tokens to train on.
 
-    The weight of a token is the ratio r of its probabilities, prox / behave. At level "sequence" with metric "ratio",
-    the weight of every token of a row is the geometric mean of r over the row. With the default settings no weight is
-    bounded and every token is kept.
+    The weight of a token is r. At level "sequence" with metric "ratio", the weight of every token of a row is the
+    geometric mean of r over the row. With the default settings no weight is bounded and every token is kept.
 
     Args:
-        prox: Log-probabilities under the proximal policy (the policy before the update), a (T_i,) array for the trained
-            tokens of each row.
-        behave: Log-probabilities under the policy that sampled the rows, in the same form as `prox`.
+        prox: Log-probabilities before the update, (T_i,) for each row.
+        behave: Log-probabilities of the policy that sampled the rows, (T_i,) for each row.
         level: Whether `metric` is compared with the bounds for each "token" or for each row ("sequence").
         action: Treatment of tokens or rows whose metric is outside of [lower, upper]. "mask" gives them weight 0 and
             keep False. The caller must also remove them from the training mask, so that means do not count them.
-            "clamp" keeps every token and clips the weight to [lower, upper] (truncated importance sampling).
+            "clamp" keeps every token and clips the weight to [lower, upper] (truncated importance sampling), with
+            metric "ratio" only.
         metric: The number that is compared with the bounds. "ratio": r. "kl_k1": log r. "kl_k2": (log r)^2 / 2.
             "kl_k3": r - log r - 1. "binary_kl": the larger of KL(prox, behave) and KL(behave, prox) for two outcomes,
             this token and any other token.
         agg: How the metric of a row is computed from its tokens at level "sequence". Ratios are combined in log space:
             "mean" is the geometric mean, "sum" the product and "max" the largest ratio. The other metrics are summed,
             averaged or maximised directly.
-        upper: Largest accepted metric.
-        lower: Smallest accepted metric. None sets no lower bound.
 
     Returns:
-        (weights, keep): two lists with an array for each row, (T_i,) float64 weights and (T_i,) bool, True for tokens
-        to train on.
-
-    Raises:
-        ValueError: A choice is unknown, or action is "clamp" while metric is not "ratio".
-        DataError: The log-probabilities differ in shape or are not finite.
+        (weights, keep): (T_i,) float64 and (T_i,) bool for each row. keep is True for tokens to train on.
     """
     for name, value, choices in (
         ("level", level, ("token", "sequence")),
@@ -89,27 +82,13 @@ def behave_weights(
 
 
 def m2_keep(prox: Rows, behave: Rows, advantages: Rows, threshold: float) -> list[np.ndarray]:
-    """Choose the tokens that M2PO trains on (arXiv 2510.01161, Algorithm 1).
+    """Choose the tokens that M2PO trains on (arXiv 2510.01161, Algorithm 1), as a (T_i,) bool array for each row.
 
-    r is the ratio of a token's probabilities, prox / behave. A token is a candidate for masking if its update would
-    move r further away from 1, because its advantage A > 0 with r > 1, or A < 0 with r < 1. The candidates with the
-    largest (log r)^2 are masked until the mean of (log r)^2 over the remaining candidates is at most `threshold`. All
-    other tokens are kept. The mean is over the whole batch, so give all rows of an optimizer step at once. The paper's
-    loss still divides by all tokens, so give masked tokens weight 0, and leave them in the training mask.
-
-    Args:
-        prox: Log-probabilities under the proximal policy (the policy before the update), a (T_i,) array for the trained
-            tokens of each row.
-        behave: Log-probabilities under the policy that sampled the rows, in the same form as `prox`.
-        advantages: Advantages of the trained tokens, a (T_i,) array for each row.
-        threshold: Largest mean of (log r)^2. The paper uses 0.04.
-
-    Returns:
-        For each row, a (T_i,) bool array that is True for tokens to train on.
-
-    Raises:
-        ValueError: The threshold is not positive.
-        DataError: The arrays differ in shape, or a log-probability is not finite.
+    A token is a candidate for masking if its update would move r further away from 1, because its advantage A > 0 with
+    r > 1, or A < 0 with r < 1. The candidates with the largest (log r)^2 are masked until the mean of (log r)^2 over
+    the remaining candidates is at most `threshold` (0.04 in the paper). All other tokens are kept. The mean is over the
+    whole batch, so give all rows of an optimizer step at once. The paper's loss still divides by all tokens, so give
+    masked tokens weight 0, and leave them in the training mask.
     """
     if threshold <= 0:
         raise ValueError(f"m2_threshold is {threshold}; expected a positive number, such as 0.04")
@@ -128,10 +107,6 @@ def m2_keep(prox: Rows, behave: Rows, advantages: Rows, threshold: float) -> lis
 
 
 def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
-    """Return the differences prox - behave of each row's log-probabilities, as float64 arrays (log ratios).
-
-    Raises DataError if shapes differ or a log-probability is not finite.
-    """
     if len(prox) != len(behave):
         raise DataError(f"there are {len(prox)} rows of proximal and {len(behave)} of behaviour log-probabilities")
     out = []
@@ -149,16 +124,12 @@ def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
 
 
 def _weights(log_r_T: np.ndarray, by_row: bool) -> np.ndarray:
-    """Return exp(log_r_T), the ratio of each token. If `by_row`, each token gets the geometric mean of its row."""
+    """Return the ratio of each token or, if `by_row`, the geometric mean of its row."""
     log_weights_T = np.full_like(log_r_T, log_r_T.mean()) if by_row and log_r_T.size else log_r_T
     return np.exp(np.clip(log_weights_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def _metric(log_r_T: np.ndarray, behave_T: np.ndarray, metric: Metric) -> np.ndarray:
-    """Return the values of `metric` for each token, (T,) float64.
-
-    `log_r_T` are the log ratios to the policy that sampled the tokens, and `behave_T` its log-probabilities.
-    """
     if metric == "kl_k1":
         return log_r_T
     if metric == "kl_k2":
@@ -171,10 +142,7 @@ def _metric(log_r_T: np.ndarray, behave_T: np.ndarray, metric: Metric) -> np.nda
 
 
 def _binary_kl(log_p_T: np.ndarray, log_q_T: np.ndarray) -> np.ndarray:
-    """Return KL(p, q) at each token, for the two outcomes "this token" and "any other token".
-
-    `log_p_T` and `log_q_T` are the token's log-probabilities under p and q.
-    """
+    """Return KL(p, q) at each token, for the two outcomes "this token" and "any other token"."""
     nearly_one = -1e-8  # with a probability of 1, the other event would have log-probability -inf
     log_p_T, log_q_T = np.minimum(log_p_T, nearly_one), np.minimum(log_q_T, nearly_one)
     p_T, other_p_T, other_q_T = np.exp(log_p_T), -np.expm1(log_p_T), -np.expm1(log_q_T)
@@ -182,10 +150,6 @@ def _binary_kl(log_p_T: np.ndarray, log_q_T: np.ndarray) -> np.ndarray:
 
 
 def _of_row(values_T: np.ndarray, metric: Metric, agg: str) -> float:
-    """Combine the tokens of a row to one metric by `agg`: "sum", "mean" or "max".
-
-    `values_T` are log ratios if `metric` is "ratio", and the result is then a ratio. For another metric, `values_T` are
-    its values.
-    """
+    """Combine the metrics of a row's tokens. For "ratio", these are log ratios, and the result is a ratio."""
     value = float({"sum": np.sum, "mean": np.mean, "max": np.max}[agg](values_T))
     return math.exp(min(value, MAX_LOG_RATIO)) if metric == "ratio" else value

@@ -54,18 +54,14 @@ def distillation_loss_fn(
         logprobs: (N,) log-probabilities under the trained model, differentiable.
         policy_loss_fn: Loss function of the policy algorithm. None: the loss is that of distillation alone.
         rl_loss_weight: Factor on the loss of the policy algorithm. With 0, policy_loss_fn is not called.
-        distill_loss_weight: Factor on the mean over trained tokens of the divergence.
         sampled: Whether to use the sampled reverse KL instead of a divergence over the whole vocabulary.
         kl_discount: Discount of later tokens in the sampled reverse KL.
         prox_logp_method: Source of the denominator of the ratios of `sampled`, see `surrogates.token_log_ratio`.
 
     Returns:
-        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
-        tensors by name. distill_loss is the share of the mean over tokens without its factor. teacher_kl is the mean of
-        log(student / teacher) of the trained tokens, if the rows have teacher_logprobs.
-
-    Raises:
-        DataError: The pack lacks a tensor that the settings need.
+        (loss, statistics). distill_loss is the mean over tokens without its factor. teacher_kl is the mean of
+            log(student /
+        teacher) of the trained tokens, if the rows have teacher_logprobs.
     """
     stats: dict[str, Tensor] = {}
     if sampled:
@@ -89,20 +85,10 @@ def distillation_loss_fn(
 def sampled_reverse_kl(
     pack: DataPack, logprobs: Tensor, kl_discount: float = 0.0, prox_logp_method: ProxMethod = "recompute"
 ) -> Tensor:
-    """Compute -r_t A_t at each trained token, see the docstring of the module.
+    """Compute -r_t A_t at each trained token, see the docstring of the module. Rows must be sampled from the student.
 
-    Args:
-        pack: The micro-batch, with teacher_logprobs and old_logprobs. Rows must be sampled from the student.
-        logprobs: (N,) log-probabilities under the student, differentiable.
-        kl_discount: Discount of later tokens.
-        prox_logp_method: Source of the denominator of the ratios, see `surrogates.token_log_ratio`.
-
-    Returns:
-        (T,), differentiable with respect to `logprobs`. Exactly 0, with a gradient of 0, where the student and the
-        teacher agree on a token and, with a discount above 0, on all later tokens of its row.
-
-    Raises:
-        DataError: The pack has no teacher_logprobs or no old_logprobs.
+    The result, (T,), is differentiable with respect to `logprobs`. It is exactly 0, with a gradient of 0, where the
+    student and the teacher agree on a token and, with a discount above 0, on all later tokens of its row.
     """
     logprobs_T, theirs_T = pack.trained(logprobs), pack.trained(pack.need("teacher_logprobs"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
@@ -116,13 +102,7 @@ def sampled_reverse_kl(
 def discounted_sums(values_T: Tensor, rows_T: Tensor, discount: float) -> Tensor:
     """Return sum over u >= t in the row of t of discount^(u - t) values_u, for each t.
 
-    Args:
-        values_T: (T,) values, row after row.
-        rows_T: (T,) int64, row of each value.
-        discount: The discount, from 0 to 1.
-
-    Returns:
-        (T,) in the dtype of `values_T`. Sums are computed in float64.
+    `values_T` are row after row, and `rows_T` has the row of each. Sums are computed in float64.
     """
     sums_T, step = values_T.double(), 1
     while step < len(sums_T):  # after each turn, sums_T has the next 2 * step values of the row

@@ -38,15 +38,6 @@ def dpo_loss_fn(
         loss_type: Name of the loss in `preferences.PREFERENCE_LOSSES`: "sigmoid" (DPO), "robust", "ipo", "simpo" or
             "orpo".
         settings: Settings of the loss by the names of its class, such as beta and label_smoothing.
-
-    Returns:
-        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
-        tensors by name.
-
-    Raises:
-        DataError: rows_per_unit is not 2, a row has no trained token, or the pack has no ref_logprobs.
-        ValueError: loss_type is unknown.
-        TypeError: A keyword in `settings` is not a setting of the loss.
     """
     how = make_preference_loss(loss_type, **settings)
     if pack.rows_per_unit != 2:
@@ -84,5 +75,5 @@ def dpo_loss_fn(
 
 
 def _pair_mean(pack: DataPack, values_P: Tensor) -> Tensor:
-    """Return the micro-batch's share of the step's mean over pairs, 0-dim. `values_P` has a value for each pair."""
+    """Return the micro-batch's share of the step's mean over pairs."""
     return pack.row_mean(values_P) * 2

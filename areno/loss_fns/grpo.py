@@ -47,10 +47,9 @@ def grpo_loss_fn(
             "loglinear" needs rollout_logprobs and staleness.
         logprobs: (N,) log-probabilities under the trained policy, differentiable.
         reduction: How the policy term and the KL are averaged over tokens and rows, see `policy.reduce_tokens`.
-        norm_length: The constant, in tokens, that reduction "seq_mean_token_sum_norm" divides by. Other reductions
-            ignore it.
+        norm_length: The constant, in tokens, that reduction "seq_mean_token_sum_norm" divides by.
         kl_coef: Coefficient of the KL to the reference model. 0 computes no KL.
-        kl_estimator: Estimator of the KL: "k1", "k2" or "k3" (formulas in areno/loss_fns/kl.py).
+        kl_estimator: "k1", "k2" or "k3" (formulas in areno/loss_fns/kl.py).
         importance_sampling_level: "token" uses the ratio of each token. "sequence" gives every token the ratio of its
             row (GSPO-token, `surrogates.sequence_log_ratio`).
         prox_logp_method: Source of the denominator of the ratios: "recompute" takes old_logprobs, "loglinear"
@@ -58,15 +57,6 @@ def grpo_loss_fn(
         surrogate: Name of the surrogate in `surrogates.SURROGATES`: "clip", "cispo" or "sapo".
         settings: Settings of the surrogate by the names of its class, except that eps_clip is called clip_eps and
             eps_clip_higher is called clip_eps_higher. "clip" has clip_eps, clip_eps_higher and c_clip.
-
-    Returns:
-        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
-        tensors by name.
-
-    Raises:
-        ValueError: A choice is unknown, or norm_length is missing.
-        TypeError: A keyword in `settings` is not a setting of any surrogate.
-        DataError: The pack lacks a tensor that the settings need.
     """
     chosen = make_surrogate(surrogate, **settings)
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))

@@ -35,17 +35,9 @@ def gspo_loss_fn(
         logprobs: (N,) log-probabilities under the trained policy, differentiable.
         clip_eps: The ratio is clipped to at least 1 - clip_eps.
         clip_eps_higher: The ratio is clipped to at most 1 + clip_eps_higher. None uses clip_eps.
-        c_clip: Bound of the dual clip: the loss of a row with advantage A < 0 is at most -c_clip A. None uses no dual
-            clip.
+        c_clip: Bound of the dual clip: the loss of a row with advantage A < 0 is at most -c_clip A. None: no dual clip.
         kl_coef: Coefficient of the KL to the reference model. 0 computes no KL.
-        kl_estimator: Estimator of the KL: "k1", "k2" or "k3" (formulas in areno/loss_fns/kl.py).
-
-    Returns:
-        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
-        tensors by name.
-
-    Raises:
-        DataError: The pack lacks a tensor that the settings need.
+        kl_estimator: "k1", "k2" or "k3" (formulas in areno/loss_fns/kl.py).
     """
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, "recompute")

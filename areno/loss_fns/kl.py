@@ -33,17 +33,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimate KL(policy || reference) at each token, for tokens drawn from the policy.
 
-    Args:
-        logprobs: Log-probabilities under the policy, of any shape, differentiable.
-        ref_logprobs: Log-probabilities under the reference, of the same shape.
-        estimator: "k1", "k2" or "k3", whose formulas are in the docstring of this module.
-
-    Returns:
-        Estimates of the same shape, differentiable with respect to `logprobs`. The log ratio ref_logprobs - logprobs is
-        clamped to [-20, 20], and the gradient is 0 outside of that range.
-
-    Raises:
-        ValueError: The estimator is unknown.
+    The log ratio ref_logprobs - logprobs is clamped to [-20, 20], and the gradient is 0 outside of that range.
     """
     return _estimate(bounded(ref_logprobs - logprobs), torch.exp, estimator)
 
@@ -54,28 +44,15 @@ def kl_array(
     """Estimate KL(policy || reference) at each token in numpy float64, for a KL penalty in the rewards.
 
     With k1, the sum over the tokens of a row is log(policy / reference) of the whole row. The mean of these sums over
-    rows estimates the KL between the distributions of sequences (arXiv 1909.08593 eq. 2).
-
-    Args:
-        logprobs: (T,) log-probabilities under the policy.
-        ref_logprobs: (T,) log-probabilities under the reference.
-        estimator: "k1", "k2" or "k3".
-
-    Returns:
-        (T,) float64 estimates. The log ratio ref_logprobs - logprobs is clamped to [-20, 20].
-
-    Raises:
-        ValueError: The estimator is unknown.
+    rows estimates the KL between the distributions of sequences (arXiv 1909.08593 eq. 2). Log ratios are clamped to
+    [-20, 20].
     """
     log_r = np.asarray(ref_logprobs, dtype=np.float64) - np.asarray(logprobs, dtype=np.float64)
     return _estimate(np.clip(log_r, -MAX_LOG_RATIO, MAX_LOG_RATIO), np.exp, estimator)
 
 
 def _estimate(log_r: Any, exp: Callable[[Any], Any], estimator: str) -> Any:
-    """Compute the KL estimator "k1", "k2" or "k3" from clamped log ratios, log(reference / policy).
-
-    `exp` is the exponential function for the type of `log_r`, a tensor or an array.
-    """
+    """Compute the KL estimator from clamped log ratios, log(reference / policy), tensors or arrays."""
     if estimator == "k1":
         return -log_r
     if estimator == "k2":

@@ -27,9 +27,9 @@ def kto_loss_fn(
     undesirable_weight (arXiv 2402.01306 sec. 4.1). The constant part of the loss is kept, so the smallest loss is 0.
     Rows without trained tokens do not count.
 
-    The reference point z0 estimates KL(policy || reference). It is a number and not computed here, because all rows of
-    an optimizer step must have the same one: a loss sees only a micro-batch. The KTO loop estimates it from answers to
-    other prompts of the step. A gradient does not flow through it.
+    The reference point z0 estimates KL(policy || reference) in nats. It is a number and not computed here, because all
+    rows of an optimizer step must have the same one: a loss sees only a micro-batch. The KTO loop estimates it from
+    answers to other prompts of the step. A gradient does not flow through it.
 
     Statistics: the observations rewards_chosen and rewards_rejected (beta h of desirable and of undesirable rows), and
     accuracy, the share of rows on the right side of z0, where a row at z0 counts half.
@@ -38,16 +38,6 @@ def kto_loss_fn(
         pack: The micro-batch, with ref_logprobs. The reward of a row is above 0.5 if its answer is desirable.
         logprobs: (N,) log-probabilities under the trained policy, differentiable.
         beta: Factor on h. The larger beta is, the closer the policy stays to the reference model.
-        reference_point: The reference point z0, in nats.
-        desirable_weight: Weight of desirable rows.
-        undesirable_weight: Weight of undesirable rows.
-
-    Returns:
-        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
-        tensors by name.
-
-    Raises:
-        DataError: The pack has no ref_logprobs or rewards.
     """
     trained_T, counts_R = pack.trained(logprobs), pack.row_lengths() > 0
     scores_R = pack.sum_rows(trained_T - pack.trained(pack.need("ref_logprobs")))

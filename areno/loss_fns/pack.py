@@ -21,9 +21,12 @@ from areno.errors import DataError, EngineError
 class DataPack:
     """One micro-batch, with the total numbers of tokens and rows of its optimizer step.
 
-    A loss returns the micro-batch's share of the step's loss: a sum divided by `step_tokens` or `step_rows`, which
+    A loss is called with a pack and (N,) differentiable log-probabilities, or values, and returns (loss, statistics).
+    The loss, 0-dim, is the micro-batch's share of the step's loss: a sum divided by `step_tokens` or `step_rows`, which
     count over all micro-batches and data-parallel ranks. So the sum of the shares does not depend on how rows are
-    divided into micro-batches.
+    divided into micro-batches. A statistic is a detached 0-dim tensor, which is summed over the micro-batches of the
+    step, or a 1-dim tensor of observations, whose mean, standard deviation and maximum are reported. A loss raises
+    DataError if the pack lacks a tensor that it needs.
 
     Attributes:
         tokens: (N,) int64 token ids.
@@ -34,15 +37,14 @@ class DataPack:
         step_rows: Number of rows in the whole optimizer step that have at least one trained token.
         old_logprobs: (N,) float32, log-probabilities under the policy before the update, the denominator of importance
             ratios.
-        rollout_logprobs: (N,) float32, log-probabilities under the policy that sampled the rows, as the rollout
-            computed them.
-        advantages: (N,) float32, advantages.
+        rollout_logprobs: (N,) float32, log-probabilities of the rollout, under the policy that sampled the rows.
+        advantages: (N,) float32.
         ref_logprobs: (N,) float32, log-probabilities under the reference model.
         teacher_logprobs: (N,) float32, log-probabilities under the teacher.
         returns: (N,) float32, targets of the critic.
         values: (N,) float32, values of the critic before the update.
         weights: (N,) float32, factor on each token's policy loss. None means 1 for all tokens.
-        rewards: (R,) float32, reward of each row.
+        rewards: (R,) float32.
         staleness: (R,) float32, number of optimizer steps since the row was sampled.
         rows_per_unit: Number of adjacent rows that are never split over micro-batches, such as 2 for DPO.
         entropy: (N,) float32, entropy of the current policy in nats, detached. 0 where loss_mask is False.
@@ -50,8 +52,8 @@ class DataPack:
             differentiable. 0 where loss_mask is False. None if the training pass computes no divergence.
         teacher_top_tokens: (N, J) int64, tokens whose probability a teacher lists in the place of each token.
         teacher_top_logprobs: (N, J) float32, log-probabilities of these tokens under the teacher.
-        trained_T: (T,) int64, the indices where loss_mask is True. None computes them from loss_mask. The train
-            backend passes them in, because indexing with a mask would make the host wait for the device.
+        trained_T: (T,) int64, the indices where loss_mask is True. None computes them from loss_mask. The train backend
+            passes them in, because indexing with a mask would make the host wait for the device.
         trained_rows: int64, the indices of the rows with trained tokens, ascending. None computes them in each call of
             `of_trained_rows`, which makes the host wait for a GPU.
     """
@@ -85,17 +87,7 @@ class DataPack:
             self.trained_T = self.loss_mask.nonzero().squeeze(-1)
 
     def need(self, name: str) -> Tensor:
-        """Return a tensor of the pack, or raise DataError if it is None.
-
-        Args:
-            name: Name of the attribute, such as "advantages".
-
-        Returns:
-            The tensor, which is not None.
-
-        Raises:
-            DataError: The attribute is None, because the training rows lack these values.
-        """
+        """Return the tensor called `name`, or raise DataError if it is None, because the training rows lack it."""
         value = vars(self)[name]
         if value is None:
             if name == "divergence":
@@ -108,83 +100,37 @@ class DataPack:
         return value
 
     def trained(self, per_token_N: Tensor) -> Tensor:
-        """Select the values at trained tokens, in the order of the tokens.
-
-        Args:
-            per_token_N: (N,) values of all tokens.
-
-        Returns:
-            (T,) values of the trained tokens.
-        """
+        """Return the (T,) values at trained tokens, in the order of the tokens."""
         return per_token_N.index_select(0, self.trained_T)
 
     def token_mean(self, values_T: Tensor) -> Tensor:
-        """Return the micro-batch's share of the step's mean over trained tokens.
-
-        Args:
-            values_T: (T,) values of trained tokens.
-
-        Returns:
-            A 0-dim tensor: the sum of `values_T` divided by step_tokens.
-        """
+        """Return the micro-batch's share of the step's mean over trained tokens, 0-dim."""
         return values_T.sum() / max(self.step_tokens, 1)
 
     def row_mean(self, values_R: Tensor) -> Tensor:
-        """Return the micro-batch's share of the step's mean over rows.
+        """Return the micro-batch's share of the step's mean over rows, 0-dim.
 
-        Args:
-            values_R: (R,) values of rows, which must be 0 for rows without trained tokens.
-
-        Returns:
-            A 0-dim tensor: the sum of `values_R` divided by step_rows.
+        Rows without trained tokens must have 0.
         """
         return values_R.sum() / max(self.step_rows, 1)
 
     def sum_rows(self, values_T: Tensor) -> Tensor:
-        """Sum values over the trained tokens of each row.
-
-        Args:
-            values_T: (T,) values of trained tokens.
-
-        Returns:
-            (R,) sums, 0 for rows without trained tokens.
-        """
+        """Sum (T,) values over the trained tokens of each row: (R,), 0 for rows without any."""
         # A GPU adds in any order. In float64, the order does not change the result after rounding to float32.
         out = torch.zeros(self.n_rows, dtype=torch.float64, device=values_T.device)
         rows_T = self.row_of_token.index_select(0, self.trained_T)
         return out.index_add(0, rows_T, values_T.double()).to(values_T.dtype)
 
     def mean_rows(self, values_T: Tensor) -> Tensor:
-        """Average values over the trained tokens of each row.
-
-        Args:
-            values_T: (T,) values of trained tokens.
-
-        Returns:
-            (R,) means, 0 for rows without trained tokens.
-        """
+        """Average (T,) values over the trained tokens of each row: (R,), 0 for rows without any."""
         return self.sum_rows(values_T) / self.row_lengths().clamp(min=1)
 
     def of_rows(self, values_R: Tensor) -> Tensor:
-        """Expand row values to trained tokens: each token gets the value of its row.
-
-        Args:
-            values_R: (R,) values of rows.
-
-        Returns:
-            (T,) values of the trained tokens.
-        """
+        """Expand (R,) values of rows to the trained tokens, (T,)."""
         return values_R.index_select(0, self.row_of_token.index_select(0, self.trained_T))
 
     def of_trained_rows(self, values_R: Tensor) -> Tensor:
-        """Select the values of the rows that have trained tokens.
-
-        Args:
-            values_R: (R,) values of rows.
-
-        Returns:
-            1-dim tensor of the values of these rows, in the order of the rows.
-        """
+        """Return those of (R,) values whose rows have trained tokens, in order."""
         if self.trained_rows is None:
             return values_R[self.row_lengths() > 0]
         return values_R.index_select(0, self.trained_rows)
@@ -195,14 +141,7 @@ class DataPack:
 
 
 def checked_result(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Check the result of a loss function, and return its loss and its statistics.
-
-    Args:
-        returned: The result.
-
-    Raises:
-        EngineError: The result is not a loss without dimensions that has a gradient, and a dict of tensors.
-    """
+    """Return the loss and the statistics that a loss function returned, or raise EngineError for anything else."""
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise EngineError(
             f"loss_fn returned {_described(returned)}; (loss, stats) is expected, stats a dict, such as {{}}"
@@ -228,7 +167,6 @@ def checked_result(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _described(value: Any) -> str:
-    """Return a short description of a value for a message."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, tuple):

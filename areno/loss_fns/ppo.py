@@ -35,15 +35,6 @@ def value_loss_fn(
     Args:
         pack: The micro-batch, with `values` (from before the update) and `returns`.
         values: (N,) values predicted by the critic in training, differentiable. Entry t is the value before token t.
-        cliprange_value: Distance c from the old value beyond which a value is clipped.
-        value_loss_coef: Factor on the loss.
-
-    Returns:
-        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
-        tensors by name.
-
-    Raises:
-        DataError: The pack has no values or returns.
     """
     values_T = pack.trained(values)
     old_T, returns_T = pack.trained(pack.need("values")), pack.trained(pack.need("returns"))

@@ -47,25 +47,16 @@ class PreferenceLoss(Section):
     )
 
     def pair_losses(self, chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of each pair, differentiable.
+        """Return (losses, statistics by name), all (P,), from (P,) scores.
 
-        Args:
-            chosen_P: (P,) scores of the chosen answers.
-            rejected_P: (P,) scores of the rejected answers.
-
-        Returns:
-            (losses, statistics by name), all of shape (P,). The caller logs the mean of each statistic.
+        The caller logs the mean of each statistic.
         """
         raise NotImplementedError
 
 
 @dataclass(kw_only=True)
 class SmoothedLoss(PreferenceLoss):
-    """Base class of losses for pairs of which some may have chosen and rejected swapped by mistake.
-
-    Attributes:
-        label_smoothing: s in the formulas, the assumed probability that the two answers of a pair are swapped.
-    """
+    """Base class of losses for pairs of which a share label_smoothing, s in the formulas, is assumed to be swapped."""
 
     label_smoothing: float = setting(
         0.0,
@@ -85,7 +76,6 @@ class Sigmoid(SmoothedLoss):
     """
 
     def pair_losses(self, chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of each pair. No statistics."""
         logits_P = self.beta * (chosen_P - rejected_P)
         if not self.label_smoothing:
             return -_log_sigmoid(logits_P), {}
@@ -102,7 +92,6 @@ class Robust(SmoothedLoss):
     """
 
     def pair_losses(self, chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of each pair. No statistics."""
         logits_P, s = self.beta * (chosen_P - rejected_P), self.label_smoothing
         return (s * _log_sigmoid(-logits_P) - (1 - s) * _log_sigmoid(logits_P)) / (1 - 2 * s), {}
 
@@ -118,7 +107,6 @@ class IPO(PreferenceLoss):
     per_token: ClassVar[bool] = True
 
     def pair_losses(self, chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of each pair. No statistics."""
         return (chosen_P - rejected_P - 1 / (2 * self.beta)).square(), {}
 
 
@@ -128,9 +116,6 @@ class SimPO(PreferenceLoss):
 
     There is no reference model. The mean over tokens is the score that greedy decoding maximises, and gives long
     answers no advantage.
-
-    Attributes:
-        simpo_gamma: Target margin gamma between the rewards beta a of the two answers.
     """
 
     uses_reference: ClassVar[bool] = False
@@ -143,7 +128,6 @@ class SimPO(PreferenceLoss):
     )
 
     def pair_losses(self, chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of each pair. No statistics."""
         return -_log_sigmoid(self.beta * (chosen_P - rejected_P) - self.simpo_gamma), {}
 
 
@@ -161,7 +145,6 @@ class ORPO(PreferenceLoss):
     per_token: ClassVar[bool] = True
 
     def pair_losses(self, chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of each pair, its likelihood term and the log odds ratio."""
         log_odds_P = chosen_P - _log_one_minus_exp(chosen_P) - rejected_P + _log_one_minus_exp(rejected_P)
         stats = {"nll_loss": -chosen_P.detach(), "log_odds_ratio": log_odds_P.detach()}
         return -chosen_P - self.beta * _log_sigmoid(log_odds_P), stats
@@ -179,10 +162,9 @@ LossType = Literal["sigmoid", "robust", "ipo", "simpo", "orpo"]
 
 @dataclass(kw_only=True)
 class PreferenceLossConfig(ORPO, SimPO, IPO, Robust, Sigmoid):
-    """The choice of a preference loss, with the settings of all of them. The actor of the recipe dpo inherits from it.
+    """The choice of a preference loss, with the settings of all of them.
 
-    Attributes:
-        loss_type: The name of the chosen loss.
+    The actor of the recipe dpo inherits from it.
     """
 
     loss_type: LossType = setting(
@@ -196,7 +178,6 @@ class PreferenceLossConfig(ORPO, SimPO, IPO, Robust, Sigmoid):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the chosen loss compares with a reference model."""
         return PREFERENCE_LOSSES[self.loss_type].uses_reference
 
     def loss_settings(self) -> dict[str, Any]:
@@ -206,28 +187,17 @@ class PreferenceLossConfig(ORPO, SimPO, IPO, Robust, Sigmoid):
 
     @check
     def settings_of_other_losses(self) -> Iterator[Problem]:
-        """Yield a problem for each changed setting that belongs only to losses that are not chosen."""
         return unused_settings(self, "loss_type", self.loss_type, PREFERENCE_LOSSES)
 
     @forbid("label_smoothing", "is 0, with which loss_type=robust is the same as sigmoid; set it to a share above 0")
     def nothing_to_be_robust_against(self) -> bool:
-        """Return whether the robust loss is chosen with a share of 0 swapped pairs."""
         return self.loss_type == "robust" and self.label_smoothing == 0
 
 
 def make_preference_loss(name: str, **given: Any) -> PreferenceLoss:
     """Make a preference loss from the keyword arguments of `dpo_loss_fn`.
 
-    Args:
-        name: Name of the loss in PREFERENCE_LOSSES.
-        given: Settings of the loss.
-
-    Returns:
-        The loss.
-
-    Raises:
-        ValueError: The name is unknown.
-        TypeError: A keyword is not a setting of this loss.
+    Raises TypeError for a setting of another loss.
     """
     loss = make_chosen(PREFERENCE_LOSSES, "loss_type", name, given, {})
     for keyword in given.keys() - settings(PREFERENCE_LOSSES[name]).keys():
@@ -236,7 +206,6 @@ def make_preference_loss(name: str, **given: Any) -> PreferenceLoss:
 
 
 def _log_sigmoid(x: Tensor) -> Tensor:
-    """Return log sigmoid(x), of the shape of `x`."""
     from torch.nn.functional import logsigmoid
 
     return logsigmoid(x)

@@ -18,22 +18,14 @@ def process_reward_loss_fn(pack: DataPack, values: Tensor) -> tuple[Tensor, dict
     """Compute the mean over steps of -y log p - (1 - y) log(1 - p), where p = sigmoid(value).
 
     This is the cross entropy of a token classifier with two labels whose scores differ by the value (arXiv 2305.20050
-    app. F). The label y is 1 for a right step and 0 for a wrong one. A number between them is the estimated probability
-    that the step leads to a right answer (soft labels, arXiv 2312.08935 eq. 2).
+    app. F). The label y, in `pack.returns`, is 1 for a right step and 0 for a wrong one. A number between them is the
+    estimated probability that the step leads to a right answer (soft labels, arXiv 2312.08935 eq. 2).
 
-    Statistics are means over steps: accuracy (share of steps whose p is on the side of 0.5 that their label is on;
-    p = 0.5 counts half), margin (the log-odds of the side of the label) and confidence (the probability that the model
+    Statistics are means over steps: accuracy (share of steps whose p is on the side of 0.5 that their label is on; p =
+    0.5 counts half), margin (the log-odds of the side of the label) and confidence (the probability that the model
     gives to its own choice). The confidence of a calibrated model is its accuracy. `rewards` are p of all steps.
     `first_error` has an entry for each row with a wrong step: 1 if the first step with p < 0.5 is the first wrong one,
     otherwise 0.
-
-    Args:
-        pack: The micro-batch, with `returns`, the labels.
-        values: (N,) values of the model, differentiable. Entry t is the value before token t.
-
-    Returns:
-        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
-        tensors by name.
     """
     labels_T, logits_T = pack.trained(pack.need("returns")), pack.trained(values)
     loss = pack.token_mean(softplus(logits_T) - labels_T * logits_T)

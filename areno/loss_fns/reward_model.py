@@ -23,7 +23,8 @@ def reward_model_loss_fn(
 
     r_i is the score of the preferred answer and r_j that of the other. The first term is the Bradley-Terry likelihood
     (arXiv 2203.02155 eq. 1). m_ij is the margin (arXiv 2307.09288 eq. 2): the difference between the two answers'
-    `returns`. The second term keeps the scores around 0 (arXiv 2312.09244 sec. 2), which the first term leaves open.
+    `returns`, or 0 without `returns`. The second term keeps the scores around 0 (arXiv 2312.09244 sec. 2), which the
+    first term leaves open.
 
     The comparisons of a unit are averaged, then the units, each weighed by its number of answers. So the weight of a
     prompt grows with the number of its answers, and not with the number of pairs, as in arXiv 2203.02155.
@@ -32,19 +33,6 @@ def reward_model_loss_fn(
     score; a tie counts half), margin (r_i - r_j) and confidence (the probability that the model gives to its own
     choice, sigmoid(|r_i - r_j|)). The confidence of a calibrated model is its accuracy. `rewards` are the scores of all
     answers.
-
-    Args:
-        pack: The micro-batch, with rewards, the ratings. With `returns`, comparisons have margins.
-        values: (N,) values of the model, differentiable. Entry t is the value before token t.
-        margin_coef: Factor on the margins. 0 ignores them.
-        center_coef: Coefficient of the term that centres the scores.
-
-    Returns:
-        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
-        tensors by name.
-
-    Raises:
-        DataError: rows_per_unit is 1, a row has several trained tokens, or a unit has no two ratings that differ.
     """
     size, lengths_R = pack.rows_per_unit, pack.row_lengths()
     if size < 2 or pack.n_rows % size or bool((lengths_R > 1).any()):

@@ -33,38 +33,23 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
     exp(20) = 5e8 is far beyond every clip range, so no ratio that can matter changes. Without the clamp, exp overflows
     to inf in float32 at 88. Then inf times a zero advantage, or times the zero gradient of a clipped branch, is NaN.
-
-    Args:
-        log_ratio: Logarithms of ratios, of any shape.
-
-    Returns:
-        A tensor of the same shape.
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def token_log_ratio(pack: DataPack, logprobs_T: Tensor, prox_logp_method: ProxMethod) -> tuple[Tensor, Tensor | None]:
-    """Compute the log importance ratio of each trained token, and the factor on its policy loss.
+    """Compute the log importance ratio of each trained token, and the factor on its policy loss, (T,) each.
 
-    Args:
-        pack: The micro-batch.
-        logprobs_T: (T,) log-probabilities under the trained policy, differentiable.
-        prox_logp_method: "recompute": `pack.old_logprobs` is the denominator of the ratio, and the factor is
-            `pack.weights`. "loglinear": the decoupled objective (arXiv 2505.24298) without a forward pass for the
-            proximal policy. In the first update of a batch the proximal policy is `pack.old_logprobs`. Later,
-            `pack.old_logprobs` is None and the proximal log-probability is interpolated between the policy that sampled
-            the token and the policy in training (A-3PO, arXiv 2512.06547): prox = rollout + alpha (logprobs - rollout),
-            alpha = staleness / (staleness + 1), without gradient. The log ratio is logprobs - prox, and the factor is
-            multiplied by exp(prox - rollout). For a row with staleness 0, alpha is 0: prox equals rollout, and this
-            multiplier is 1.
+    "recompute": `pack.old_logprobs` is the denominator of the ratio, and the factor is `pack.weights`.
 
-    Returns:
-        (log_ratio_T, factor_T): (T,) tensors. The log ratio is differentiable and not clamped. The factor is None if it
-        is 1 for all tokens.
+    "loglinear": the decoupled objective (arXiv 2505.24298) without a forward pass for the proximal policy. In the first
+    update of a batch the proximal policy is `pack.old_logprobs`. Later, `pack.old_logprobs` is None and the proximal
+    log-probability is interpolated between the policy that sampled the token and the policy in training (A-3PO, arXiv
+    2512.06547): prox = rollout + alpha (logprobs - rollout), alpha = staleness / (staleness + 1), without gradient. The
+    log ratio is logprobs - prox, and the factor is multiplied by exp(prox - rollout). For a row with staleness 0, alpha
+    is 0: prox equals rollout, and this multiplier is 1.
 
-    Raises:
-        ValueError: `prox_logp_method` is unknown.
-        DataError: The pack lacks a tensor that the method needs.
+    The log ratio is differentiable and not clamped. The factor is None if it is 1 for all tokens.
     """
     weights_T = None if pack.weights is None else pack.trained(pack.weights)
     if prox_logp_method == "recompute":
@@ -90,14 +75,6 @@ def sequence_log_ratio(pack: DataPack, log_ratio_T: Tensor, logprobs_T: Tensor) 
 
     s_it = sg(s_i) pi_t / sg(pi_t), where sg stops the gradient (arXiv 2507.18071 eq. 14). If the advantages within each
     row are equal, the loss and its gradient are those of GSPO.
-
-    Args:
-        pack: The micro-batch.
-        log_ratio_T: (T,) log ratios of the tokens.
-        logprobs_T: (T,) log-probabilities under the trained policy, differentiable.
-
-    Returns:
-        (T,) log ratios, differentiable with respect to `logprobs_T`.
     """
     return pack.of_rows(pack.mean_rows(log_ratio_T.detach())) + (logprobs_T - logprobs_T.detach())
 
@@ -119,8 +96,7 @@ class Surrogate(Section):
             logprobs: Log-probabilities under the trained policy, of the same shape, differentiable.
 
         Returns:
-            (losses, statistics by name), all tensors of the shape of `ratio`. The caller logs the mean of each
-            statistic.
+            (losses, statistics by name), all of the shape of `ratio`. The caller logs the mean of each statistic.
         """
         raise NotImplementedError
 
@@ -131,12 +107,7 @@ class Surrogate(Section):
 
 @dataclass(kw_only=True)
 class ClipRange(Surrogate):
-    """Base of the surrogates that clip the ratio to a range.
-
-    Attributes:
-        eps_clip: The ratio is clipped to at least 1 - eps_clip.
-        eps_clip_higher: The ratio is clipped to at most 1 + eps_clip_higher. None uses eps_clip.
-    """
+    """Base of the surrogates that clip the ratio to [1 - eps_clip, 1 + eps_clip_higher]."""
 
     eps_clip: float = setting(
         0.2, help="Clip range e: the importance ratio is clipped to [1 - e, 1 + e]", gt=0, flag="--clip-eps"
@@ -154,7 +125,6 @@ class ClipRange(Surrogate):
         return 1.0 - self.eps_clip, 1.0 + higher
 
     def clip_range(self) -> float | None:
-        """Return eps_clip: the ratio is clipped below 1 - eps_clip."""
         return self.eps_clip
 
 
@@ -167,9 +137,6 @@ class Clip(ClipRange):
 
     Statistics: clip_frac_low, clip_frac_high and, with c_clip, clip_frac_dual. Each is 1 where the clip makes the
     gradient 0, and 0 elsewhere.
-
-    Attributes:
-        c_clip: Bound of the dual clip. None uses no dual clip.
     """
 
     c_clip: float | None = setting(
@@ -183,7 +150,6 @@ class Clip(ClipRange):
     def surrogate_loss(
         self, ratio: Tensor, advantages: Tensor, logprobs: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the clipped loss and the clip statistics, both of the shape of `ratio`. `logprobs` is not used."""
         low, high = self.bounds()
         loss = -(ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
         cut = {
@@ -208,7 +174,6 @@ class CISPO(ClipRange):
     """
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute -(clipped ratio) A log pi and the clip statistics, both of the shape of `ratio`."""
         low, high = self.bounds()
         ratio = ratio.detach()
         cut = {"clip_frac_low": (ratio < low).to(ratio.dtype), "clip_frac_high": (ratio > high).to(ratio.dtype)}
@@ -223,10 +188,6 @@ class SAPO(Surrogate):
     of -r A. The gradient decreases to 0 as r moves away from 1 in either direction.
 
     Statistic: sapo_gate = f'(r) in (0, 1], the share of the gradient that passes.
-
-    Attributes:
-        sapo_tau_pos: Temperature for positive advantages.
-        sapo_tau_neg: Temperature for other advantages.
     """
 
     sapo_tau_pos: float = setting(
@@ -243,7 +204,6 @@ class SAPO(Surrogate):
     )
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the gated loss and the gate f'(r), both of the shape of `ratio`. `logprobs` is not used."""
         tau = ratio.new_full(ratio.shape, self.sapo_tau_neg).masked_fill(advantages > 0, self.sapo_tau_pos)
         soft = (tau * (ratio - 1.0)).sigmoid()
         gate = (4.0 * soft * (1.0 - soft)).detach()
@@ -259,11 +219,7 @@ _SWITCHES = {"use_cispo_loss": "cispo", "use_sapo_loss": "sapo"}  # setting -> t
 class SurrogateConfig(SAPO, CISPO, Clip):
     """The choice of a surrogate, with the settings of all of them. The actors of GRPO and PPO inherit from it.
 
-    Attributes:
-        surrogate: The name of the chosen surrogate.
-        use_cispo_loss: True changes `surrogate` from "clip" to "cispo", and False from "cispo" to "clip". After such a
-            change this attribute is None, so read `surrogate` instead.
-        use_sapo_loss: The same switch between "clip" and "sapo".
+    Read `surrogate`, not the switches: `canonical` applies them.
     """
 
     surrogate: SurrogateName = setting(
@@ -286,17 +242,11 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Apply the switches use_cispo_loss and use_sapo_loss to the setting `surrogate`.
+        """Return a copy of settings with the switches use_cispo_loss and use_sapo_loss applied to `surrogate`.
 
         A switch that is True is not applied if `surrogate` already names the other of "cispo" and "sapo", which is a
         contradiction. A switch that was applied becomes None, so that a copy with another `surrogate` has no
         contradiction. In a subclass that gives the switch a default other than None, the switch keeps its value.
-
-        Args:
-            values: The settings by name.
-
-        Returns:
-            A copy of `values` with the switches applied.
         """
         found = dict(values)
         for switch, name in _SWITCHES.items():
@@ -312,18 +262,16 @@ class SurrogateConfig(SAPO, CISPO, Clip):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. If it is a switch, use_cispo_loss or use_sapo_loss, apply it to `surrogate`."""
+        """Set an attribute. If it is a switch, apply it to `surrogate`."""
         super().__setattr__(name, value)
         is_constructed = vars(self).keys() >= {"surrogate", *_SWITCHES}
         if is_constructed and name in _SWITCHES:
             vars(self).update(self.canonical(vars(self)))
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of the chosen surrogate, see `Surrogate.surrogate_loss`."""
         return SURROGATES[self.surrogate].surrogate_loss(self, ratio, advantages, logprobs)
 
     def clip_range(self) -> float | None:
-        """Return eps_clip if the chosen surrogate clips the ratio, otherwise None."""
         return SURROGATES[self.surrogate].clip_range(self)
 
     def surrogate_settings(self) -> dict[str, Any]:
@@ -333,14 +281,12 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     @check
     def two_names_of_one_choice(self) -> Iterator[Problem]:
-        """Yield a problem for each switch, such as use_cispo_loss, that is True while another surrogate is chosen."""
         for switch, name in _SWITCHES.items():
             if vars(self)[switch] is True and self.surrogate != name:
                 yield Problem(switch, f"is true, but surrogate is {self.surrogate}; leave one of them out")
 
     @check
     def settings_of_other_surrogates(self) -> Iterator[Problem]:
-        """Yield a problem for each changed setting that belongs only to surrogates that are not chosen."""
         return unused_settings(self, "surrogate", self.surrogate, SURROGATES)
 
 
@@ -351,17 +297,8 @@ _KEYWORDS = {"eps_clip": "clip_eps", "eps_clip_higher": "clip_eps_higher"}
 def make_surrogate(name: str, **given: Any) -> Surrogate:
     """Make a surrogate from the keyword arguments of a loss.
 
-    Args:
-        name: "clip", "cispo" or "sapo".
-        given: Settings of surrogates by the keyword names of `grpo_loss_fn`. Settings of surrogates other than `name`
-            are ignored, so that a loss may give them defaults, such as PPO's dual clip.
-
-    Returns:
-        The surrogate. Values are taken as they are, because a loss accepts more than a configuration does: an infinite
-        clip range, which clips nothing, or a value that is a tensor.
-
-    Raises:
-        ValueError: `name` is unknown.
-        TypeError: A keyword is not a setting of any surrogate.
+    Settings of surrogates other than `name` are ignored, so that a loss may give them defaults, such as PPO's dual
+    clip. Values are taken as they are, because a loss accepts more than a configuration does: an infinite clip range,
+    which clips nothing, or a value that is a tensor.
     """
     return make_chosen(SURROGATES, "surrogate", name, given, _KEYWORDS)

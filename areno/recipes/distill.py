@@ -61,17 +61,11 @@ class DistillConfig(DistillExperimentConfig):
     teacher: DistillTeacherConfig = setting(factory=DistillTeacherConfig, help="The teacher")
 
     def loss_fn(self) -> LossFn:
-        """Return the loss of distillation."""
         from areno.loss_fns import distillation_loss_fn
 
         return partial(distillation_loss_fn, **self.teacher.loss_settings())
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the metric by which a sweep compares runs.
-
-        Returns:
-            (text, mode). The text describes the metric. The mode is "max" if larger values are better, otherwise "min".
-        """
         if self.valid_dataset is None:
             return "train/distill_loss of the last step", "min"
         return super().objective()
@@ -82,12 +76,10 @@ class DistillConfig(DistillExperimentConfig):
         "answers of the dataset, too; set it to reverse_kl, forward_kl or jsd, or on_policy_share=1",
     )
     def sampled_form_of_given_answers(self) -> bool:
-        """Return whether the sampled form would train on answers that the student has not sampled."""
         return self.on_policy_share < 1 and self.teacher.loss_type == SAMPLED
 
     @forbid("on_policy_share", "is {self.on_policy_share}, but agents (agent.fn) have no given answers; set it to 1")
     def given_answers_of_agents(self) -> bool:
-        """Return whether some rows are to be answered by the dataset although agents answer."""
         return self.on_policy_share < 1 and (self.agent.fn is not None or self.agent.is_environment)
 
     @forbid(
@@ -96,7 +88,6 @@ class DistillConfig(DistillExperimentConfig):
         "other prompts than those of its batch; set it to 1",
     )
     def given_answers_in_flight(self) -> bool:
-        """Return whether some rows are to be answered by the dataset in a run that samples prompts ahead."""
         return self.on_policy_share < 1 and self.prompts_ahead > 0
 
     @build_check
@@ -115,12 +106,10 @@ class DistillConfig(DistillExperimentConfig):
         "is true, but rewards do not train a student, so no prompts are replaced; set it to false",
     )
     def replaced_prompts(self) -> bool:
-        """Return whether prompts would be replaced because of rewards that do not train."""
         return self.rollout.dynamic_sampling
 
 
 def loop() -> type[DistillTrainer]:
-    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.distill import DistillTrainer
 
     return DistillTrainer

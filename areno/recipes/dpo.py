@@ -39,23 +39,19 @@ class DPOConfig(PreferenceExperimentConfig):
     actor: DPOActorConfig = setting(help="The model that is trained")
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import dpo_loss_fn
 
         return partial(dpo_loss_fn, **self.actor.loss_settings())
 
     def needs_reference(self) -> bool:
-        """Return whether the chosen loss compares with a reference model."""
         return self.actor.needs_reference
 
     @forbid("ref.path", "is set, but actor.loss_type={self.actor.loss_type} uses no reference model; leave it out")
     def unused_reference(self) -> bool:
-        """Return whether a reference model is set although the chosen loss does not use one."""
         return self.ref.path is not None and not self.actor.needs_reference
 
 
 def loop() -> type[DPOTrainer]:
-    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.dpo import DPOTrainer
 
     return DPOTrainer

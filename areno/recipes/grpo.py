@@ -48,17 +48,12 @@ class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
 
     @property
     def ratio_level(self) -> Literal["token", "sequence"]:
-        """Whether each token has its own importance ratio ("token") or all tokens of a row share one ("sequence")."""
         return self.importance_sampling_level
 
     def loss_settings(self, max_new_tokens: int) -> dict[str, Any]:
-        """Return the keyword arguments with which `grpo_loss_fn` computes the configured loss.
+        """Return the keyword arguments of `grpo_loss_fn`.
 
-        Args:
-            max_new_tokens: Longest completion in tokens, which reduction "seq_mean_token_sum_norm" divides by.
-
-        Returns:
-            Name of the argument -> value.
+        `max_new_tokens` is the divisor of seq_mean_token_sum_norm.
         """
         return {
             **self.surrogate_settings(),
@@ -90,28 +85,17 @@ class GRPOConfig(KLExperimentConfig):
     actor: GRPOActorConfig = setting(help="The policy")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        """Compute the advantages that the settings describe.
-
-        Args:
-            rows: The TrainSequences of the step.
-            groups: Index of the group of each row. The samples of one prompt are a group.
-
-        Returns:
-            For each row, an array with one advantage per trained token.
-        """
         from areno.trainers.rows import outcome_advantages
 
         return outcome_advantages(rows, groups, self.actor)
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import grpo_loss_fn
 
         return partial(grpo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))
 
 
 def loop() -> type[PolicyOnlyTrainer]:
-    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.policy_only import PolicyOnlyTrainer
 
     return PolicyOnlyTrainer

@@ -41,12 +41,10 @@ class GSPOActorConfig(Clip, RatioConfig, KLConfig):
 
     @property
     def ratio_level(self) -> Literal["token", "sequence"]:
-        """Whether each token has its own importance ratio ("token") or all tokens of a row share one ("sequence")."""
         return "sequence"
 
     @forbid("prox_logp_method", "is loglinear, which needs token ratios; use recompute, or the grpo recipe")
     def proximal_policy_of_tokens(self) -> bool:
-        """Return whether prox_logp_method=loglinear is set, which needs one ratio per token."""
         return self.prox_logp_method == "loglinear"
 
 
@@ -57,21 +55,11 @@ class GSPOConfig(KLExperimentConfig):
     actor: GSPOActorConfig = setting(help="The policy")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        """Compute the advantages that the settings describe.
-
-        Args:
-            rows: The TrainSequences of the step.
-            groups: Index of the group of each row. The samples of one prompt are a group.
-
-        Returns:
-            For each row, an array with one advantage per trained token.
-        """
         from areno.trainers.rows import outcome_advantages
 
         return outcome_advantages(rows, groups, self.actor)
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import gspo_loss_fn
 
         actor = self.actor
@@ -86,7 +74,6 @@ class GSPOConfig(KLExperimentConfig):
 
 
 def loop() -> type[PolicyOnlyTrainer]:
-    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.policy_only import PolicyOnlyTrainer
 
     return PolicyOnlyTrainer

@@ -52,10 +52,7 @@ class KTOConfig(UnpairedExperimentConfig):
     actor: KTOActorConfig = setting(help="The model that is trained")
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments.
-
-        The loop adds the reference point of each step.
-        """
+        """Return the loss without the reference point, which the loop adds in each step."""
         from areno.loss_fns import kto_loss_fn
 
         actor = self.actor
@@ -64,12 +61,10 @@ class KTOConfig(UnpairedExperimentConfig):
 
     @forbid("train_dataset.batch_size", "is 1, but the reference point of KTO needs answers to other prompts; raise it")
     def nothing_to_mismatch(self) -> bool:
-        """Return whether a step has a single row, which cannot be paired with the answer to another prompt."""
         return self.train_dataset.batch_size < 2
 
 
 def loop() -> type[KTOTrainer]:
-    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.kto import KTOTrainer
 
     return KTOTrainer

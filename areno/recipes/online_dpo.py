@@ -61,15 +61,7 @@ class OnlineDPOConfig(PairedPolicyExperimentConfig):
     )
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        """Return the sign of each sample in its pair, which `areno replay` shows as the advantage.
-
-        Args:
-            rows: A TrainSequence for each sample of the step.
-            groups: Index of the group of each row. The samples of one prompt are a group.
-
-        Returns:
-            For each row, an array over its trained tokens: 1 for a chosen sample, -1 for a rejected one, otherwise 0.
-        """
+        """Return the sign of each sample in its pair as its advantage, which `areno replay` shows."""
         import numpy as np
 
         from areno.loss_fns import choose_pairs
@@ -80,24 +72,20 @@ class OnlineDPOConfig(PairedPolicyExperimentConfig):
         return [np.full(n_trained(row), sign) for row, sign in zip(rows, signs(len(rows), pairs), strict=True)]
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import dpo_loss_fn
 
         return partial(dpo_loss_fn, **self.actor.loss_settings())
 
     @forbid("ref", "is null, but actor.loss_type={self.actor.loss_type} compares with a reference model; leave it out")
     def missing_reference(self) -> bool:
-        """Return whether the chosen loss lacks its reference model."""
         return self.ref is None and self.actor.needs_reference
 
     @forbid("ref", "is loaded but not used by actor.loss_type={self.actor.loss_type}; set ref=null")
     def unused_reference(self) -> bool:
-        """Return whether a reference model is set although the chosen loss does not use one."""
         return self.ref is not None and not self.actor.needs_reference
 
 
 def loop() -> type[OnlineDPOTrainer]:
-    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.online_dpo import OnlineDPOTrainer
 
     return OnlineDPOTrainer

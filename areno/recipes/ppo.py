@@ -75,7 +75,6 @@ class PPOActorConfig(TokenPolicyConfig):
 
     @forbid("adv_norm.mean_leave1out", "needs one advantage per sample; PPO has one per token")
     def leave_one_out_is_for_samples(self) -> bool:
-        """Return whether a leave-one-out mean is set, although PPO has one advantage per token."""
         return self.adv_norm is not None and self.adv_norm.mean_leave1out
 
 
@@ -90,28 +89,18 @@ class PPOConfig(CriticExperimentConfig):
     )
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        """Compute advantages and returns by GAE, as the settings describe.
-
-        Args:
-            rows: The TrainSequences of the step, with values of the critic.
-            groups: Index of the group of each row. The samples of one prompt are a group.
-
-        Returns:
-            (advantages, returns): two lists, which have for each row an array with one entry per trained token.
-        """
+        """Return (advantages, returns) by GAE, with an array for the trained tokens of each row."""
         from areno.trainers.rows import critic_advantages
 
         return critic_advantages(rows, groups, self.actor)
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import ppo_loss_fn
 
         return partial(ppo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))
 
 
 def loop() -> type[PPOTrainer]:
-    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.ppo import PPOTrainer
 
     return PPOTrainer

@@ -29,14 +29,12 @@ class ProcessRewardConfig(ProcessRewardExperimentConfig):
     """Training of a process reward model, on solutions with labelled steps."""
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function of the algorithm, which has no settings."""
         from areno.loss_fns import process_reward_loss_fn
 
         return process_reward_loss_fn
 
 
 def loop() -> type[ProcessRewardTrainer]:
-    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.process_reward import ProcessRewardTrainer
 
     return ProcessRewardTrainer

@@ -49,7 +49,6 @@ class RewardModelActorConfig(ModelConfig):
         "is true, but adapters leave the score head as it is, which a reward model must learn; set it to false",
     )
     def adapters_without_a_head(self) -> bool:
-        """Return whether adapters would be trained, which do not include the score head."""
         return self.use_lora
 
 
@@ -60,14 +59,12 @@ class RewardModelConfig(RewardModelExperimentConfig):
     actor: RewardModelActorConfig = setting(help="The reward model that is trained")
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import reward_model_loss_fn
 
         return partial(reward_model_loss_fn, margin_coef=self.actor.margin_coef, center_coef=self.actor.center_coef)
 
 
 def loop() -> type[RewardModelTrainer]:
-    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.reward_model import RewardModelTrainer
 
     return RewardModelTrainer

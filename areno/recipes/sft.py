@@ -23,14 +23,12 @@ class SFTConfig(SupervisedExperimentConfig):
     """Supervised fine-tuning."""
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function of SFT, which has no settings."""
         from areno.loss_fns import sft_loss_fn
 
         return sft_loss_fn
 
 
 def loop() -> type[SFTTrainer]:
-    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.sft import SFTTrainer
 
     return SFTTrainer

@@ -32,15 +32,10 @@ def build(
     """Build a configuration from nested mappings, lists and scalars. Absent keys take their defaults.
 
     Args:
-        cls: The dataclass of the configuration.
         data: Nested values by the names of the settings. Earlier names of settings are read too.
         found: Problems that the caller has found before. Their keys are not examined again.
-        hint: Function that returns a text to append to the message about an unknown `key`, or about a refused value,
-            which it gets as `key=value`. "" appends nothing.
+        hint: Returns a text to append to the message about an unknown `key`, or about a refused `key=value`.
         sources: Whether the settings must name rows and a reward. False: a script may pass them to a trainer.
-
-    Returns:
-        The configuration, with all values checked.
 
     Raises:
         ConfigError: At least one key is unknown or missing, has a wrong type or value, or violates a check between
@@ -69,14 +64,10 @@ class Consequence(Problem):
 
 @cache
 def earlier_names(cls: type[Section]) -> dict[str, str]:
-    """Return earlier key -> current key for each setting that has been renamed.
+    """Return earlier key -> current key for each setting that has been renamed, relative to the section.
 
-    Args:
-        cls: The dataclass of a section.
-
-    Returns:
-        Dotted keys, relative to the section. A `*` stands for the name of a named section, as in "sets.*.max_rows".
-        Renamed sections come before the settings in them.
+    A `*` stands for the name of a named section, as in "sets.*.max_rows". Renamed sections come before the settings in
+    them.
     """
     found: dict[str, str] = {}
     for row in rows(cls):
@@ -92,17 +83,10 @@ def earlier_names(cls: type[Section]) -> dict[str, str]:
 def with_current_names(
     cls: type[Section], data: Mapping[Any, Any], problems: list[Problem] | None = None, section: str = ""
 ) -> Mapping[Any, Any]:
-    """Replace earlier names of settings by their current names. Each name is logged once per process.
+    """Replace earlier names of settings by their current names, in `data` itself if it has none. Logs each name once.
 
-    Args:
-        cls: The dataclass of the whole configuration.
-        data: Nested values of the configuration, or of the section that `section` names.
-        problems: Receives a problem for each setting that `data` has under both names. If None, the value under the
-            current name is used.
-        section: Dotted key of the section that `data` holds. "" for the whole configuration.
-
-    Returns:
-        `data` itself if it has no earlier name, else a changed copy.
+    `data` holds the section at the dotted key `section` of the configuration `cls`. `problems` receives each setting
+    that is given under both names. Without it, the value under the current name is used.
     """
     start = f"{section}." if section else ""
     for old, new in earlier_names(cls).items():
@@ -125,12 +109,7 @@ def with_current_names(
 
 
 def current_key(cls: type[Section], key: str) -> str:
-    """Return the current name of a setting, and log a warning if the given name is an earlier one.
-
-    Args:
-        cls: The dataclass of the whole configuration.
-        key: A dotted key. An unknown key is returned unchanged.
-    """
+    """Return the current name of a setting, and log a warning if the given name is an earlier one."""
     nested: Any = None
     for name in reversed(key.split(".")):
         nested = {name: nested}
@@ -139,31 +118,17 @@ def current_key(cls: type[Section], key: str) -> str:
 
 
 def both_names(old: str, new: str) -> Problem:
-    """Return the problem of a setting that is given under both its earlier and its current name.
-
-    Args:
-        old: The earlier name, as a dotted key.
-        new: The current name.
-    """
+    """Return the problem of a setting that is given under both its earlier and its current name."""
     return Problem(old, "is the earlier name of {}, and both are given; leave {} out", Key(new), Key(old))
 
 
 @cache
 def _warn_of_name(old: str, new: str) -> None:
-    """Log that a setting was given under an earlier name. Cached, so each name is logged once per process."""
     logger.warning("%s is now called %s; the earlier name is still read", old, new)
 
 
 def _names_at(data: Any, parts: list[str]) -> list[list[str]]:
-    """Return the paths in nested mappings that match a dotted key.
-
-    Args:
-        data: Nested mappings.
-        parts: The names in the dotted key. `*` matches any name.
-
-    Returns:
-        The matching paths, each a list of names.
-    """
+    """Return the paths in nested mappings that match the names of a dotted key, of which `*` matches any."""
     if not parts:
         return [[]]
     if not isinstance(data, Mapping):
@@ -173,7 +138,7 @@ def _names_at(data: Any, parts: list[str]) -> list[list[str]]:
 
 
 def _taken(data: Any, names: list[str]) -> Any:
-    """Remove the value at the path `names` in `data`, and return it. Sections that become empty are removed too."""
+    """Remove and return the value at the path `names`. Sections that become empty are removed too."""
     name, *inner = names
     if not inner:
         return data.pop(name)
@@ -195,18 +160,11 @@ def _inside(data: Any, names: list[str]) -> Any:
 def with_defaults(
     cls: type[Section], data: Mapping[Any, Any], section: Section | None = None, required: Any = "???"
 ) -> dict[Any, Any]:
-    """Fill in the defaults of the settings that `data` leaves out.
+    """Fill in the defaults of the settings that `data` leaves out, in the order of the fields. Unknown keys come last.
 
     If a named section (Setting.sections) leaves out a setting, the value in its enclosing section is filled in.
-
-    Args:
-        cls: The dataclass of the section.
-        data: Nested values by the names of the settings.
-        section: An object whose values are the defaults. None uses the defaults of the fields.
-        required: Placeholder for a required setting that `data` leaves out.
-
-    Returns:
-        Nested dictionaries in the order of the fields. Unknown keys come last.
+    `section` is an object whose values are the defaults. `required` stands for a required setting that `data` leaves
+    out.
     """
     values: dict[Any, Any] = {}
     for name, setting in settings(cls).items():
@@ -234,19 +192,9 @@ def _examine(
     explain: Callable[..., str],
     sources: bool,
 ) -> T:
-    """Construct a section, or a partial section if something is wrong.
+    """Construct a section, or a partial section (`partial_section`) of the valid values if something is wrong.
 
-    Args:
-        cls: The dataclass of the section.
-        data: A value for each setting of the section.
-        prefix: Dotted key of the section, with a dot at its end. "" for the whole configuration.
-        problems: Receives all problems.
-        explain: Function of (unknown key or refused `key=value`, prefix, names in the same section) that returns a text
-            to append to the message.
-        sources: As for `build`.
-
-    Returns:
-        The section. A partial section (`partial_section`) has only the valid values.
+    `explain` is called with (unknown key or refused `key=value`, prefix, names in the same section).
     """
     known: dict[str, Any] = {}
     fields = settings(cls)
@@ -291,12 +239,6 @@ def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mappin
 
     A problem is a repetition if the enclosing section has a problem with the same setting, and both sections have the
     same value of this setting, which the named section has then inherited.
-
-    Args:
-        problems: All problems, which are changed.
-        prefix: Dotted key of the enclosing section, with a dot at its end.
-        name: Field of the enclosing section that holds the named sections.
-        data: Values of the enclosing section.
     """
     reported = {problem.key for problem in problems}
     for inner, given in data[name].items():
@@ -318,22 +260,11 @@ def _over(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]
 
 
 def _expects(value: Any, cls: type[Section]) -> str:
-    """Return the message about `value`, which is given where a section of the class `cls` is expected."""
     return f"is {show(value)}; a section is expected, with keys {', '.join(settings(cls))}"
 
 
 def _suggest(key: str, prefix: str, siblings: Iterable[str], all_keys: list[str]) -> str:
-    """Return a "did you mean" text with names that are similar to an unknown key.
-
-    Args:
-        key: The unknown key, without its section.
-        prefix: Dotted key of its section, with a dot at its end.
-        siblings: Names of the settings in the same section.
-        all_keys: Dotted keys of all settings, which are searched if no sibling is similar.
-
-    Returns:
-        The text. "" if no name is similar.
-    """
+    """Return a "did you mean" text with similar names, of the same section first. "" if no name is similar."""
     close = [prefix + name for name in difflib.get_close_matches(key, list(siblings), n=2)]
     if not close:
         leaves = {full.rsplit(".", 1)[-1] for full in all_keys}

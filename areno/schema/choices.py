@@ -17,23 +17,12 @@ T = TypeVar("T", bound=Section)
 
 
 def all_settings(choices: Mapping[str, type[Section]]) -> list[str]:
-    """Return the names of the settings of all classes, without duplicates.
-
-    Args:
-        choices: Name of a choice -> its class.
-    """
+    """Return the names of the settings of all classes, without duplicates."""
     return list(dict.fromkeys(name for cls in choices.values() for name in settings(cls)))
 
 
 def unused_settings(section: Section, key: str, chosen: str, choices: Mapping[str, type[Section]]) -> Iterator[Problem]:
-    """Yield a problem for each changed setting that belongs only to classes that are not chosen.
-
-    Args:
-        section: The configuration, which inherits from all classes.
-        key: Name of the setting that chooses.
-        chosen: Value of this setting.
-        choices: Name of a choice -> its class.
-    """
+    """Yield a problem for each changed setting of classes alone that the setting `key` has not chosen."""
     for name in all_settings(choices):
         owners = [choice for choice, cls in choices.items() if name in settings(cls)]
         if chosen not in owners and not section.is_default(name) and vars(section)[name] is not None:
@@ -43,23 +32,11 @@ def unused_settings(section: Section, key: str, chosen: str, choices: Mapping[st
 def make_chosen(
     choices: Mapping[str, type[T]], key: str, name: str, given: Mapping[str, Any], keywords: Mapping[str, str]
 ) -> T:
-    """Make the chosen section from the keyword arguments of a loss.
+    """Make the chosen section from the keyword arguments of a loss. `keywords`: setting -> keyword, where these differ.
 
-    Args:
-        choices: Name of a choice -> its class.
-        key: Name of the argument that chooses, for messages.
-        name: The choice.
-        given: Settings by their names as keywords. Settings of other classes are ignored, so that a loss may give them
-            defaults.
-        keywords: Name of a setting -> its name as a keyword, where these differ.
-
-    Returns:
-        The section. Values are taken as they are, because a loss accepts more than a configuration does: an infinite
-        clip range, which clips nothing, or a value that is a tensor.
-
-    Raises:
-        ValueError: The choice is unknown.
-        TypeError: A keyword is not a setting of any class.
+    Settings of other classes are ignored, so that a loss may give them defaults. Values are taken as they are, because
+    a loss accepts more than a configuration does: an infinite clip range, which clips nothing, or a value that is a
+    tensor.
     """
     if name not in choices:
         *names, last = choices

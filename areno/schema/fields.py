@@ -49,13 +49,12 @@ def setting(
     """Declare one setting of a section. Without `default` and `factory` the setting is required.
 
     Args:
-        default: The default value.
         help: What the setting does, for `--help` and the reference page.
         factory: Makes the default, for mutable values such as lists and sections.
-        ge: Smallest allowed number. null passes all bounds.
-        gt: Number that the value must exceed.
-        le: Largest allowed number.
-        lt: Number that the value must be below.
+        ge: Bounds: at least. null passes all bounds.
+        gt: More than.
+        le: At most.
+        lt: Less than.
         required_in_build: Whether `build` requires a value although the dataclass does not. A run that is described by
             files must name its data, for example, while a script may pass the rows themselves.
         only_with: States of other settings without which this setting has no effect. A value that is set and has no
@@ -67,9 +66,6 @@ def setting(
             default is true, --no-name is added. "--name=value" is a switch that sets this value.
         flags: Flags of the settings inside a section, by name. They replace the flags that these settings declare.
         may_be_blank: Whether a text may consist of white space alone, such as a line break.
-
-    Returns:
-        A dataclass field.
     """
     bounds = {name: bound for name, bound in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if bound is not None}
     names: dict[str, Any] = {"aliases": aliases or {}, "flag": flag, "flags": flags, "may_be_blank": may_be_blank}
@@ -80,14 +76,7 @@ def setting(
 
 
 def with_sections(found: Mapping[str, tuple[type[Section], str]]) -> Callable[[type[T]], type[T]]:
-    """Add a nested section to a configuration class for each entry. Use it as a decorator below `@dataclass`.
-
-    Args:
-        found: Name of the section -> (its dataclass, its help text).
-
-    Returns:
-        A class decorator.
-    """
+    """Add a nested section for each entry name -> (its dataclass, its help text). A decorator below `@dataclass`."""
 
     def add(cls: type[T]) -> type[T]:
         for name, (section, text) in found.items():
@@ -107,7 +96,6 @@ class Needs:
         *values: Values of the other setting with which the setting has an effect. Empty: any value except null, false,
             0 and empty values.
         so: End of a sentence that begins with ", so", such as "nothing is uploaded". It says why there is no effect.
-            Empty: the message gives no reason.
         do: What to do instead of "set <key>", such as "set valid_dataset.path". Empty: derived from `values`.
         in_build: Whether only `build` reports an unused setting, while the dataclass accepts it. Use it for states that
             a script can reach without a configuration file.
@@ -121,24 +109,11 @@ class Needs:
         self.in_build, self.is_source = in_build or is_source, is_source
 
     def met_by(self, value: Any) -> bool:
-        """Return whether the setting has an effect with a value of the other setting.
-
-        Args:
-            value: Value of the other setting, which `self.key` names.
-        """
+        """Return whether the setting has an effect with a value of the other setting."""
         return value in self.values if self.values else bool(value)
 
     def problem(self, key: str, value: Any, other: Any) -> Problem:
-        """Make the message about a setting without effect.
-
-        Args:
-            key: The setting without effect.
-            value: Value of this setting.
-            other: Value of the other setting, which `self.key` names.
-
-        Returns:
-            A problem of the form "is 5, but <key> is null, so ...; set <key>, or leave this out".
-        """
+        """Make the message about a setting without effect: "is 5, but <key> is null, so ...; set <key>, or ..."."""
         values = self.values or ((True,) if isinstance(other, bool) else ())
         to = f" to {' or '.join(map(_plain, values))}" if values else ""
         so = f", so {self.so}" if self.so else ""
@@ -149,9 +124,9 @@ class Needs:
 
 
 class Unused(Problem):
-    """The problem of a setting that has no effect because of another setting.
+    """A setting that has no effect because of another one.
 
-    The keys of the two settings (`key` and `other`) are relative to the same section.
+    Both keys, `key` and `other`, are relative to one section.
     """
 
     @property
@@ -160,11 +135,7 @@ class Unused(Problem):
         return next(arg.name for arg in self.args if isinstance(arg, Key))
 
     def under(self, prefix: str) -> Problem:
-        """Return a copy in which both settings are inside of a section, such as "n" -> "rollout.n".
-
-        Args:
-            prefix: Dotted name of the section.
-        """
+        """Return a copy in which both settings are inside of a section, such as "n" -> "rollout.n"."""
         args = (Key(f"{prefix}.{arg.name}") if isinstance(arg, Key) else arg for arg in self.args)
         return type(self)(f"{prefix}.{self.key}", self.template, *args)
 
@@ -176,17 +147,7 @@ def _plain(value: Any) -> str:
 
 
 def as_in(section: type[Section], name: str, default: Any = REQUIRED, **bounds: float) -> Any:
-    """Declare a setting with the help text, bounds and flag of a setting in another section.
-
-    Args:
-        section: The section that declares the original setting.
-        name: Name of the setting in `section`.
-        default: Another default. REQUIRED keeps the default of the original.
-        **bounds: Bounds (ge, gt, le, lt) that replace those of the original with the same name.
-
-    Returns:
-        A dataclass field.
-    """
+    """Declare a setting as in another section, with the same help text, bounds and flag unless given."""
     there = next(field for field in dataclasses.fields(section) if field.name == name)
     metadata = {**there.metadata, "bounds": {**there.metadata["bounds"], **bounds}}
     value = there.default if default is REQUIRED else default
@@ -202,9 +163,6 @@ class check:
 
     The keys of the problems are relative to the section. If a check reads a field whose value is wrong, the whole check
     is skipped, so each check should contain only one rule.
-
-    Args:
-        rule: The method to mark.
     """
 
     def __init__(self, rule: Callable[[Any], Iterable[Problem]]):
@@ -223,14 +181,9 @@ class source_check(build_check):
 
 
 def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
-    """Turn a method that returns whether values are in a forbidden state into a check.
+    """Turn a method that returns whether values are in a forbidden state into a check with a problem about `key`.
 
-    Args:
-        key: The setting that the problem is about, relative to the section.
-        text: Text of the problem. `{self.name}` stands for the value of a field.
-
-    Returns:
-        A decorator for the method.
+    In `text`, `{self.name}` stands for the value of a field.
     """
 
     def mark(is_forbidden: Callable[[Any], bool]) -> check:
@@ -241,24 +194,14 @@ def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one field of a section.
+    """The declaration of one field of a section, see `setting`.
 
     Attributes:
-        name: Name of the field.
         hint: Type annotation of the field.
-        help: Help text.
         required: Whether `build` requires a value.
-        default: Returns the default.
-        bounds: Bounds of a number, by the names of the arguments of `setting`, such as "gt".
-        only_with: States of other settings without which the setting has no effect.
-        renamed_from: Earlier names of the setting.
-        aliases: Other words for choices: word -> choice.
         section: Dataclass of the nested section that the field holds. None if the field holds a value.
         sections: Dataclass of the named sections, for a field that maps names to sections. None otherwise.
         optional: Whether null is allowed.
-        flag: Flag of the setting in `areno train`. "" without a flag.
-        flags: Flags of the settings inside the section, by name. None keeps the flags that these declare.
-        may_be_blank: Whether a text may consist of white space alone.
     """
 
     name: str
@@ -283,27 +226,12 @@ class Setting:
         return spelling(self.hint, ", ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items()))
 
     def default_in(self, section: Section | None) -> Any:
-        """Return the default of the setting, or REQUIRED if a value must be given.
-
-        Args:
-            section: The default of the enclosing section, whose value for this setting may differ from the default of
-                the field. None uses the default of the field.
-        """
+        """Return the default in the default of the enclosing section, or of the field. REQUIRED if there is none."""
         value = self.default() if section is None else vars(section)[self.name]
         return REQUIRED if self.required and value is None else value
 
     def convert(self, value: Any) -> Any:
-        """Check a value and convert it to the type of the field.
-
-        Args:
-            value: Any value, such as one read from YAML.
-
-        Returns:
-            The converted value.
-
-        Raises:
-            InvalidValue: The value has another type or lies outside of the bounds.
-        """
+        """Check a value and convert it to the type of the field. Raises InvalidValue."""
         word = ("off", "on")[value] if isinstance(value, bool) else value  # YAML takes these words for false and true
         value = convert(self.aliases[word] if isinstance(word, str) and word in self.aliases else value, self.hint)
         is_empty = isinstance(value, str) and not (value if self.may_be_blank else value.strip())
@@ -324,11 +252,7 @@ def _is_section(hint: Any) -> bool:
 
 @cache
 def settings(cls: type[Section]) -> dict[str, Setting]:
-    """Return name -> declaration of the fields of a section, in order. Nested sections are not expanded.
-
-    Args:
-        cls: The dataclass of the section.
-    """
+    """Return name -> declaration of the fields of a section, in order. Nested sections are not expanded."""
     hints = get_type_hints(cls)
     found = {}
     for field in dataclasses.fields(cls):
@@ -357,19 +281,12 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line about a setting, for help texts and the reference page.
+    """One line about a setting, for help texts and the reference page."""
 
-    Attributes:
-        key: Dotted key of the setting.
-        setting: Declaration of the setting.
-        default: "required", a value in YAML, or "" for a section that exists by default.
-        flag: Flag of the setting in `areno train`. "" without a flag.
-    """
-
-    key: str
+    key: str  # dotted
     setting: Setting
-    default: str
-    flag: str
+    default: str  # "required", a value in YAML, or "" for a section that exists by default
+    flag: str  # in `areno train`
 
 
 def rows(
@@ -377,12 +294,8 @@ def rows(
 ) -> Iterator[Row]:
     """Yield a row for every setting in a section and its nested sections, in the order of declaration.
 
-    Args:
-        cls: The dataclass of the section.
-        prefix: Dotted key of the section, with a dot at its end. "" for the whole configuration.
-        section: The default of the section, whose values are shown as defaults. None uses the defaults of the fields.
-        flags: Name of a setting -> flag, in place of the flags that the settings declare. None keeps the declared
-            flags.
+    `prefix` is the dotted key of the section, with a dot at its end. `section` has the defaults to show, and `flags`
+    replaces declared flags.
     """
     for name, setting in settings(cls).items():
         default = setting.default_in(section)
@@ -397,13 +310,7 @@ def rows(
 
 
 def changed(section: Section, prefix: str = "", default: Section | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of each setting that differs from its default.
-
-    Args:
-        section: The section, with nested sections.
-        prefix: Dotted key of the section, with a dot at its end. "" for the whole configuration.
-        default: The section to compare with. None compares with the defaults of the fields.
-    """
+    """Yield (dotted key, value) of each setting that differs from its default, or from `default`."""
     for name, field in settings(type(section)).items():
         value, usual = _value(section, name), field.default_in(default)
         if isinstance(value, Section):
@@ -416,9 +323,7 @@ def changed(section: Section, prefix: str = "", default: Section | None = None) 
 class Section:
     """Base class of every configuration dataclass. Its values are checked whenever an object is constructed.
 
-    Raises:
-        ConfigError: Values have a wrong type, are out of bounds, or violate a check. All problems are reported
-            together.
+    All problems, wrong types, bounds and checks, are reported in one ConfigError.
     """
 
     def __post_init__(self) -> None:
@@ -436,17 +341,9 @@ class Section:
 
     @classmethod
     def of(cls: type[T], record: Any, **more: Any) -> T:
-        """Make the section from another record that has some settings under the same names.
+        """Make the section from another record, such as parsed arguments, that has some settings under the same names.
 
-        Args:
-            record: A dataclass or a namespace, such as parsed arguments. Other fields of the record are ignored.
-            **more: Values that take precedence over those of the record.
-
-        Returns:
-            The section. Settings that are not in the record or in `more` have their defaults.
-
-        Raises:
-            ConfigError: A value is wrong.
+        Other fields of the record are ignored. `more` takes precedence over the record.
         """
         return cls(**{**{name: value for name, value in vars(record).items() if name in settings(cls)}, **more})
 
@@ -455,22 +352,13 @@ class Section:
         """Rewrite settings that only choose a value of another setting, such as use_sapo_loss for surrogate=sapo.
 
         The base class changes nothing. A subclass with such settings overrides this method. It is applied to
-        constructor arguments, to files and to the settings of earlier runs.
-
-        Args:
-            values: A value for each setting of the section, not checked yet.
-
-        Returns:
-            The rewritten values. Values that contradict each other are returned unchanged.
+        constructor arguments, to files and to the settings of earlier runs. Values that contradict each other are
+        returned unchanged.
         """
         return dict(values)
 
     def is_default(self, name: str) -> bool:
-        """Return whether a setting has the default of its field.
-
-        Args:
-            name: Name of the setting.
-        """
+        """Return whether a setting has the default of its field."""
         return _value(self, name) == settings(type(self))[name].default()
 
 
@@ -479,7 +367,6 @@ class _UnknownValue(Exception):
 
 
 def _value(section: Section, name: str) -> Any:
-    """Return the value of a setting. Raises _UnknownValue in a partial section that does not have the value."""
     if name not in vars(section):
         raise _UnknownValue(name)
     return vars(section)[name]
@@ -490,13 +377,9 @@ def _unknown(section: Section) -> Any:
 
 
 def partial_section(cls: type[T], known: dict[str, Any]) -> T:
-    """Make a section of which only some values are known, because the others are missing or wrong.
+    """Make a section of which only some values, unchecked, are known, because the others are missing or wrong.
 
     The checks of the section can still run. A check that reads an unknown value is skipped.
-
-    Args:
-        cls: The dataclass of the section.
-        known: Name -> value. The values are not checked.
     """
     unknown = {name: property(_unknown) for name in settings(cls) if name not in known}
     section: Any = object.__new__(type(cls.__name__, (cls,), unknown) if unknown else cls)
@@ -505,15 +388,9 @@ def partial_section(cls: type[T], known: dict[str, Any]) -> T:
 
 
 def problems_between(section: Section, in_build: bool = False, sources: bool = True) -> list[Problem]:
-    """Run the checks of a section, but not those of nested sections.
+    """Run the checks of a section, which may be partial, but not those of nested sections.
 
-    Args:
-        section: The section, which may be partial (`partial_section`).
-        in_build: Whether to run also the rules that apply only in `build`.
-        sources: Whether to run also the rules about rows and rewards that a script may pass (`source_check`).
-
-    Returns:
-        The problems, with keys relative to the section.
+    `in_build` adds the rules that apply only in `build`, and `sources` those about rows and rewards (`source_check`).
     """
     found, attributes, skipped = [], {}, build_check if not in_build else () if sources else source_check
     # Checks of base classes come first. An overridden check keeps the place of the original.
@@ -529,16 +406,8 @@ def problems_between(section: Section, in_build: bool = False, sources: bool = T
 def unused(section: Section, in_build: bool = False, sources: bool = True) -> list[Problem]:
     """Report the settings that are set but have no effect because of another setting (`only_with`).
 
-    A setting with its default value is never reported.
-
-    Args:
-        section: The section, which may be partial (`partial_section`).
-        in_build: Whether to report also the needs that apply only in `build` (`Needs.in_build`).
-        sources: Whether to report also the needs for what a script may pass (`Needs.is_source`).
-
-    Returns:
-        A problem for each setting in `section` or its nested sections that lacks an effect because of a setting in
-        `section`. Keys are relative to `section`.
+    Settings in nested sections count too, and keys are relative to `section`. A setting with its default value is never
+    reported. `in_build` adds the needs that apply only in `build`, and `sources` those that a script may pass.
     """
     found = []
     for key, field, need in _needs_of(type(section)):
@@ -551,24 +420,13 @@ def unused(section: Section, in_build: bool = False, sources: bool = True) -> li
 
 
 def dependents(cls: type[Section], name: str) -> list[str]:
-    """Return the settings of a section that have no effect while another setting is null.
-
-    Args:
-        cls: The dataclass of the section.
-        name: The other setting, in the same section.
-    """
+    """Return the settings of a section that have no effect while the setting `name` is null."""
     return [key for key, _, need in _needs_of(cls) if need.key == name and key in settings(cls) and not need.values]
 
 
 @cache
 def _needs_of(cls: type[Section]) -> list[tuple[str, Setting, Needs]]:
-    """Return the needs (`only_with`) of settings in a section or its nested sections.
-
-    Only needs that name another setting of the section itself are returned.
-
-    Returns:
-        (dotted key of the setting with the need, declaration of this setting, need) for each need.
-    """
+    """Return (dotted key, its declaration, need) for each need (`only_with`) of another setting of the section."""
     found = []
 
     def visit(inner: type[Section], prefix: str, nearer: frozenset[str]) -> None:
@@ -594,16 +452,7 @@ def _value_at(section: Any, key: str) -> Any:
 
 
 def _given(section: Section, key: str, field: Setting, besides: str) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) if a setting differs from its default.
-
-    If the setting is a nested section, yield a pair for each setting in it that differs.
-
-    Args:
-        section: The section that has the setting.
-        key: Dotted key of the setting, relative to `section`.
-        field: Declaration of the setting.
-        besides: Dotted key of a setting in a nested section that is left out.
-    """
+    """Yield (key, value) of a setting, or of each inside a section except `besides`, that differs from its default."""
     value, default = _value_at(section, key), field.default()
     if isinstance(value, Section) and isinstance(default, Section):
         yield from (pair for pair in changed(value, f"{key}.", default) if pair[0] != besides)

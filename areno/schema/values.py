@@ -20,20 +20,10 @@ class InvalidValue(Exception):
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """Convert a value to the type of a field.
+    """Convert a value to the type of a field, or raise InvalidValue.
 
     An int becomes a float or a str if the field has this type, and text that reads as a number becomes a float (YAML
     reads 1e-6 as text). All other values must have the type already.
-
-    Args:
-        value: Any value, such as one read from YAML.
-        hint: The type: str, int, float, bool, a dataclass, Literal, list, dict[str, ...], Any or a union.
-
-    Returns:
-        The converted value.
-
-    Raises:
-        InvalidValue: The value cannot be converted.
     """
     origin, arms = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -105,11 +95,7 @@ def _convert_element(element: Any, position: int | str, hint: Any) -> Any:
 
 
 def text_problem(text: str) -> str | None:
-    """Return why a text cannot be encoded as UTF-8 (half of a surrogate pair), or None if it can be encoded.
-
-    Args:
-        text: Any text.
-    """
+    """Return why a text cannot be encoded as UTF-8 (half of a surrogate pair), or None if it can be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -118,12 +104,7 @@ def text_problem(text: str) -> str | None:
 
 
 def _beginning(value: Any, left: list[int]) -> Any:
-    """Return the beginning of a value, as much as a message can show.
-
-    Args:
-        value: Any value. Texts are cut, and lists and dictionaries lose elements at their end.
-        left: A list with one number, how many more elements may be shown. The number is decreased.
-    """
+    """Return as much of a value as a message can show. `left` holds how many more elements may be shown."""
     left[0] -= 1
     if isinstance(value, str):
         return value[: _SHOWN + 1]
@@ -136,11 +117,7 @@ def _beginning(value: Any, left: list[int]) -> Any:
 
 
 def show(value: Any) -> str:
-    """Return a value in YAML-like notation: null, true, 'text', 1e-06. More than 80 characters are cut off.
-
-    Args:
-        value: Any value.
-    """
+    """Return a value in YAML-like notation: null, true, 'text', 1e-06. More than 80 characters are cut off."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(_beginning(value, [_SHOWN]))
@@ -148,12 +125,7 @@ def show(value: Any) -> str:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to one dictionary with dotted keys. A list counts as one value.
-
-    Args:
-        settings: Nested mappings.
-        prefix: Text before each key.
-    """
+    """Flatten nested settings to one dictionary with dotted keys. A list counts as one value."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -161,24 +133,14 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def value_at(settings: Any, key: str) -> Any:
-    """Return the value at a dotted key of nested mappings, or None if the key does not exist.
-
-    Args:
-        settings: Nested mappings.
-        key: The dotted key.
-    """
+    """Return the value at a dotted key of nested mappings, or None if the key does not exist."""
     for name in key.split("."):
         settings = settings.get(name) if isinstance(settings, Mapping) else None
     return settings
 
 
 def spelling(hint: Any, bounds: str = "") -> str:
-    """Return a type in words: `int, more than 0, or null`, `auto | cpu | cuda`, `list of str`.
-
-    Args:
-        hint: Type annotation of a field.
-        bounds: Bounds of a number in words, such as "more than 0". "" without bounds.
-    """
+    """Return a type in words: `int, more than 0, or null`, `auto | cpu | cuda`, `list of str`."""
     origin, arms = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         words = " or ".join(spelling(arm, bounds) for arm in arms if arm is not type(None))
@@ -199,9 +161,5 @@ def spelling(hint: Any, bounds: str = "") -> str:
 
 
 def is_no_folder(path: str | None) -> bool:
-    """Return whether a text cannot be the path of a folder, such as "" or `~name` for an unknown user.
-
-    Args:
-        path: The text. None, which stands for a default path, is accepted.
-    """
+    """Return whether a text cannot be the path of a folder, such as "" or `~name` for an unknown user."""
     return path is not None and (not path.strip() or "\0" in path or os.path.expanduser(path).startswith("~"))
