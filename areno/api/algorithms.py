@@ -43,11 +43,11 @@ class Algorithm:
 
     Attributes:
         name: The name of the algorithm for `--algo` and get_algorithm.
-        config: The configuration class, a dataclass. It must be the class that the training loop expects, or a subclass
-            of that class.
-        loop: A function without arguments that imports and returns the class of the training loop. It is a function so
-            that `--help` need not load torch. PolicyOnlyTrainer samples groups of completions and needs no critic,
-            PPOTrainer adds a critic, the others train on rows of a dataset.
+        config: The configuration class. It must be the class that the training loop expects, or a subclass of that
+            class.
+        loop: Imports and returns the class of the training loop. It is a function so that `--help` need not load torch.
+            PolicyOnlyTrainer samples groups of completions and needs no critic, PPOTrainer adds a critic, the others
+            train on rows of a dataset.
         default: The name of the configuration file that is used if --config-name is not given.
         loss_fn: Function (config) -> loss function, where the loss function is `(pack, logprobs) -> (loss, stats)`, see
             areno.loss_fns. None uses the loss of the configuration, `config.loss_fn()`.
@@ -55,8 +55,8 @@ class Algorithm:
             areno.trainers.rows. None uses `config.advantages()`.
         roles: Models other than the actor that must be configured, such as "ref", the reference model whose
             log-probabilities the loss uses.
-        file: The script that defines the algorithm. None for an installed algorithm. run_algorithm sets this field,
-            and a run records it, so that `areno evaluate` and `areno replay` find the algorithm.
+        file: The script that defines the algorithm. None for an installed algorithm. run_algorithm sets this field, and
+            a run records it, so that `areno evaluate` and `areno replay` find the algorithm.
     """
 
     name: str
@@ -85,17 +85,13 @@ class Algorithm:
         return issubclass(self.config, RowExperimentConfig)
 
     def trainer(self, config: Any, run_dir: str | Path | None = None, **given: Any) -> Any:
-        """Construct the training loop, ready for `fit()`.
+        """Construct the training loop, ready for `fit()`. Close it, or use it as a context manager.
 
         Args:
-            config: The configuration of the run, an instance of `self.config`.
             run_dir: The folder of logs, rollouts and checkpoints. None resumes or makes a folder under
                 cluster.fileroot.
             given: Keyword arguments that a script passes to the loop: train_dataset, valid_dataset and trackers. Loops
                 that use rewards also take reward_fn.
-
-        Returns:
-            An instance of the class that `loop` returns. Close it, or use it as a context manager.
 
         Raises:
             ConfigError: A model in `roles` is null in the configuration, or `config` is not an instance of the class
@@ -111,42 +107,19 @@ class Algorithm:
         return loop(config, self.make_loss(config), run_dir=run_dir, advantage_fn=self.advantage_fn, **given)
 
     def make_loss(self, config: Any) -> LossFn:
-        """Return the loss function for a run.
-
-        Args:
-            config: The configuration of the run.
-
-        Returns:
-            A function (pack, logprobs) -> (loss, statistics), from `loss_fn` if it is set, otherwise from
-            `config.loss_fn()`.
-        """
+        """Return the loss function for a run, from `loss_fn` if it is set, otherwise from `config.loss_fn()`."""
         return config.loss_fn() if self.loss_fn is None else self.loss_fn(config)
 
     def run(self, config: Any, run_dir: Path) -> float:
-        """Train once from start to end, and close the training loop.
-
-        Args:
-            config: The configuration of the run, an instance of `self.config`.
-            run_dir: The folder of logs, rollouts and checkpoints.
-
-        Returns:
-            The objective that `fit()` of the loop returns, such as the accuracy of the last evaluation.
-        """
+        """Train once from start to end, and return the objective that `fit()` returns."""
         with self.trainer(config, run_dir) as trainer:
             return trainer.fit()
 
 
 def register_algorithm(algorithm: Algorithm) -> Algorithm:
-    """Add an algorithm to the registry of this process.
+    """Add an algorithm to the registry of this process, and return it. It replaces an earlier one of the same name.
 
-    Args:
-        algorithm: The algorithm. It replaces an algorithm that was registered before under the same name.
-
-    Returns:
-        The algorithm itself.
-
-    Raises:
-        ValueError: areno or another installed package already has an algorithm with this name.
+    Raises ValueError if areno or another installed package already has an algorithm with this name.
     """
     if algorithm.name in installed():
         raise ValueError(f"{algorithm.name} comes with areno or another package; give the algorithm another name")
@@ -155,16 +128,9 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
 
 
 def get_algorithm(name: str) -> Algorithm:
-    """Return the algorithm with a given name.
+    """Return a registered algorithm, or import an installed one, such as "grpo".
 
-    Args:
-        name: Name of a registered algorithm or of an installed one, such as "grpo".
-
-    Returns:
-        The algorithm. An installed algorithm is imported first.
-
-    Raises:
-        ConfigError: No algorithm has this name.
+    Raises ConfigError for another name.
     """
     if name in registered:
         return registered[name]
@@ -181,16 +147,6 @@ def algorithm_of(folder: Path) -> Algorithm:
     """Return the algorithm with which a run was made.
 
     If the algorithm is not installed, it is imported from the user's file that the run recorded.
-
-    Args:
-        folder: Folder of the run.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ArenoError: The run does not name its algorithm, or the algorithm is neither installed nor defined in the
-            recorded file.
     """
     from areno.files.user_code import load_module
     from areno.tracking.run_folder import recipe_of, script_of

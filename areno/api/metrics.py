@@ -27,15 +27,9 @@ from areno.types import PromptBatch, PromptItem, ScoredSample, TrainSequence
 class Stopwatch:
     """Measures the phases of a training step, such as "rollout" and "train", in seconds, for the time/* metrics.
 
-    A phase inside another phase is not measured separately. Its time counts for the outer phase.
-
-    Args:
-        before_phase: Called with the name of each outer phase before it starts.
-        after_phase: Called with the name of each outer phase after it has ended without an exception.
-
-    Attributes:
-        seconds: Phase name -> seconds spent in this phase since `reset`.
-        began: Reading of time.perf_counter at the last `reset`.
+    A phase inside another phase is not measured separately. Its time counts for the outer phase. `before_phase` and
+    `after_phase` are called with the name of each outer phase, the latter only without an exception. `began` is a
+    reading of time.perf_counter.
     """
 
     def __init__(
@@ -59,16 +53,10 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a `with` block as a phase of the step.
+        """Measure a `with` block as a phase of the step. Repeated blocks of the same name add up.
 
         Long work inside the block must call heartbeat.beat regularly, because a watchdog reports a block without a beat
-        as a hang.
-
-        Args:
-            name: Name of the phase. Repeated blocks of the same name add up.
-
-        Raises:
-            EngineError: Another thread is in a phase.
+        as a hang. Raises EngineError if another thread is in a phase.
         """
         heartbeat.beat()
         if not self._lock.acquire(blocking=False):
@@ -111,18 +99,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Compute the rollout/* metrics of one step. Lengths are in tokens.
 
-    A metric without a value, such as the mean reward if no sample has a reward, is left out.
-
-    Args:
-        samples: All B samples of the step.
-        advantages: (B,) advantage of each sample. Samples without a reward are left out of the statistics of rewards
-            and of advantages.
-        skipped_long: Number of dataset rows skipped in this step because they were too long.
-        total_skipped_long: Number of dataset rows skipped for this reason since the start of the run. None leaves out
-            the metric.
-
-    Returns:
-        The metrics by name, with the prefix rollout/.
+    A metric without a value, such as the mean reward if no sample has a reward, is left out. `advantages`, (B,), of
+    samples without a reward do not count. `skipped_long` counts dataset rows of this step that were too long.
     """
     stats = _agent_stats(samples)
     done = np.array([sample.is_done for sample in samples], dtype=bool)
@@ -151,18 +129,11 @@ def rollout_metrics(
 
 
 def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[str, float]:
-    """Compute the metrics of one evaluation set.
+    """Compute the metrics of one evaluation set, without a prefix.
 
     With several samples per prompt, pass@k and avg@n_samples are included, each a mean over the prompts. A sample
     passes if its reward is at least 1.0. Samples without a reward do not count. A prompt with fewer than k counted
     samples has no pass@k. If a reward is above 1.0, there is no accuracy, pass@k or avg@n_samples.
-
-    Args:
-        samples: All samples of the set.
-        n_samples: Number of samples drawn for each prompt.
-
-    Returns:
-        The metrics by name, without a prefix.
     """
     metrics = rollout_metrics(samples, np.zeros(len(samples)))
     names = ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences")
@@ -181,14 +152,7 @@ def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[
 
 
 def rewards_by_group(samples: Sequence[ScoredSample]) -> dict[int, list[float]]:
-    """Return the rewards of each group.
-
-    Args:
-        samples: The samples. Those without a reward are left out.
-
-    Returns:
-        Group number -> rewards of its samples. A group without any reward is absent.
-    """
+    """Return group number -> rewards of its samples. A group without any reward is absent."""
     rewards: dict[int, list[float]] = {}
     for sample in samples:
         if sample.outcome.value is not None:
@@ -199,23 +163,13 @@ def rewards_by_group(samples: Sequence[ScoredSample]) -> dict[int, list[float]]:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Estimate, without bias, the probability that at least one of k samples passes (arXiv 2107.03374).
 
-    Args:
-        n: Number of drawn samples, at least k.
-        c: Number of drawn samples that passed.
-        k: Number of attempts in pass@k.
-
-    Returns:
-        A probability from 0 to 1.
+    c of n drawn samples, at least k, have passed.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def _part_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Return the mean and standard deviation of each named reward component, over the samples that have the component.
-
-    A component is an entry of RewardOutcome.parts. The names in the result are reward/<component> for the mean and
-    reward/<component>_std for the standard deviation.
-    """
+    """Return the mean and, as NAME_std, the standard deviation of each named part of the rewards."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.outcome.parts.items():
@@ -225,10 +179,7 @@ def _part_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
 
 
 def _agent_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Return statistics of agent rollouts: numbers of failed samples, mean turns, mean rows and mean tool calls.
-
-    The result is empty if the samples are single completions, without agents.
-    """
+    """Return numbers of failed agents, mean turns, rows and tool calls. Empty without agents."""
     found = [sample.trajectory for sample in samples if sample.trajectory is not None]
     failed = Counter(sample.outcome.status for sample in samples if not sample.is_done)
     if not found and not failed:
@@ -247,13 +198,7 @@ def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
     """Compute rollout/* metrics from training rows, for scripts that have no scored samples.
 
     The prompt of a row is the tokens before its first trained token. The response is all trained tokens, and the
-    advantage of a row is the mean over its trained tokens.
-
-    Args:
-        rows: The rows passed to a training call.
-
-    Returns:
-        The metrics by name, with the prefix rollout/. Empty if a row has no `logprobs`.
+    advantage of a row is the mean over its trained tokens. Empty if a row has no `logprobs`.
     """
     if any(row.logprobs is None for row in rows):
         return {}
@@ -275,14 +220,7 @@ def _sample_stats(
 ) -> dict[str, float]:
     """Compute the rollout statistics that can be computed from scored samples and from training rows alike.
 
-    Args:
-        lengths: Name -> the length of each sample in tokens. Must have the name response_len.
-        logprobs: Log-probabilities of the response tokens, one sequence for each sample.
-        rewards: Rewards of the samples that have a reward.
-        advantages: Advantages of the samples that have a reward.
-
-    Returns:
-        Statistics by name, without the prefix rollout/.
+    `lengths` has tokens of each sample by name. `rewards` and `advantages` are those of samples with a reward.
     """
     stats: dict[str, float] = {"num_sequences": len(logprobs)}
     if not logprobs:
@@ -307,13 +245,7 @@ def accuracy(rewards: Sequence[float] | np.ndarray) -> float:
 
 
 def step_times(clock: Stopwatch) -> dict[str, float]:
-    """Return step_rollout_time_s, step_train_time_s and step_e2e_time_s (the whole step), in seconds.
-
-    They are entries of the train/* statistics.
-
-    Args:
-        clock: The stopwatch of the step.
-    """
+    """Return the seconds of rollout, training and the whole step, as entries of the train/* statistics."""
     return {
         "step_rollout_time_s": clock.seconds.get("rollout", 0.0),
         "step_train_time_s": clock.seconds.get("train", 0.0),
@@ -327,10 +259,7 @@ def step_scalars(stats: Mapping[str, float], clock: Stopwatch) -> dict[str, floa
 
 
 def with_prefix(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
-    """Put a prefix before the names of statistics.
-
-    For example, {"loss": 1.0} with the prefix "train" becomes {"train/loss": 1.0}.
-    """
+    """Put a prefix before the names of statistics: {"loss": 1.0} becomes {"train/loss": 1.0}."""
     return {f"{prefix}/{name}": float(value) for name, value in stats.items()}
 
 
@@ -350,15 +279,7 @@ class MetricsRecorder(Trackers):
         super().__init__(files if jsonl is None else [*files, Jsonl(jsonl)])
 
     def record(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write metrics of a step.
-
-        Args:
-            step: Number of the step. Several calls may record metrics of the same step.
-            scalars: Values by name. A name has a prefix: rollout/, train/, eval/ or time/.
-
-        Raises:
-            ArenoError: The files cannot be written. The message names the setting.
-        """
+        """Write values by name, with a prefix such as train/. Several calls may record metrics of the same step."""
         self.log(step, scalars)
 
     def close(self) -> None:
@@ -375,13 +296,8 @@ class MetricsRecorder(Trackers):
 class StepLog:
     """Records the metrics of a script's training calls, grouped into steps that count from 1.
 
-    Each model is trained at most once in a step. When a model is trained again, a new step begins.
-
-    Args:
-        clock: Stopwatch that measures the phases of a step. It is reset each time the actor has been trained.
-
-    Attributes:
-        recorder: Receives the metrics. None records nothing.
+    Each model is trained at most once in a step. When a model is trained again, a new step begins. The clock is reset
+    each time the actor has been trained.
     """
 
     def __init__(self, clock: Stopwatch):
@@ -396,9 +312,6 @@ class StepLog:
 
         The counts become the metrics rollout/skipped_long and rollout/total_skipped_long of the actor's next training
         call.
-
-        Args:
-            loader: Loader of the prompts.
         """
         counted = 0
         for batch in loader.batches():
@@ -412,18 +325,10 @@ class StepLog:
         return n
 
     def trained(self, role: str, rows: Sequence[TrainSequence], stats: Mapping[str, float]) -> dict[str, float]:
-        """Record the statistics of a training call as metrics of the current step.
+        """Record the statistics of a training call as metrics of the current step, and return a copy of them.
 
-        For the actor, this also records the times of the step and metrics of the rows, and resets the stopwatch.
-
-        Args:
-            role: Name of the trained model, such as "actor" or "critic".
-            rows: The rows of the training call.
-            stats: Statistics that the training call returned.
-
-        Returns:
-            A copy of `stats`. For the actor, the copy also has the seconds that rollout, training and the whole step
-            took.
+        For the actor, this also records the times of the step and metrics of the rows, adds the times to the copy, and
+        resets the stopwatch.
         """
         if role in self._trained:
             self._trained.clear()

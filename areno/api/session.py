@@ -41,24 +41,12 @@ class ExpectedLengths:
         self._of_prompt: dict[int, float] = {}
         self._mean: float | None = None
 
-    def of(self, prompt: Sequence[int]) -> float | None:
-        """Estimate the number of tokens in a completion of a prompt.
-
-        Args:
-            prompt: Token ids of the prompt.
-
-        Returns:
-            The estimate, or None before the first rollout.
-        """
+    def estimate(self, prompt: Sequence[int]) -> float | None:
+        """Return the expected number of tokens in a completion of a prompt, or None before the first rollout."""
         return self._of_prompt.get(hash(tuple(prompt)), self._mean)
 
     def record(self, prompts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]) -> None:
-        """Record the lengths of the completions of a rollout.
-
-        Args:
-            prompts: Token ids of each prompt.
-            lengths: For each prompt, the number of tokens in each of its completions.
-        """
+        """Record the number of tokens in each completion of each prompt of a rollout."""
         if len(self._of_prompt) + len(prompts) > _MAX_PROMPTS:
             self._of_prompt.clear()
         for prompt, drawn in zip(prompts, lengths, strict=True):
@@ -82,12 +70,7 @@ comes after about n finished samples, or after a number of decoding steps. n = 0
 
 
 def request_seed(seed: int, index: int) -> int:
-    """Return the seed of a request.
-
-    Args:
-        seed: Seed of the rollout. Of the request's 64 bits, 32 are for this seed; higher bits are mixed in.
-        index: Index of the prompt in the rollout.
-    """
+    """Return the seed of a request. Of its 64 bits, 32 are for the seed of the rollout; higher bits are mixed in."""
     return (seed << 32) + (seed >> 32) * 0x9E3779B97F4A7C15 + index
 
 
@@ -104,17 +87,14 @@ class Sessions:
         self.lengths = ExpectedLengths()
 
     def need(self, what: str) -> RolloutSession:
-        """Return the open session. Raises EngineError, which quotes the method name `what`, if no session is open."""
+        """Return the open session. The EngineError without one quotes the method name `what`."""
         if self.open is None:
             hint = "wrap it in `async with trainer.rollout_session(sampling_params=..., proxy=False):`"
             raise EngineError(f"{what} was called outside a rollout session; {hint}")
         return self.open
 
     def refuse(self, what: str) -> None:
-        """Raise EngineError if a session is open. `what` is the name of the call that is refused.
-
-        If no session is open, end a rollout that Ctrl-C interrupted, as `settle` does.
-        """
+        """Raise EngineError, which quotes the method name `what`, if a session is open. Otherwise call `settle`."""
         if self.open is not None and not self.open.is_suspended:
             hint = "which is for drawing samples only; leave its `with` block first"
             raise EngineError(f"{what} was called inside a rollout session, {hint}")
@@ -148,7 +128,6 @@ class RolloutSession:
     The Trainer can be used after the block, even if the block ends with an error or a cancelled task.
 
     Args:
-        sessions: The sessions of the Trainer.
         max_running: Largest number of samples decoded at once, over all ranks. None uses the number of samples in a
             rollout, but at most 1024 for each data-parallel copy of the model.
         proxy: Settings of the HTTP server for agents. None starts no server.
@@ -193,9 +172,6 @@ class RolloutSession:
         Samples of the session's server and of `Engine.generate_stream` continue after the block, with the weights that
         the actor then has. Requests that arrive during the block wait for its end. Time limits of requests do not count
         the time of the block.
-
-        Raises:
-            EngineError: The session is not open.
         """
         self.suspend()
         try:
@@ -206,11 +182,7 @@ class RolloutSession:
     def suspend(self) -> list[int]:
         """Interrupt all samples until `resume`. `suspended` does both around a `with` block.
 
-        Returns:
-            The number of tokens of each sample that was interrupted after its first token.
-
-        Raises:
-            EngineError: The session is not open.
+        Returns the number of tokens of each sample that was interrupted after its first token.
         """
         self._check_open("suspend")
         n_tokens = self._sessions.engine.suspend_rollout()
@@ -223,27 +195,20 @@ class RolloutSession:
         self._sessions.engine.resume_rollout()
 
     def _check_open(self, name: str) -> None:
-        """Raise EngineError if the session is not open. `name` is the method that was called."""
         if self._sessions.open is not self:
             raise EngineError(f"{name} was called outside the `with` block of its rollout session")
 
     def prepare(self, n_tokens: int) -> None:
         """Make the KV cache large enough for sequences of `n_tokens` tokens, prompt and completion together.
 
-        Args:
-            n_tokens: Longest sequence, in tokens. The model's context is the upper limit.
-
-        Raises:
-            ConfigError: n_tokens is not a whole number above 0.
-            EngineError: The call is outside the `with` block. Or the cache must grow while streaming requests are open,
-                and growing would end these requests.
+        The model's context is the upper limit. Raises EngineError if the cache must grow while streaming requests are
+        open, because growing would end these requests.
         """
         check_count("n_tokens", n_tokens)
         self._check_open("prepare")
         self._make_room(n_tokens)
 
     def _make_room(self, n_tokens: int, n_samples: int = 1) -> None:
-        """Make the KV cache large enough for `n_samples` samples at once, each of at most `n_tokens` tokens."""
         sessions, plan, running = self._sessions, self._sessions.plan, self._running_spec
         longest, most = sessions.longest, sessions.most
         if n_tokens > longest:
@@ -283,22 +248,7 @@ class RolloutSession:
         on_progress: OnProgress,
         at_once: int | None = None,
     ) -> list[RolloutResult]:
-        """Sample every prompt `n_samples` times.
-
-        Args:
-            prompt_tokens: Token ids of each prompt.
-            n_samples: Number of samples per prompt.
-            params: Sampling settings of all prompts.
-            seed: Seed of the call.
-            on_progress: Called during the rollout with (finished samples, rollout statistics of each rank).
-            at_once: Largest number of prompts in progress at the same time. None samples all at once.
-
-        Returns:
-            One result with `n_samples` sequences for each prompt, in the order of the prompts.
-
-        Raises:
-            CancelledError: The asyncio task was cancelled during the rollout.
-        """
+        """Sample every prompt `n_samples` times, see `Trainer.rollout_token_batch`."""
         engine = self._sessions.engine
         requests = [
             GenerationRequest(
@@ -307,7 +257,7 @@ class RolloutSession:
                 n_samples=n_samples,
                 params=params,
                 seed=request_seed(seed, index),
-                expected_tokens=self._sessions.lengths.of(tokens),
+                expected_tokens=self._sessions.lengths.estimate(tokens),
             )
             for index, tokens in enumerate(prompt_tokens)
         ]
@@ -325,11 +275,9 @@ class RolloutSession:
         return [RolloutResult(prompt_tokens=request.prompt, sequences=sampled) for request, sampled in pairs]
 
     def _make_room_for(self, requests: Sequence[GenerationRequest]) -> None:
-        """Make the KV cache large enough for all samples of some requests at once."""
         self._make_room(self._longest(requests), sum(request.n_samples for request in requests))
 
     def _longest(self, requests: Sequence[GenerationRequest]) -> int:
-        """Return the largest possible number of tokens in a sample, prompt and completion together."""
         context = self._sessions.engine.info.context_len
         longest = max(
             min(len(request.prompt) + request.params.max_new_tokens, request.params.max_context_len or context)
@@ -340,22 +288,10 @@ class RolloutSession:
     def generate_until(
         self, requests: Sequence[GenerationRequest], progress: RolloutSteering, n_steps: int | None = None
     ) -> list[GenerationOutput]:
-        """Sample until `progress` says that enough samples have finished, and stop the other samples.
+        """Sample until `progress` says that enough samples have finished, see `Trainer.rollout_until`.
 
         The moment of the stop is decided by decoding steps and not by the clock, so that two runs stop after the same
         tokens.
-
-        Args:
-            requests: The requests, the oldest first. Their fields `begun` may have tokens of earlier calls.
-            progress: Called at first without samples, then with newly finished samples, see RolloutSteering.
-            n_steps: Largest number of decoding steps between two calls of `progress`. None chooses a number.
-
-        Returns:
-            The outputs of the stopped samples with their tokens so far. Their finish_reason is None, unless they
-            finished in the last step. `areno.engine.requests.requests_of_rest` makes the requests that continue them.
-
-        Raises:
-            CancelledError: The asyncio task was cancelled during the rollout.
         """
         engine = self._sessions.engine
         engine.check_runs()
@@ -383,7 +319,6 @@ class RolloutSession:
             n_open -= len(outputs)
 
     def _has_room_for(self, requests: Sequence[GenerationRequest]) -> bool:
-        """Return whether each sample of some requests fits into the KV cache as it is."""
         return self._running_spec is not None and self._longest(requests) <= self._running_spec.max_len
 
     def __enter__(self) -> RolloutSession:
@@ -403,18 +338,10 @@ class RolloutSession:
         return self
 
     def serve(self, settings: ProxySettings, longest: int = 0) -> SessionProxy:
-        """Start a server for agents. A session may have several servers, each with its own settings.
+        """Start a server for agents, which runs until `end_server` or the end of the session.
 
-        Args:
-            settings: Sampling settings and seed of the server.
-            longest: Length in tokens of the longest conversation that any server of this session allows. 0: the limit
-                of this server.
-
-        Returns:
-            The server. It runs until `end_server` or the end of the session.
-
-        Raises:
-            EngineError: The session is not open.
+        A session may have several servers, each with its own settings. `longest` is the length in tokens of the longest
+        conversation that any of them allows. 0: the limit of this server.
         """
         from areno.agents.proxy import SessionProxy
 
@@ -437,11 +364,7 @@ class RolloutSession:
         return proxy
 
     def end_server(self, server: SessionProxy) -> None:
-        """Stop a server of this session, and abort its requests.
-
-        Args:
-            server: The server, as `serve` returned it.
-        """
+        """Stop a server of this session, and abort its requests."""
         server.stop()
         self._servers.remove(server)
 

@@ -60,7 +60,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     The Trainer can also load further models, such as a reference model, a critic or a reward model.
 
     The constructor only checks the arguments; `init()` loads the model. Draw samples inside a `rollout_session`, and
-    make all other calls outside. Use a Trainer as a context manager, or call close().
+    make all other calls outside. A call at the wrong time raises EngineError. Use a Trainer as a context manager, or
+    call close().
 
     Args:
         world_size: Number of ranks, one for each device.
@@ -88,31 +89,16 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def from_config(cls, config: ExperimentConfig) -> Trainer:
         """Make a Trainer from an experiment's configuration. Call `init()` next.
 
-        This method reads the model's config.json and the tokenizer, and loads no weights.
-
-        Args:
-            config: Configuration of the experiment.
-
-        Returns:
-            A Trainer without a loaded model.
-
-        Raises:
-            ConfigError: Settings do not fit the model or the machine. The message names their keys.
-            CheckpointError: A configured model path holds no model.
+        This method reads the model's config.json and the tokenizer, and loads no weights. The message of a ConfigError
+        names the keys of settings.
         """
         return cls.from_plan(plan_of_experiment(config))
 
     @classmethod
     def from_plan(cls, plan: TrainerPlan, clock: Stopwatch | None = None) -> Trainer:
-        """Make a Trainer from a plan, which holds the checked settings of models and devices. Call `init()` next.
+        """Make a Trainer from a plan, such as from `plan_of_experiment`. Call `init()` next.
 
-        Args:
-            plan: The plan, such as from `plan_of_experiment`.
-            clock: Stopwatch of a training loop, if the loop records the metrics of its steps itself. None makes the
-                Trainer record the metrics of its training calls.
-
-        Returns:
-            A Trainer without a loaded model.
+        With the stopwatch of a training loop, the loop records the metrics of its steps itself.
         """
         trainer = cls.__new__(cls)
         trainer._begin(lambda: plan, None, None, clock)
@@ -125,14 +111,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         metrics_log_dir: str | None,
         clock: Stopwatch | None = None,
     ) -> None:
-        """Set the attributes of a new Trainer. No model is loaded.
+        """Set the attributes of a new Trainer.
 
-        Args:
-            open_plan: Returns the plan. It is called by `init()`.
-            rename: Maps the name of a setting to the argument that a script passed, for error messages. None keeps the
-                names.
-            metrics_log_dir: Folder for TensorBoard event files. None writes no event files.
-            clock: Stopwatch of a training loop that records its own steps. None makes the Trainer record steps.
+        `rename` maps a setting to the argument that a script passed, for messages.
         """
         self._open_plan, self._metrics_log_dir = open_plan, metrics_log_dir
         self._named = contextlib.nullcontext if rename is None else partial(keys_renamed, rename)
@@ -151,7 +132,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         Raises:
             ConfigError: An argument does not fit the model or the machine.
             CheckpointError: A path holds no model.
-            EngineError: The Trainer is closed, or was initialised before.
         """
         self._refuse_closed()
         if self._engine is not None:
@@ -169,7 +149,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @property
     def engine(self) -> Engine:
-        """The running engine. Raises EngineError before init() and after close()."""
+        """The running engine."""
         self._refuse_closed()
         if self._engine is None:
             raise EngineError("this Trainer has no model yet; call init() first")
@@ -181,25 +161,17 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return self.engine.info
 
     def _outside_rollout(self, what: str) -> Engine:
-        """Return the engine. Raises EngineError if a rollout session is open.
-
-        `what` is the name of the public method that must be called outside of a session, for the message.
-        """
+        """Return the engine. Raises EngineError, which quotes `what`, if a rollout session is open."""
         engine = self.engine
         self._sessions.refuse(what)
         return engine
 
     def _refuse_closed(self) -> None:
-        """Raise EngineError if the Trainer is closed."""
         if self._closed:
             raise EngineError("this Trainer is closed; make a new one")
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer of the model, an object of the transformers library.
-
-        Raises:
-            EngineError: init() was not called, or the Trainer is closed.
-        """
+        """Return the tokenizer of the model, an object of the transformers library."""
         _ = self.engine
         return self._plan.tokenizer
 
@@ -220,9 +192,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             max_prompt_tokens: Longest prompt in tokens, chat template included. Longer rows are skipped and counted.
             prompt_key: Name of the column with the prompt, a text or a list of chat messages.
             solutions_key: Name of the column with the reference answers. It may be absent.
-
-        Returns:
-            An iterator over the batches.
 
         Raises:
             DataError: A row is invalid. The message names the row.
@@ -265,13 +234,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 conversations of sampling_params.max_context_len tokens.
             seed: Seed of agents' requests. None derives a new seed for each session. The derived seeds are the same in
                 every run of the script.
-
-        Returns:
-            The session, which opens at the start of its `with` block.
-
-        Raises:
-            ConfigError: An argument is invalid.
-            ArenoError: loss_mask_policy is given with proxy=False.
         """
         if loss_mask_policy is not None and not proxy:
             raise ArenoError("loss_mask_policy is for the trajectories of agents; leave it out with proxy=False")
@@ -298,22 +260,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         seed: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[RolloutResult]:
-        """Sample `n_samples` completions of every prompt, which is given as text or chat messages.
+        """Sample `n_samples` completions of every prompt, a text or a list of chat messages.
 
-        Args:
-            prompts: Texts or lists of chat messages. A text goes through the chat template, if the tokenizer has one.
-            n_samples: Number of samples per prompt.
-            sampling_params: Sampling settings of all prompts.
-            seed: Seed of the call. None derives a new seed for each call. The derived seeds are the same in every run
-                of the script.
-            on_progress: Called during the rollout with (finished samples, statistics of each rank). None logs the
-                statistics.
-
-        Returns:
-            One result with `n_samples` sequences for each prompt, in the order of the prompts.
-
-        Raises:
-            EngineError: No session is open.
+        A text goes through the chat template, if the tokenizer has one. The other arguments and the result are those of
+        `rollout_token_batch`.
         """
         tokenizer = self.get_tokenizer()
         self._sessions.need("rollout_batch")
@@ -337,9 +287,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         and the weights. A sample does not depend on batching.
 
         Args:
-            prompt_tokens: Token ids of each prompt.
-            n_samples: Number of samples per prompt.
-            sampling_params: Sampling settings of all prompts.
             seed: Seed of the call. None derives a new seed for each call. The derived seeds are the same in every run
                 of the script.
             on_progress: Called during the rollout with (finished samples, statistics of each rank). None logs the
@@ -349,9 +296,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         Returns:
             One result with `n_samples` sequences for each prompt, in the order of the prompts.
-
-        Raises:
-            EngineError: No session is open.
         """
         engine = self.engine
         session = self._sessions.need("rollout_token_batch")
@@ -386,10 +330,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         Returns:
             The outputs of the stopped samples with their tokens so far. Their finish_reason is None, unless they
-            finished in the last step. `areno.engine.requests.requests_of_rest` makes the requests that continue them.
-
-        Raises:
-            EngineError: No session is open, or a request cannot be served.
+                finished in
+            the last step. `areno.engine.requests.requests_of_rest` makes the requests that continue them.
         """
         session = self._sessions.need("rollout_until")
         with self._named(), self.clock.phase("rollout"):
@@ -432,13 +374,12 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 the models and the device or, with gradient_accumulation_steps, takes 16 rows.
             gradient_accumulation_steps: Number of micro-batches in each optimizer step. None with n_minibatches=1 takes
                 one step on all rows.
-            mb_spec: Size of micro-batches, which replaces mini_bs. None uses mini_bs.
+            mb_spec: Size of micro-batches, which replaces mini_bs.
             n_minibatches: Number of optimizer steps. The rows are shuffled with `seed` and split into this many parts,
                 one for each step. Set at most one of n_minibatches and gradient_accumulation_steps.
             temperature: Temperature that the rows were sampled with. If given, `sampling` is ignored.
             sampling: Settings that the rows were sampled with. If this and `temperature` are None, the settings of this
                 Trainer's last rollout are used.
-            seed: Seed of the shuffle.
             rows_per_unit: Number of adjacent rows that stay in one micro-batch, such as 2 for DPO.
             old_logprobs: Which log-probabilities importance ratios divide by. "recompute" takes those before the first
                 training call, as described above. With several optimizer steps, this usually costs an additional
@@ -454,7 +395,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         Raises:
             DataError: A row has the wrong form.
-            EngineError: A session is open, memory ran out, or the loss function returned no loss.
+            EngineError: Memory ran out, or the loss function returned no loss.
         """
         sampling = self._sampling(temperature, sampling)
         accumulates = gradient_accumulation_steps is not None
@@ -478,27 +419,17 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     ) -> dict[str, float]:
         """Train a critic on the `returns` of rows. By default, take one optimizer step.
 
+        The arguments that are not listed are those of `train`.
+
         Args:
             role: Name of a trainable role with a value head, such as "critic".
             batch_data: Rows with `returns` and `values`.
-            mini_bs: Number of rows in a micro-batch (one forward pass), unless mb_spec or ArenoConfig.runtime sets the
-                size. None is as in `train`.
-            gradient_accumulation_steps: Number of micro-batches in each optimizer step. None with n_minibatches=1 takes
-                one step on all rows.
             cliprange_value: Clip range of the PPO value loss. Predicted values are clipped to within this distance of
                 the row's `values`.
             value_loss_coef: Factor on the loss.
-            mb_spec: Size of micro-batches, which replaces mini_bs. None uses mini_bs.
-            n_minibatches: Number of optimizer steps. The rows are shuffled and split into this many parts, one for each
-                step.
-            seed: Seed of the shuffle before the split.
 
         Returns:
             Statistics by name. The Trainer records them as train/<role>_*.
-
-        Raises:
-            DataError: A row has the wrong form.
-            EngineError: `role` is "actor", a session is open, or memory ran out.
         """
         from areno.loss_fns.ppo import value_loss_fn
 
@@ -515,11 +446,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return at_temperature(temperature) if temperature is not None else sampling or self.sampling
 
     def _micro_batches(self, mini_bs: int | None, mb_spec: MicroBatchSpec | None, accumulates: bool) -> MicroBatchSpec:
-        """Return the micro-batch size of a training call.
+        """Return `mb_spec`, `mini_bs` rows, or the engine's max_tokens_per_mb.
 
-        This is `mb_spec` if it is not None. If it is None, this is `mini_bs` rows, or max_tokens_per_mb tokens if the
-        engine's settings have this limit. Without any size the engine chooses one, but if `accumulates` is True,
-        micro-batches are counted and have ROWS_COUNTED rows.
+        Without any size the engine chooses one, but if `accumulates` is True, micro-batches are counted and have
+        ROWS_COUNTED rows.
         """
         if mb_spec is not None:
             return mb_spec
@@ -529,10 +459,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=budget)
 
     def _train(self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
-        """Check the arguments of a training call, train, and record and return its statistics by name.
-
-        `role` is the name of the trained model, "actor" or that of a critic.
-        """
         check_update(update, loss_fn)
         engine = self._outside_rollout("train" if role == "actor" else "train_values")
         check_rows(rows)
@@ -548,13 +474,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def ensure_roles(self, roles: Mapping[str, ModelRole | RoleSpec]) -> None:
         """Load further models, such as a reference model or a critic, unless they are loaded already.
 
-        A model that is loaded already keeps its trained weights.
-
-        Args:
-            roles: Role, such as "ref" or "critic" -> its model and settings. docs/sdk.md lists the roles.
-
-        Raises:
-            EngineError: A role is loaded with other settings (release it first), or a session is open.
+        A model that is loaded already keeps its trained weights. `roles` maps a role, such as "ref", to its model and
+        settings. docs/sdk.md lists the roles. Raises EngineError if a role is loaded with other settings: release it
+        first.
         """
         from areno.plan.roles import script_roles, with_common_ids
 
@@ -563,11 +485,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             engine.ensure_roles(with_common_ids(script_roles(roles, engine.spec.actor), self._plan))
 
     def release_role(self, role: str) -> None:
-        """Unload the model of a role and free its memory.
-
-        Args:
-            role: Name of a role that ensure_roles loaded.
-        """
+        """Unload the model of a role that ensure_roles loaded, and free its memory."""
         self._outside_rollout("release_role").release_role(role)
 
     def score_logprobs(
@@ -585,7 +503,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         Args:
             role: Name of a role with a language-model head, such as "actor" or "ref".
-            token_rows: Token ids of each row.
             temperature: Temperature of the distribution, softmax(logits / temperature). If given, `sampling` is
                 ignored.
             sampling: Settings that the rows were sampled with. If this and `temperature` are None, the settings of this
@@ -607,31 +524,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def score_values(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
     ) -> list[list[float]]:
-        """Compute the value that a critic predicts before every token.
-
-        Args:
-            role: Name of a role with a value head, such as "critic".
-            token_rows: Token ids of each row.
-            mb_spec: Size of micro-batches. None uses the size set in ArenoConfig.
-
-        Returns:
-            For each row, one value per token, 0.0 for the first token.
-        """
+        """Compute the value that a critic, such as "critic", predicts before every token, 0.0 for the first token."""
         return [row.tolist() for row in self._score("score_values", self.engine.values, role, token_rows, mb_spec)]
 
     def score_rewards(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
     ) -> list[float]:
-        """Compute the score of a reward model for every row, read at the last token of the row.
-
-        Args:
-            role: Name of a role with a reward model, such as "reward".
-            token_rows: Token ids of each row.
-            mb_spec: Size of micro-batches. None uses the size set in ArenoConfig.
-
-        Returns:
-            One score per row.
-        """
+        """Compute the score of a reward model, such as the role "reward", at the last token of every row."""
         return self._score("score_rewards", self.engine.rewards, role, token_rows, mb_spec)
 
     def score_steps(
@@ -642,20 +541,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         *,
         mb_spec: MicroBatchSpec | None = None,
     ) -> list[list[float]]:
-        """Compute the score that a process reward model gives to every step of every row.
+        """Compute the probability, from 0 to 1, that each step is right, with a process reward model such as "reward".
 
         Args:
-            role: Name of a role with a process reward model, such as "reward".
-            token_rows: Token ids of each row.
             step_ends: For each row, the index of the last token of each step: the last token of its separator.
-            mb_spec: Size of micro-batches. None uses the size set in ArenoConfig.
-
-        Returns:
-            For each row, the probability that each step is right, from 0 to 1.
-
-        Raises:
-            DataError: There are not as many lists in step_ends as rows, or an index is outside of its row.
-            EngineError: The role is not a process reward model.
         """
         if len(step_ends) != len(token_rows):
             raise DataError(f"step_ends has {len(step_ends)} lists for {len(token_rows)} rows")
@@ -682,17 +571,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         Args:
             role: Name of a role with a language-model head, such as "judge".
             token_rows: Token ids of each row, by the tokenizer of the role.
-            sampling_params: Sampling settings of all rows.
             grammar: Grammar that each completion follows, in the syntax of llguidance. None samples freely.
-            seed: Seed of the samples.
-
-        Returns:
-            One completion for each row.
 
         Raises:
-            ConfigError: Sampling parameters are out of bounds, or the grammar is no text.
-            DataError: The rows have the wrong form.
-            EngineError: A session is open, a row is too long, or memory ran out.
             GrammarError: The grammar cannot be compiled.
         """
         check_sampling(1, sampling_params)
@@ -717,18 +598,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return [sequence_of(output) for [output] in self._score("complete", completed, role, token_rows)]
 
     def _score(self, what: str, score: Callable[..., list[Any]], role: str, rows: Any, *settings: Any) -> list[Any]:
-        """Check that no rollout session is open and that `rows` are valid, and call `score(role, rows, *settings)`.
-
-        Args:
-            what: Name of the public method, for error messages.
-            score: Method of the engine that scores rows.
-            role: Name of the model that scores.
-            rows: Token ids of each row.
-            settings: Further arguments of `score`.
-
-        Returns:
-            The result of `score`, one entry per row. If there are no rows, an empty list, and `score` is not called.
-        """
+        """Check that no rollout session is open and that `rows` are valid, and call `score(role, rows, *settings)`."""
         self._sessions.refuse(what)
         check_token_rows(rows, "token_rows", may_be_empty=True)
         if not rows:
@@ -739,21 +609,16 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: str | Path, *, merge_adapters: bool = False) -> str:
-        """Save the policy as a checkpoint folder in Hugging Face format.
+        """Save the policy as a checkpoint folder in Hugging Face format, and return `path` as a string.
 
         The folder appears when it is complete. An existing checkpoint is replaced, even if the path is a link to it.
 
         Args:
-            path: The folder to write.
             merge_adapters: Whether to merge LoRA adapters into the weights and save the whole model. If False, a policy
                 with adapters saves only the adapters, in the format of peft.
 
-        Returns:
-            `path` as a string.
-
         Raises:
-            CheckpointError: The folder exists and is not a checkpoint, or cannot be written. No partial files
-                remain.
+            CheckpointError: The folder exists and is not a checkpoint, or cannot be written. No partial files remain.
         """
         self._outside_rollout("save_checkpoint")
         check_folder("path", path)
@@ -774,8 +639,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         save_checkpoint.
 
         Args:
-            folder: The folder to write into. It is created if it does not exist.
-            role: Name of the role, such as "actor" or "critic".
             background: If True, return as soon as the weights are copied to host memory, and write the files in the
                 background. Then checkpoint_written tells when the files are complete.
             merge_adapters: Whether to merge LoRA adapters into the weights. If False, only the adapters are written.
@@ -787,8 +650,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def checkpoint_written(self) -> bool:
         """Return whether the files of all calls of write_checkpoint with background=True are complete on disk.
 
-        Raises:
-            CheckpointError: A checkpoint cannot be written.
+        Raises CheckpointError if a checkpoint cannot be written.
         """
         with self._named():
             return self.engine.saved()

@@ -97,10 +97,10 @@ def with_current_names(
             # A `*` of the new key stands for the same name as in the old one.
             stars = [name for name, part in zip(names, old.removeprefix(start).split("."), strict=True) if part == "*"]
             target = [stars.pop(0) if part == "*" else part for part in new.removeprefix(start).split(".")]
-            value = _taken(data, names)
+            value = _pop_at(data, names)
             old_key, new_key = start + ".".join(names), start + ".".join(target)
             _warn_of_name(old_key, new_key)
-            place = _inside(data, target[:-1])
+            place = _section_at(data, target[:-1])
             if target[-1] not in place:
                 place[target[-1]] = value
             elif problems is not None:
@@ -137,18 +137,18 @@ def _names_at(data: Any, parts: list[str]) -> list[list[str]]:
     return [[name, *rest] for name in names for rest in _names_at(data[name], parts[1:])]
 
 
-def _taken(data: Any, names: list[str]) -> Any:
+def _pop_at(data: Any, names: list[str]) -> Any:
     """Remove and return the value at the path `names`. Sections that become empty are removed too."""
     name, *inner = names
     if not inner:
         return data.pop(name)
-    value = _taken(data[name], inner)
+    value = _pop_at(data[name], inner)
     if not data[name]:
         del data[name]
     return value
 
 
-def _inside(data: Any, names: list[str]) -> Any:
+def _section_at(data: Any, names: list[str]) -> Any:
     """Return the section at the path `names` in `data`. Sections that do not exist are added."""
     for name in names:
         if not isinstance(data.get(name), dict):
@@ -177,7 +177,7 @@ def with_defaults(
         if setting.sections and isinstance(value, Mapping):
             around = {key: values[key] for key in settings(setting.sections) if key in values}
             value = {
-                key: with_defaults(setting.sections, _over(around, given)) if isinstance(given, Mapping) else given
+                key: with_defaults(setting.sections, _merged(around, given)) if isinstance(given, Mapping) else given
                 for key, given in value.items()
             }
         values[name] = required if value is REQUIRED else value
@@ -249,10 +249,10 @@ def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mappin
                 problems.remove(problem)
 
 
-def _over(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]:
+def _merged(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return `given`, with the values that it leaves out taken from `around`. Nested sections are merged."""
     inside = {
-        name: _over(value, given[name])
+        name: _merged(value, given[name])
         for name, value in around.items()
         if isinstance(value, Mapping) and isinstance(given.get(name), Mapping)
     }

@@ -415,7 +415,9 @@ def unused(section: Section, in_build: bool = False, sources: bool = True) -> li
             continue
         with suppress(_UnknownValue):
             if not need.met_by(other := _value_at(section, need.key)):
-                found += [need.problem(name, value, other) for name, value in _given(section, key, field, need.key)]
+                found += [
+                    need.problem(name, value, other) for name, value in _changed_settings(section, key, field, need.key)
+                ]
     return found
 
 
@@ -451,7 +453,7 @@ def _value_at(section: Any, key: str) -> Any:
     return section
 
 
-def _given(section: Section, key: str, field: Setting, besides: str) -> Iterator[tuple[str, Any]]:
+def _changed_settings(section: Section, key: str, field: Setting, besides: str) -> Iterator[tuple[str, Any]]:
     """Yield (key, value) of a setting, or of each inside a section except `besides`, that differs from its default."""
     value, default = _value_at(section, key), field.default()
     if isinstance(value, Section) and isinstance(default, Section):

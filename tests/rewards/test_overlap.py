@@ -317,11 +317,11 @@ def test_rows_are_decoded_together_as_they_are_alone() -> None:
 
 def test_lengths_are_expected_as_they_were() -> None:
     lengths = ExpectedLengths()
-    assert lengths.of([1, 2]) is None
+    assert lengths.estimate([1, 2]) is None
     lengths.record([[1, 2], [3]], [[10, 20], [40, 50]])
-    assert (lengths.of([1, 2]), lengths.of([3]), lengths.of([9])) == (15.0, 45.0, 30.0)
+    assert (lengths.estimate([1, 2]), lengths.estimate([3]), lengths.estimate([9])) == (15.0, 45.0, 30.0)
     lengths.record([[3]], [[1, 3]])
-    assert (lengths.of([1, 2]), lengths.of([3]), lengths.of([9])) == (15.0, 2.0, 2.0)
+    assert (lengths.estimate([1, 2]), lengths.estimate([3]), lengths.estimate([9])) == (15.0, 2.0, 2.0)
 
 
 def test_cores_are_those_that_the_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
