@@ -1,7 +1,7 @@
-"""Protection of a server that needs no key from the web pages that its user visits.
+"""Protection of a server without API keys from the web pages that its user visits.
 
-A page of any site can send requests to the loopback address of its visitor. If the site lets its own name point there
-(DNS rebinding), the page can also read the answers. The headers Host and Origin tell: the browser sets them.
+A page of any site can send requests to the loopback address of its visitor. With DNS rebinding it can also read the
+answers. The headers Host and Origin tell, because the browser sets them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,10 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass(frozen=True)
 class PageGuard:
-    """Refuses requests whose Host is not this machine, or whose Origin is another site.
-
-    Attributes:
-        hosts: Further names that Host may have, with or without a port.
-        origins: Origins of pages that may use the server, such as https://example.com.
-    """
-
-    hosts: frozenset[str] = field(default_factory=frozenset)
-    origins: frozenset[str] = field(default_factory=frozenset)
+    hosts: frozenset[str] = field(default_factory=frozenset)  # further names that Host may have, with or without a port
+    origins: frozenset[str] = field(default_factory=frozenset)  # of web pages, such as https://example.com
 
     def check(self, request: web.Request) -> None:
-        """Raise ApiError 403 for a request that is refused."""
         host = request.headers.get("Host", "").lower()
         if not {host, _name(host)} & {*_LOCAL, *self.hosts}:
             known = ", ".join([*_LOCAL, *sorted(self.hosts)])
@@ -41,12 +33,11 @@ class PageGuard:
             raise ApiError(403, text)
 
     def headers(self, request: web.Request) -> dict[str, str]:
-        """Return the headers with which a browser passes the response on to the page of an allowed origin."""
+        """Return the CORS headers for a page of an allowed origin."""
         origin = request.headers.get("Origin")
         return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"} if origin in self.origins else {}
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """Return the answer to a browser that asks whether a page may send a request. None for other requests."""
         if request.method != "OPTIONS" or not self.headers(request):
             return None
         asked = request.headers.get("Access-Control-Request-Headers", "*")
@@ -55,6 +46,5 @@ class PageGuard:
 
 
 def _name(authority: str) -> str:
-    """Return an authority such as localhost:8000 without its port."""
     name, _, port = authority.rpartition(":")
     return name if port.isdecimal() else authority

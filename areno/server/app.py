@@ -1,9 +1,6 @@
-"""The web application of the OpenAI-compatible server.
+"""The web application of the OpenAI-compatible server: API keys, reading of bodies, error responses, event streams.
 
-`build_server` puts a `Server` together from an engine in a rollout phase and its tokenizer. `Server.application`
-returns the aiohttp application with its routes. The application checks API keys, reads bodies, turns errors into
-OpenAI's JSON form and streams events. At shutdown the application refuses requests whose bodies have not arrived
-completely.
+`build_server` makes a `Server` from an engine in a rollout phase and its tokenizer.
 """
 
 from __future__ import annotations
@@ -49,28 +46,14 @@ _CLIENT_GONE = 499  # the status in /metrics; nobody sees it otherwise
 
 @dataclass(kw_only=True)
 class Server:
-    """The OpenAI-compatible server: endpoints, sampler and access rules. `build_server` makes it.
-
-    Attributes:
-        chat: The endpoint /v1/chat/completions.
-        completions: The endpoint /v1/completions.
-        sampler: Sends requests to the engine, and keeps limits and metrics.
-        models: Names that requests may give as `model`.
-        keys: API keys. A request to /v1 needs any of these keys. An empty list opens /v1 to everyone.
-        guard: Refuses requests of web pages that need no key. None accepts all.
-        defaults: Sampling parameters for fields that a request leaves out.
-        created: Time at which the server started, in seconds since the epoch.
-        threads: Worker threads that read large requests.
-    """
-
     chat: ChatCompletions
     completions: Completions
     sampler: Sampler
     models: list[str]
-    keys: list[str]
-    guard: PageGuard | None
+    keys: list[str]  # a request to /v1 needs any of them; empty: none is needed
+    guard: PageGuard | None  # None: web pages may send requests
     defaults: SamplingParams
-    created: int
+    created: int  # seconds since the epoch
     threads: Threads
 
     def __post_init__(self) -> None:
@@ -79,11 +62,7 @@ class Server:
         self._is_shutting_down = self._is_over = False  # of the application that was made last
 
     def application(self) -> web.Application:
-        """Return a new aiohttp application with the routes of the server.
-
-        Run the application with `AppRunner(..., handler_cancellation=True)`, so that a request is aborted when its
-        client disconnects.
-        """
+        """Run it with `AppRunner(..., handler_cancellation=True)`, so that a client that leaves ends its request."""
         app = web.Application(client_max_size=self.sampler.limits.max_body, middlewares=[self._answer_errors])
         app.on_shutdown.append(self._end_reading)
         app.on_response_prepare.append(self._add_headers)
@@ -103,10 +82,6 @@ class Server:
     async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Check the API key, call the handler of a request, and count the request in the metrics.
-
-        An exception becomes an error response. This is the middleware around all routes.
-        """
         metrics, path = self.sampler.metrics, request.match_info.route.resource
         metrics.in_flight += 1
         status, task = _CLIENT_GONE, asyncio.current_task()
@@ -142,7 +117,6 @@ class Server:
             metrics.requests[path.canonical if path is not None else "other", status] += 1
 
     def _check_key(self, request: web.Request) -> None:
-        """Raise ApiError 401 for a request to /v1 without a valid key."""
         if not self.keys or not request.path.startswith("/v1/"):
             return
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -153,10 +127,7 @@ class Server:
             raise ApiError(401, "Incorrect API key provided" if given else missing, code="invalid_api_key")
 
     def _check_page(self, request: web.Request) -> web.Response | None:
-        """Raise ApiError 403 for a request without a key that a foreign web page may have sent.
-
-        Returns the answer if a browser asks for a page that is allowed, and else None.
-        """
+        """Return the answer to a CORS preflight request, else None. Raises ApiError 403 for a foreign page."""
         if self.guard is None or (self.keys and request.path.startswith("/v1/")):
             return None
         self.guard.check(request)
@@ -167,11 +138,7 @@ class Server:
             response.headers.update(self.guard.headers(request))
 
     async def _body(self, request: web.Request) -> bytes:
-        """Return the decompressed body of a request.
-
-        Raises ApiError with status 503 if the server shuts down before the body is complete, and with another status
-        if the body cannot be read or decompressed.
-        """
+        """Raise ApiError 503 if the server shuts down before the body is complete."""
         task = asyncio.current_task()
         assert task is not None
         self._reading.add(task)
@@ -191,13 +158,12 @@ class Server:
         return await self.threads.run(lambda: decompress(body, encoding, self.sampler.limits.max_body))
 
     async def _end_reading(self, app: web.Application) -> None:
-        """Cancel the handlers whose request bodies are still arriving. aiohttp calls this at shutdown."""
+        """Cancel the handlers whose request bodies are still arriving."""
         self._is_shutting_down = True
         for task in self._reading:
             task.cancel()
 
     def _end_answers(self) -> None:
-        """Cancel all requests in progress. Each is answered with an error."""
         self._is_over = True
         for task in self._handling:
             task.cancel()
@@ -213,33 +179,25 @@ class Server:
             raise ApiError(503, "the server shuts down, and this answer did not end in time") from None
 
     async def _read(self, request: web.Request, read: Callable[[bytes], T]) -> T:
-        """Receive the body of a request and parse it with the function `read`, whose result is returned.
-
-        A large body is parsed in a thread, so that the event loop is not blocked.
-        """
+        """Receive a body and parse it, a large one in a thread."""
         body = await self._body(request)
         return read(body) if len(body) <= SMALL_BODY else await self.threads.run(lambda: read(body))
 
     def _chat_of(self, body: bytes) -> ChatRequest:
         # The agents of all samples of a prompt begin with the same request, so small requests are cached.
-        """Parse the body of a chat request. The result for a small body is cached."""
         return self._cached_chat_of(body) if len(body) <= SMALL_BODY else self._parse_chat(body)
 
     @cached_property
     def _cached_chat_of(self) -> Callable[[bytes], ChatRequest]:
-        """The parser of chat requests, with an LRU cache from body to result."""
         return lru_cache(_MAX_CACHED_REQUESTS)(self._parse_chat)
 
     def _parse_chat(self, body: bytes) -> ChatRequest:
-        """Parse and check the body of a chat request."""
         return read_chat(read_json(body), self.defaults, self.sampler.limits.max_messages)
 
     def _completion_of(self, body: bytes) -> CompletionRequest:
-        """Parse and check the body of a completion request."""
         return read_completion(read_json(body), self.defaults)
 
     def _check_model(self, name: str) -> None:
-        """Raise ApiError 404 if the server offers no model with this name."""
         if name not in self.models:
             known = ", ".join(self.models)
             message = f"The model `{name[:_MAX_NAME]}` does not exist; there is {known}"
@@ -248,34 +206,28 @@ class Server:
     # -- routes ----------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Answer GET /health with status 200 and {"status": "ok"}."""
         return web.json_response({"status": "ok"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        """Answer GET /metrics with the server's metrics in Prometheus' text format."""
         return web.Response(
             text=self.sampler.metrics.text(self.sampler.gauges()),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
     def _model_object(self, name: str) -> dict[str, Any]:
-        """Return the description of a model in the form that /v1/models lists."""
         limits = self.sampler.request_limits
         max_len = min(limits.context_len, limits.kv_tokens)
         return {"id": name, "object": "model", "created": self.created, "owned_by": "areno", "max_model_len": max_len}
 
     async def _models(self, request: web.Request) -> web.Response:
-        """Answer GET /v1/models with the list of models."""
         return web.json_response({"object": "list", "data": [self._model_object(name) for name in self.models]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        """Answer GET /v1/models/NAME with the description of one model. Raises ApiError 404 for an unknown model."""
         name = request.match_info["name"]
         self._check_model(name)
         return web.json_response(self._model_object(name))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer POST /v1/chat/completions, with JSON or a stream of events."""
         given = await self._read(request, self._chat_of)
         self._check_model(given.model)
         with self.sampler.reserve(given.options.n):
@@ -283,7 +235,6 @@ class Server:
             return await (self._stream(request, chat.chunks()) if given.options.stream else _whole(chat.answer()))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        """Answer POST /v1/completions, with JSON or a stream of events."""
         given = await self._read(request, self._completion_of)
         self._check_model(given.model)
         with self.sampler.reserve(given.options.n * len(given.prompts)):
@@ -292,10 +243,7 @@ class Server:
             return await (self._stream(request, completion.chunks()) if stream else _whole(completion.answer()))
 
     async def _stream(self, request: web.Request, chunks: AsyncIterator[Any]) -> web.StreamResponse:
-        """Send the JSON objects that `chunks` yields to the client, as server-sent events.
-
-        An error before the first chunk becomes an HTTP error response. A later error becomes an event of the stream.
-        """
+        """Send server-sent events. An error before the first is an HTTP error response, a later one is an event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         async with aclosing(chunks) as stream:  # type: ignore[type-var]
             try:
@@ -314,12 +262,10 @@ class Server:
 
 
 async def _whole(answer: Awaitable[bytes]) -> web.Response:
-    """Await the JSON of an answer that is not streamed, and return the HTTP response."""
     return web.Response(body=await answer, headers=_JSON)
 
 
 def _error_response(error: ApiError) -> web.Response:
-    """Return the HTTP response for an error."""
     return web.json_response(error.body(), status=error.status)
 
 
@@ -340,25 +286,10 @@ def build_server(
 ) -> Server:
     """Build a server over an engine that is in a rollout phase.
 
-    Args:
-        engine: The engine that samples.
-        request_limits: Context length and KV-cache size of the rollout phase.
-        tokenizer: Tokenizer of transformers, with the chat template.
-        models: Names that requests may give as `model`.
-        keys: API keys. A request to /v1 needs any of these keys. An empty list opens /v1 to everyone.
-        defaults: Sampling parameters for fields that a request leaves out.
-        limits: Limits on requests and memory. None uses the defaults of `ServerLimits`.
-        seed: Seed for requests that set no seed.
-        thinking: Value of `enable_thinking` for the chat template. None keeps the template's default.
-        session: Name of a training session, or None for a public server. In a session, answers carry their token ids
-            and log-probabilities in the extra field `areno`. `tool_choice` then forces nothing, because a forced token
-            is not sampled by the policy.
-        raw_logprobs: Whether the API's log-probabilities are computed without the temperature. The field `areno` has
-            those of training, with the temperature.
-        guard: Refuses requests of web pages that need no key. None accepts all.
-
-    Returns:
-        The server, whose `application` can be run.
+    `session` names a training session and is None for a public server. In a session, answers carry token ids and
+    log-probabilities in the field `areno`. `tool_choice` then forces nothing, because the policy does not sample a
+    forced token. `raw_logprobs` are those without the temperature. The field `areno` always has those of training.
+    `thinking` None keeps the default of the chat template.
     """
     stop_ids = frozenset(engine.spec.eos_token_ids) | frozenset(defaults.stop_token_ids or ())
     limits = limits or ServerLimits()

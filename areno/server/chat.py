@@ -1,8 +1,7 @@
 """The endpoint /v1/chat/completions.
 
-`ChatCompletions.open` turns a checked request into prompt tokens and a request to the engine. The returned object then
-samples the completion and returns it whole (`answer`) or as streamed chunks (`chunks`). Each finished turn is cached,
-so that the next turn of the conversation continues from the same tokens.
+`ChatCompletions.open` builds the prompt tokens and the request to the engine. `answer` or `chunks` of its result then
+samples. Each finished turn is cached, so that the next turn of the conversation continues from the same tokens.
 """
 
 from __future__ import annotations
@@ -35,16 +34,10 @@ Json = dict[str, Any]
 
 
 class ChatCompletions:
-    """The endpoint /v1/chat/completions.
+    """Each response has `session` in its field `areno`, so that a session rejects trajectories sampled elsewhere.
 
-    Args:
-        conversations: Builds prompts from messages and caches turns.
-        sampler: Sends requests to the engine.
-        session: Name of the training session, or None for a public server. Each response has the name in its field
-            `areno`, so that the session can reject trajectories that were sampled elsewhere.
-        enforces_calls: Whether a grammar forces a tool call if `tool_choice` is "required" or names a function. A
-            training session passes False, because tokens forced by a grammar are not sampled by the policy, and the
-            model shall learn to call tools.
+    `enforces_calls` lets a grammar force the calls that `tool_choice` asks for. A training session passes False,
+    because tokens forced by a grammar are not sampled by the policy, and the model shall learn to call tools.
     """
 
     def __init__(
@@ -58,18 +51,7 @@ class ChatCompletions:
         self._special = special_ids(tokenizer, keep={*conversations.parser.tags, THINK, END_THINK})
 
     async def open(self, request: ChatRequest) -> _Chat:
-        """Build the prompt tokens and the engine's request for a chat request.
-
-        Args:
-            request: The checked request.
-
-        Returns:
-            The request in progress, whose `answer` or `chunks` samples the completion.
-
-        Raises:
-            ApiError: With status 400 if the request cannot be served, for example because the prompt leaves no room for
-                a completion.
-        """
+        """Return the request in progress. Raises ApiError 400 for a request that cannot be served."""
         try:
             # The server caches checked requests, because the samples of a prompt begin with the same one.
             if (prompt := request.prompt()) is None:
@@ -103,10 +85,7 @@ class ChatCompletions:
         return _Chat(self, request, prompt, sampled, hidden)
 
     def _template(self, request: ChatRequest) -> Json:
-        """Return the extra variables of the chat template, with those that `reasoning_effort` stands for.
-
-        Raises ApiError with status 400 if the template does not read them, or the request sets them to other values.
-        """
+        """Return the extra variables of the chat template, with those that `reasoning_effort` stands for."""
         effort = request.reasoning_effort
         if effort is None:
             return request.template
@@ -123,11 +102,7 @@ class ChatCompletions:
         return {**request.template, name: value}
 
     def _grammar(self, request: ChatRequest, prompt: Prompt) -> str | None:
-        """Return the text of the grammar that enforces the request's `response_format` and `tool_choice`.
-
-        Returns None if neither of these fields constrains the answer. Raises ApiError with status 400 if no grammar
-        can be compiled for them.
-        """
+        """Return the grammar that enforces `response_format` and `tool_choice`, None if neither constrains."""
         from areno.server.grammar import Constraint, compile_grammar, reasoning_after
 
         choice: Any = "auto"
@@ -153,24 +128,13 @@ class ChatCompletions:
 
 
 def task_of(messages: Sequence[Message], prompt: Prompt) -> int:
-    """Return a hash of the messages before the first answer, 60 bits.
-
-    All turns of a conversation have the same hash, and so do conversations that begin with the same messages.
-
-    Args:
-        messages: The conversation.
-        prompt: The prompt of its next turn.
-    """
+    """Return a 60-bit hash of the messages before the first answer, which all turns of a conversation share."""
     n_before = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return int(prompt.keys[max(0, n_before - 1)][:15], 16)
 
 
 def _about_messages(error: ApiError, request: ChatRequest, tokens: Sequence[int] | None = None) -> ApiError:
-    """Return a copy of an error whose message ends with the size of the conversation in `request`.
-
-    The size is the number of messages, the number of assistant turns and the number of tool results. `tokens` are
-    the token ids of the prompt. If they are given, the number of tokens is also part of the size.
-    """
+    """Return a copy of an error whose message ends with the size of the conversation."""
     roles = Counter(message["role"] for message in request.messages)
     counts = "" if tokens is None else f"tokens={len(tokens)} "
     counts += f"messages={len(request.messages)} assistant_turns={roles['assistant']} tool_results={roles['tool']}"
@@ -180,21 +144,11 @@ def _about_messages(error: ApiError, request: ChatRequest, tokens: Sequence[int]
 
 @dataclass
 class _Chat:
-    """One chat request in progress.
-
-    Attributes:
-        endpoint: The endpoint that opened the request.
-        request: The checked request.
-        prompt: The prompt built from the messages of the request.
-        sampled: The request sent to the engine.
-        hidden: Ids of tokens without text in the answer: stop tokens and, by default, special tokens.
-    """
-
     endpoint: ChatCompletions
     request: ChatRequest
     prompt: Prompt
     sampled: GenerationRequest
-    hidden: frozenset[int]
+    hidden: frozenset[int]  # tokens without text in the answer: stop tokens and, by default, special tokens
 
     def __post_init__(self) -> None:
         self.head = answers.envelope("chat.completion", "chatcmpl", self.request.model)
@@ -202,7 +156,6 @@ class _Chat:
         self.returns_tokens = self.endpoint._session is not None if options.token_ids is None else options.token_ids
 
     async def answer(self) -> bytes:
-        """Sample the request and return the whole answer as JSON."""
         n = self.request.options.n
         choices, outputs = list[_Choice](), list[Any]([None] * n)
         written, prompt = list[answers.TokenFieldWriter](), b""
@@ -231,10 +184,7 @@ class _Chat:
         return answers.with_token_field(body, prompt, tokens)
 
     def _choice(self, index: int, output: GenerationOutput, choice: _Choice) -> Json:
-        """Return the JSON object of one choice, and let the event loop cache the turn of this choice later.
-
-        `output` is the finished sample, and `choice` has parsed its tokens.
-        """
+        """Return the JSON of a choice. The event loop caches its turn later."""
         parsed = choice.parsed()
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None, "annotations": []}
         if parsed.reasoning_content is not None:
@@ -248,12 +198,7 @@ class _Chat:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def remember(self, output: GenerationOutput, message: Json) -> None:
-        """Cache a finished turn, so that the next turn of the conversation continues from its tokens.
-
-        Args:
-            output: The finished sample.
-            message: The message sent to the client.
-        """
+        """Cache a finished turn with the message as the client got it."""
         sent_back = {name: value for name, value in message.items() if value is not None}
         if "tool_calls" in sent_back:
             [message] = read_messages([sent_back])
@@ -265,36 +210,23 @@ class _Chat:
         self.endpoint.conversations.remember(self.prompt, output.tokens, ends, message, self.hidden)
 
     def finish_reason(self, output: GenerationOutput, has_calls: bool) -> str:
-        """Return the finish reason in the API's terms: "stop", "length" or "tool_calls".
-
-        A message with tool calls that was not cut off has the reason "tool_calls". However, if `tool_choice` named the
-        function to call, the reason is "stop", as in OpenAI's API.
-
-        Args:
-            output: The finished sample.
-            has_calls: Whether the message has tool calls.
-        """
+        """Return "stop", "length" or "tool_calls". As in OpenAI's API, a call that `tool_choice` named has "stop"."""
         if output.finish_reason == "stop" and has_calls and self.request.named is None:
             return "tool_calls"
         return answers.finish_reason(output)
 
     def _usage(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """Return the `usage` object for the finished samples of all choices."""
         n_completion = sum(len(output.tokens) for output in outputs)
         return answers.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
 
     def _token_field(self, outputs: Sequence[GenerationOutput], messages: Sequence[Json]) -> Json:
-        """Return {"areno": ...} for a streamed response, or {} if the response does not carry tokens."""
         if not self.returns_tokens:
             return {}
         digests = [message_digest(message) for message in messages]
         return {"areno": answers.token_field(self._prompt_field(), outputs, digests)}
 
     def _prompt_field(self) -> Json:
-        """Return the fields inside of the response's field `areno` that are about the prompt.
-
-        They are session, conversation (a hash of the messages), temperature, prompt_token_ids and sources.
-        """
+        """Return the fields of `areno` about the prompt."""
         return {
             "session": self.endpoint._session,
             "conversation": self.prompt.keys[-1],
@@ -304,7 +236,6 @@ class _Chat:
         }
 
     async def chunks(self) -> AsyncIterator[Json]:
-        """Sample the request and yield the chunks of a streamed answer."""
         options = self.request.options
         base = {**self.head, "object": "chat.completion.chunk", "system_fingerprint": None}
         if options.include_usage:
@@ -336,11 +267,7 @@ class _Chat:
 
 
 class _Choice:
-    """One choice of an answer, parsed while its tokens arrive.
-
-    Attributes:
-        n_calls: Number of tool calls found so far.
-    """
+    """One choice of an answer, parsed while its tokens arrive."""
 
     def __init__(self, chat: _Chat, index: int):
         request, endpoint = chat.request, chat.endpoint
@@ -360,10 +287,7 @@ class _Choice:
         self._n_taken = self.n_calls = 0
 
     def take(self, output: GenerationOutput) -> list[MessageDelta]:
-        """Parse the new tokens in an output of the engine, and return the new message deltas.
-
-        Text that later tokens may change is held back, and is returned by a later call or by `finish`.
-        """
+        """Return the new message deltas. Text that later tokens may change is held back for a later call."""
         tokens = self._new_tokens(output, 0)
         text = self._text.feed(tokens)
         if self._n_top is not None:
@@ -372,10 +296,7 @@ class _Choice:
         return self._kept(self._message.feed(text))
 
     def finish(self, output: GenerationOutput) -> list[MessageDelta]:
-        """Parse the end of the text, and return the remaining message deltas. Call it once.
-
-        `output` is the last output, which has the whole completion.
-        """
+        """Return the remaining deltas for the last output, which has the whole completion."""
         tokens = self._new_tokens(output, self._n_taken)
         text = self._text.finish(tokens)
         if self._n_top is not None:
@@ -383,7 +304,7 @@ class _Choice:
         return self._kept(self._message.finish(text))
 
     def _new_tokens(self, output: GenerationOutput, start: int) -> list[int]:
-        """Return the tokens of an output from index `start` on, and record their log-probabilities if needed."""
+        """Return the tokens from index `start` on, and record their log-probabilities if needed."""
         tokens = answers.tail(output, "tokens", start)
         self._n_taken += len(tokens)
         if self._n_top is not None:
@@ -392,18 +313,11 @@ class _Choice:
         return tokens
 
     def _add_texts(self, token_texts: list[TokenText]) -> None:
-        """Pair the texts of the next tokens with their log-probabilities.
-
-        The pairs are queued until the method `logprobs` returns them.
-        """
         self._unreported += zip(self._scores, token_texts, strict=False)
         del self._scores[: len(token_texts)]
 
     def _kept(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
-        """Return the deltas that go into the message, and record them for the method `parsed`.
-
-        If the request allows only one tool call (`parallel_tool_calls` is false), later tool calls are dropped.
-        """
+        """Record and return the deltas. Without `parallel_tool_calls`, calls after the first are dropped."""
         kept = []
         for delta in deltas:
             if delta.tool_call is not None:
@@ -415,18 +329,15 @@ class _Choice:
         return kept
 
     def parsed(self) -> ParsedMessage:
-        """Return the whole message. Call it after `finish`."""
         return message_of(self._deltas)
 
     def message(self) -> Json:
-        """Return the whole message of a streamed response in the form of OpenAI's API. Call it after `finish`."""
         parsed = self.parsed()
         calls = [_call(call) for call in parsed.tool_calls]
         message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning_content}
         return message | ({"tool_calls": calls} if calls else {})
 
     def delta(self, delta: MessageDelta) -> Json:
-        """Return a delta as the `delta` object of a streamed chunk."""
         if delta.tool_call is not None:
             index = sum(one.tool_call is not None for one in self._deltas[: self._deltas.index(delta)])
             return {"tool_calls": [{"index": index, **_call(delta.tool_call)}]}
@@ -440,11 +351,10 @@ class _Choice:
         return bool(self._unreported)
 
     def logprobs(self) -> Json:
-        """Return the `logprobs` object of the tokens that were not returned by an earlier call."""
+        """Return the `logprobs` object of the tokens that no earlier call returned."""
         scores, self._unreported = self._unreported, []
         return answers.chat_logprobs(self._texts, scores)
 
 
 def _call(call: ToolCall) -> Json:
-    """Return a tool call as an entry of `tool_calls` in OpenAI's API."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,7 +1,7 @@
-"""The endpoint /v1/completions, the older endpoint that continues a text or token ids.
+"""The endpoint /v1/completions, which continues a text or token ids.
 
-Evaluation harnesses use it to score given texts with `echo` and `logprobs`. `Completions.open` encodes the prompts. The
-returned object then samples the completions and returns them whole (`answer`) or as streamed chunks (`chunks`).
+Evaluation harnesses use it to score given texts with `echo` and `logprobs`. `Completions.open` encodes the prompts.
+`answer` or `chunks` of its result then samples them.
 """
 
 from __future__ import annotations
@@ -37,16 +37,6 @@ _LONG = 1000  # characters or tokens: encoding or decoding more takes over a mil
 
 
 class Completions:
-    """The endpoint /v1/completions.
-
-    Args:
-        tokenizer: Tokenizer of transformers.
-        sampler: Sends requests to the engine.
-        threads: Worker threads that encode long prompts and build long answers.
-        returns_tokens: Whether answers carry the extra field `areno`. A request overrides this default with its
-            field `return_token_ids`.
-    """
-
     def __init__(self, tokenizer: Any, sampler: Sampler, threads: Threads, *, returns_tokens: bool = False):
         self._tokenizer, self._sampler, self._returns_tokens = tokenizer, sampler, returns_tokens
         self._threads = threads
@@ -54,18 +44,7 @@ class Completions:
         self._special = special_ids(tokenizer)
 
     async def open(self, request: CompletionRequest) -> _Completion:
-        """Encode the prompts of a request and build the engine's requests.
-
-        Args:
-            request: The checked request.
-
-        Returns:
-            The request in progress, whose `answer` or `chunks` samples the completions.
-
-        Raises:
-            ApiError: With status 400 if a prompt cannot be served, for example because it leaves no room for a
-                completion.
-        """
+        """Return the request in progress. Raises ApiError 400 for a prompt that cannot be served."""
         scores_prompt = request.echo and request.options.n_top is not None
         is_large = sum(map(len, request.prompts)) > _LONG
         sampled = []
@@ -75,17 +54,12 @@ class Completions:
         return _Completion(self, request, sampled)
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of a prompt. Raises PromptTooLong if there are too many."""
         check_prompt_length(self._tokenizer, prompt, self._sampler.max_prompt_tokens)
         return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
 
 class _Completion:
-    """One request to /v1/completions in progress.
-
-    Attributes:
-        sampled: The engine's request for each prompt, in the order of the prompts.
-    """
+    """A request in progress. `number` is the index of a prompt, `index` the index of a choice in the response."""
 
     def __init__(self, endpoint: Completions, request: CompletionRequest, sampled: list[GenerationRequest]):
         self._endpoint, self._request, self._sampled = endpoint, request, sampled
@@ -94,10 +68,6 @@ class _Completion:
         self._hidden = endpoint._sampler.stop_ids | (endpoint._special if skips else frozenset())
 
     def _begin(self, number: int) -> tuple[TextStream, TokenTextStream]:
-        """Return two new decoders for one completion of the prompt with index `number`.
-
-        The first decoder returns the completion's text, and the second returns the text of each token.
-        """
         prompt, endpoint = self._sampled[number].prompt, self._endpoint
         n_whole = len(prompt) - self._n_partial(number)
         places = {"before": prompt[:n_whole], "partial": prompt[n_whole:]}
@@ -105,20 +75,16 @@ class _Completion:
         return stream, TokenTextStream(endpoint._texts, self._hidden, **places)
 
     def _n_partial(self, number: int) -> int:
-        """Return how many tokens at the end of the prompt with index `number` form an incomplete character.
+        """Return how many tokens at the end of the prompt form an incomplete character.
 
-        The completion finishes this character, so the character belongs to the completion's text. Only a prompt
-        given as token ids can have such tokens. The result is 0 if the request samples no new tokens.
+        The completion finishes this character, so the character is part of its text. Only prompts given as
+        token ids have such tokens. The result is 0 if nothing is sampled.
         """
         is_text = isinstance(self._request.prompts[number], str) or not self._request.wants_new
         return 0 if is_text else n_partial(self._endpoint._tokenizer, self._sampled[number].prompt)
 
     def _echo(self, number: int) -> tuple[str, list[TokenText]]:
-        """Return the text of the prompt with index `number`, and the text of each of its tokens.
-
-        If the request sets `echo`, the choices begin with this text. The list of token texts is empty unless the
-        request asks for log-probabilities.
-        """
+        """Return the text of the prompt, and of each of its tokens if log-probabilities are requested."""
         given, tokens, endpoint = self._request.prompts[number], self._sampled[number].prompt, self._endpoint
         whole = tokens[: len(tokens) - self._n_partial(number)]
         text = given if isinstance(given, str) else endpoint._tokenizer.decode(whole, skip_special_tokens=False)
@@ -131,7 +97,6 @@ class _Completion:
         return text, token_texts.finish(len(text))
 
     async def answer(self) -> bytes:
-        """Sample all prompts and return the whole answer as JSON."""
         found = await _all_of([self._endpoint._sampler.finished(one) for one in self._sampled])
         n_tokens = sum(len(one.prompt) for one in self._sampled) + sum(
             len(one.tokens) for all_ in found for one in all_
@@ -140,10 +105,6 @@ class _Completion:
         return await self._endpoint._threads.run(lambda: self._written(found)) if is_large else self._written(found)
 
     def _written(self, found: Sequence[Sequence[GenerationOutput]]) -> bytes:
-        """Return the JSON of the whole response.
-
-        `found` has one list for each prompt, with the finished samples of this prompt.
-        """
         choices = []
         for number, outputs in enumerate(found):
             echo = self._echo(number) if self._request.echo else ("", [])
@@ -152,11 +113,6 @@ class _Completion:
         return to_json(body | self._token_field(found))
 
     def _choice(self, index: int, number: int, output: GenerationOutput, echo: str, prompt: list[TokenText]) -> Json:
-        """Return the JSON object of the choice with index `index`, which completes the prompt with index `number`.
-
-        `output` is the finished sample. `echo` is the prompt's text that precedes the completion, and `prompt` has
-        the texts of the prompt's tokens. Without the request's option `echo`, the caller passes "" and [].
-        """
         request, text = self._request, ""
         scores = self._prompt_scores(number, output, prompt)
         if request.wants_new:
@@ -174,10 +130,6 @@ class _Completion:
     def _prompt_scores(
         self, number: int, output: GenerationOutput, prompt: list[TokenText]
     ) -> list[answers.ScoredText]:
-        """Return the log-probability and the text of each token of the prompt with index `number`.
-
-        `prompt` has the texts of the tokens. The result is empty if `prompt` is.
-        """
         if not prompt:
             return []
         pairs = [(None, []), *output.prompt_logprobs]
@@ -186,13 +138,11 @@ class _Completion:
         ]
 
     def _usage(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
-        """Return the `usage` object for the finished samples of each prompt."""
         n_prompt = sum(len(one.prompt) for one in self._sampled)
         n_new = sum(len(output.tokens) for outputs in found for output in outputs) if self._request.wants_new else 0
         return answers.usage(n_prompt, n_new, sum(outputs[0].cached_tokens for outputs in found))
 
     def _token_field(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
-        """Return {"areno": ...} for the response, or {} if the response does not carry tokens."""
         wanted = self._request.options.token_ids
         if not (self._endpoint._returns_tokens if wanted is None else wanted):
             return {}
@@ -200,7 +150,7 @@ class _Completion:
         return {"areno": answers.token_field(prompt, [output for outputs in found for output in outputs])}
 
     async def chunks(self) -> AsyncIterator[Json]:
-        """Sample the prompts one after the other and yield the chunks of a streamed answer."""
+        """Sample the prompts one after the other."""
         options = self._request.options
         base = {**self._head, "system_fingerprint": None} | ({"usage": None} if options.include_usage else {})
         found: list[list[GenerationOutput]] = []
@@ -219,7 +169,7 @@ class _Completion:
 
 
 class _Part:
-    """Incremental decoder of one choice in a streamed answer, which completes the prompt with index `number`."""
+    """Incremental decoder of one streamed choice."""
 
     def __init__(self, completion: _Completion, number: int):
         self._completion, self._number = completion, number
@@ -229,10 +179,7 @@ class _Part:
         self._echoes = completion._request.echo
 
     def take(self, output: GenerationOutput) -> list[Json]:
-        """Decode the new tokens in an output of the engine, and return the new `choices` entries without their index.
-
-        With `echo`, the first of them is the prompt.
-        """
+        """Return the new `choices` entries without their index. With `echo`, the first of them is the prompt."""
         request, is_last = self._completion._request, output.finish_reason is not None
         choices = []
         if self._echoes:
@@ -253,14 +200,7 @@ class _Part:
         return {"text": text, "logprobs": logprobs, "finish_reason": None}
 
     def _decoded(self, output: GenerationOutput) -> tuple[str, list[answers.ScoredText], int]:
-        """Decode the new tokens in an output of the engine.
-
-        Returns:
-            A tuple (text, scores, offset). `text` is the new text that later tokens cannot change. `scores` has the
-            log-probabilities and the text of each token whose text has become certain. It is empty if the request asks
-            for no log-probabilities. `offset` is the number of characters of the choice before the first token in
-            `scores`.
-        """
+        """Return (new final text, scores of the tokens in it, number of characters before the first of them)."""
         is_last = output.finish_reason is not None
         start = self._n_taken if is_last else 0  # the last one has the whole completion
         tokens = output.tokens[start:]
@@ -279,10 +219,7 @@ class _Part:
 
 
 async def _all_of(waiting: list[Any]) -> list[Any]:
-    """Await all coroutines and return their results.
-
-    If a coroutine raises an exception or the caller is cancelled, all unfinished coroutines are cancelled.
-    """
+    """Await all coroutines. On an exception or cancellation, cancel the unfinished ones."""
     tasks = [asyncio.ensure_future(one) for one in waiting]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,10 +1,9 @@
 """Conversion of conversations into exact prompt tokens.
 
-`Conversations` renders messages with the chat template and encodes the text. It caches each sampled turn. When a client
-sends a longer conversation that continues a cached turn, the new prompt consists of the earlier prompt, the sampled
-tokens, and newly encoded tokens for the text after the turn. So sampled text is never encoded a second time, which
-could give other tokens. If the template now renders earlier turns differently, for example without their reasoning, the
-whole prompt is encoded from its text.
+Each sampled turn is cached. When a client sends a conversation that continues it, the new prompt consists of the
+earlier prompt, the sampled tokens, and newly encoded tokens for the text after the turn. So sampled text is never
+encoded a second time, which could give other tokens. If the template now renders earlier turns differently, for example
+without their reasoning, the whole prompt is encoded from its text.
 """
 
 from __future__ import annotations
@@ -34,21 +33,12 @@ from areno.server.threads import Threads
 from areno.server.tokens import SOURCE_OF_ROLE, Runs, Source, digest_of, source_runs
 from areno.types import Message
 
-Key = tuple[str, str]
-"""(key of the tools and template arguments, key of the conversation)."""
+Key = tuple[str, str]  # of the tools and template variables, of the conversation
 _ENTRY_OVERHEAD = 256  # tokens that take about as much memory as an entry without its tokens: 1 to 2 KB
 
 
 class TokenCache:
-    """A thread-safe LRU cache whose size is measured in tokens.
-
-    Args:
-        max_tokens: Maximum total size of the entries. The size of an entry is its number of tokens, plus 1 for each 8
-            characters of its text, plus 256.
-
-    Attributes:
-        n_tokens: Current total size of the entries.
-    """
+    """A thread-safe LRU cache. An entry counts as its tokens, plus 1 for each 8 characters of its text, plus 256."""
 
     def __init__(self, max_tokens: int):
         self._max_tokens, self.n_tokens = max_tokens, 0
@@ -59,11 +49,6 @@ class TokenCache:
         return len(self._entries)
 
     def get(self, key: Key) -> Any:
-        """Return the entry of a key, or None if there is no entry.
-
-        Args:
-            key: Key of the entry, which becomes the most recently used.
-        """
         with self._lock:
             if key not in self._entries:
                 return None
@@ -71,14 +56,7 @@ class TokenCache:
             return self._entries[key][0]
 
     def put(self, key: Key, entry: Any, n_tokens: int, text: str = "") -> None:
-        """Add an entry, or replace the entry with the same key. The least recently used entries are evicted if needed.
-
-        Args:
-            key: Key of the entry.
-            entry: Any object.
-            n_tokens: Number of tokens in the entry.
-            text: Text in the entry. Its length counts too, because a long text can have few tokens.
-        """
+        """Add or replace an entry. `text` counts too, because a long text can have few tokens."""
         size = n_tokens + len(text) // 8 + _ENTRY_OVERHEAD
         with self._lock:
             self._remove(key)
@@ -88,7 +66,6 @@ class TokenCache:
                 self._remove(next(iter(self._entries)))
 
     def _remove(self, key: Key) -> None:
-        """Remove an entry, if it exists."""
         _, n_tokens = self._entries.pop(key, (None, 0))
         self.n_tokens -= n_tokens
 
@@ -101,14 +78,9 @@ _LARGE = 20_000  # characters of messages and tools: rendering them takes about 
 class Prompt:
     """A rendered and encoded prompt.
 
-    Attributes:
-        text: The rendered text. If a message contains the text of a control token, such as <|im_end|>, the random
-            marker `BREAK` is inserted into this text, so that it is not encoded as the control token.
-        tokens: Token ids.
-        sources: Origin of the tokens, as a tuple (source, number of tokens) for each stretch of consecutive tokens with
-            the same `Source`.
-        keys: For each message, a hash of the conversation up to and including this message.
-        form: Hash of the tools and template arguments, "" if there are none.
+    If a message contains the text of a special token, such as <|im_end|>, `text` has the random marker `BREAK` in
+    it, so that it is not encoded as the special token. `keys` are those of `conversation_keys`, `form` is that of
+    `form_key`.
     """
 
     text: str
@@ -119,66 +91,47 @@ class Prompt:
 
     @cached_property
     def digest(self) -> int:
-        """A 64-bit hash of the token ids, computed once and shared by the samples of the prompt."""
+        """A 64-bit hash of the token ids, computed once for all samples of the prompt."""
         return digest_of(self.tokens)
 
     @property
     def opens_reasoning(self) -> bool:
-        """Whether the prompt ends with `<think>`, written by the chat template."""
+        """Whether the chat template ended the prompt with `<think>`."""
         return self.text.rstrip().endswith(THINK)
 
 
 @dataclass
 class _Draft:
-    """A rendered prompt whose text from character `start` on is not encoded yet.
-
-    Attributes:
-        text: The rendered text.
-        form: Hash of the tools and template arguments.
-        keys: For each message, a hash of the conversation up to and including this message.
-        places: (start, end, source) of the content of each message that is not from the assistant. Start and end are
-            character indices in `text`.
-        start: Number of characters at the beginning of `text` whose tokens are known, because they belong to `turn` or
-            to the prompt of `turn`. 0 without `turn`.
-        turn: The cached turn that the prompt continues, or None.
-    """
+    """A rendered prompt whose text from character `start` on is not encoded yet."""
 
     text: str
     form: str
     keys: list[str]
-    places: list[tuple[int, int, int]] = field(default_factory=list)
+    places: list[tuple[int, int, int]] = field(default_factory=list)  # as returned by `_places`
     start: int = 0
-    turn: _Turn | None = None
+    turn: _Turn | None = None  # the cached turn that the prompt continues
 
 
 @dataclass
 class _Turn:
-    """A sampled turn.
-
-    Attributes:
-        tokenizer: Tokenizer that decodes `body` and `end`.
-        prompt: The prompt of the turn.
-        tokens: Sampled token ids.
-        ended: Whether the last token ends the turn. False for a turn that was cut off.
-        hidden: Ids of tokens without text in the answer, such as special tokens.
-    """
+    """A sampled turn."""
 
     tokenizer: Any
     prompt: Prompt
     tokens: list[int]
-    ended: bool
+    ended: bool  # False: the turn was cut off
     hidden: frozenset[int] = frozenset()
 
     @cached_property
     def body(self) -> str:
-        """Text of the sampled tokens as the client got it, without the token that ended the turn."""
+        """Text as the client got it, without the token that ended the turn."""
         tokens = self.tokens[:-1] if self.ended else self.tokens
         shown = [token for token in tokens if token not in self.hidden]
         return self.tokenizer.decode(shown, skip_special_tokens=False)
 
     @cached_property
     def end(self) -> str:
-        """Text of the token that ended the turn, "" for a turn that was cut off."""
+        """Text of the token that ended the turn, "" if it was cut off."""
         return self.tokenizer.decode(self.tokens[-1:], skip_special_tokens=False) if self.ended else ""
 
 
@@ -191,23 +144,11 @@ class _PendingPrompt:
 
 
 class Conversations:
-    """Builder of prompts for one tokenizer, with a cache of prompts and of the turns sampled for them.
+    """Builder of prompts for one tokenizer. `prompt` is for any thread, the async methods are for one event loop.
 
-    Use `prompt` from any thread, or `prompt_async` and `prefetch` from one event loop.
-
-    Args:
-        tokenizer: Tokenizer of transformers, with a chat template.
-        parser: Tool-call parser of the model's family.
-        thinking: Value of `enable_thinking` for the chat template. None keeps the template's default.
-        max_cached_tokens: Size of the cache of prompts and turns, see `TokenCache`.
-        max_prompt_tokens: Maximum number of tokens in a prompt. None sets no limit.
-        threads: Worker threads of `prompt_async`. None creates a new pool.
-
-    Attributes:
-        cache: Cache from a conversation (a hash of its messages, tools and template variables) to one of two kinds
-            of entries. The entry of a conversation that ends with an assistant message is the sampled turn with this
-            message. The entry of a conversation without assistant messages is its prompt, which all samples of the
-            prompt share.
+    `cache` maps a conversation (a hash of its messages, tools and template variables) to the sampled turn with
+    which it ends. A conversation without assistant messages maps to its prompt, which all samples share. `thinking`
+    None keeps the template's default.
     """
 
     def __init__(
@@ -234,20 +175,9 @@ class Conversations:
     def prompt(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
     ) -> Prompt:
-        """Build the prompt for the assistant's next turn.
+        """Build the prompt for the assistant's next turn after messages from `read_messages`.
 
-        Args:
-            messages: The conversation, as returned by `read_messages`.
-            tools: Tools in OpenAI's form, or None.
-            template: Extra variables of the chat template, or None.
-
-        Returns:
-            The prompt with its token ids. A prompt for the first turn of a conversation is taken from the cache if it
-            is there.
-
-        Raises:
-            DataError: If there is no chat template, or the template refuses the messages.
-            PromptTooLong: If the prompt exceeds `max_prompt_tokens`.
+        Raises DataError if there is no chat template or it refuses the messages, and PromptTooLong.
         """
         form, keys = form_key(tools, template), conversation_keys(messages)
         if isinstance(known := self.cache.get((form, keys[-1])), Prompt):  # a cached turn is no prompt
@@ -257,22 +187,10 @@ class Conversations:
     async def prompt_async(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
     ) -> Prompt:
-        """Build the prompt for the assistant's next turn without blocking the event loop.
+        """Do the same without blocking the event loop.
 
-        Long prompts are built in worker threads. Concurrent calls for the same prompt share the work, which is
+        Long prompts are built in threads. Concurrent calls for the same prompt share the work, which is
         cancelled when all of these calls are cancelled.
-
-        Args:
-            messages: The conversation, as returned by `read_messages`.
-            tools: Tools in OpenAI's form, or None.
-            template: Extra variables of the chat template, or None.
-
-        Returns:
-            The prompt with its token ids.
-
-        Raises:
-            DataError: If there is no chat template, or the template refuses the messages.
-            PromptTooLong: If the prompt exceeds `max_prompt_tokens`.
         """
         is_large = is_larger([list(messages), tools, template], _LARGE)
 
@@ -302,14 +220,10 @@ class Conversations:
             del pending  # the traceback of an error holds this frame: the cycle would keep the prompt's text
 
     async def prefetch(self, conversations: Sequence[Sequence[Message]]) -> None:
-        """Build and cache prompts without tools that are likely to be requested soon.
+        """Build and cache prompts that are likely to be requested soon. One that cannot be built is skipped.
 
-        A prompt that cannot be built is skipped. Building stops as soon as a client requests the first turn of any
-        conversation that is not in `conversations`, because clients may then not request the remaining conversations
-        either.
-
-        Args:
-            conversations: Messages of each conversation, as returned by `read_messages`.
+        Building stops once a client requests a first turn that is not in `conversations`, because clients may
+        then not request the rest either.
         """
 
         async def one(messages: Sequence[Message]) -> None:
@@ -327,46 +241,24 @@ class Conversations:
         await asyncio.gather(*tasks)
 
     async def _build_in_thread(self, work: Callable[[], Prompt], messages: Sequence[Message]) -> Prompt:
-        """Call `work`, which builds the prompt for `messages`, in a worker thread, and return the prompt.
-
-        The prompt is cached first if it is for the first turn of a conversation and not too long.
-        """
+        """Call `work` in a thread, and cache its prompt if it is for a first turn."""
         return self._cached(await self._threads.run(work), messages)
 
     def _build(self, draft: _Draft | None, *arguments: Any) -> Prompt:
-        """Encode a draft, which is a rendered prompt without token ids, and return the prompt. Runs in a thread.
-
-        If `draft` is None, the draft is made first, by `self._draft(*arguments)`. The hash of the token ids is also
-        computed here.
-        """
+        """Encode a draft, which is made from `arguments` if it is None, and hash its tokens. Runs in a thread."""
         prompt = self._encoded(draft or self._draft(*arguments))
         _ = prompt.digest  # computed here, since it would block the event loop
         return prompt
 
     def _cached(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
-        """Cache the prompt for `messages` if they have no assistant message and the prompt is not too long.
-
-        Returns `prompt`.
-        """
+        """Cache the prompt of a first turn if it is not too long, and return it."""
         limit = self._max_prompt_tokens
         if is_first(messages) and (limit is None or len(prompt.tokens) <= limit):
             self.cache.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
         return prompt
 
     def text(self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None) -> str:
-        """Render messages with the chat template. Any thread may call it.
-
-        Args:
-            messages: The conversation, as returned by `read_messages`.
-            tools: Tools in OpenAI's form, or None.
-            template: Extra variables of the chat template, or None.
-
-        Returns:
-            The rendered text, with the beginning of the assistant's turn.
-
-        Raises:
-            DataError: If there is no chat template, or the template refuses the messages.
-        """
+        """Render messages and the beginning of the assistant's turn. Any thread may call it."""
         if self.tokenizer.chat_template is None:
             raise DataError("the model's tokenizer has no chat template, so messages cannot be rendered")
         variables = {"enable_thinking": self._thinking, **(template or {})}
@@ -378,11 +270,7 @@ class Conversations:
         return text
 
     def _draft(self, messages: Sequence[Message], tools: Any, template: Any, form: str, keys: list[str]) -> _Draft:
-        """Render the messages, and find the cached turn that the conversation continues, if any.
-
-        `form` and `keys` are the hashes described in `_Draft`. Raises PromptTooLong if the prompt would have too
-        many tokens.
-        """
+        """Render the messages, and find the cached turn that they continue. Raises PromptTooLong."""
         control, in_form = control_tokens(self.tokenizer), template_messages(self.tokenizer, messages)
         escaped = control.escape_messages(in_form), control.escape(tools), control.escape(template)
         text = self.text(*escaped)
@@ -397,12 +285,7 @@ class Conversations:
         return draft
 
     def _draft_after_turn(self, text: str, messages: Sequence[Message], form: str, keys: list[str]) -> _Draft | None:
-        """Return a draft that continues a cached turn of the conversation.
-
-        `text` is the rendered conversation. A turn that the chat template rendered differently from its sampled text
-        cannot be continued, so the cached turns before it are tried, too. Returns None if no cached turn can be
-        continued.
-        """
+        """Return a draft after the last cached turn that the template rendered as sampled, if any."""
         for number in range(len(messages) - 1, 0, -1):
             key = form, keys[number - 1]
             if messages[number - 1]["role"] == "assistant" and (turn := self.cache.get(key)):
@@ -412,7 +295,6 @@ class Conversations:
         return None
 
     def _encoded(self, draft: _Draft) -> Prompt:
-        """Encode the part of a draft's text whose tokens are not known yet, and return the whole prompt."""
         tokens, sources = self._encode_new_text(draft)
         if (turn := draft.turn) is not None:
             tokens = turn.prompt.tokens + turn.tokens + tokens
@@ -427,26 +309,13 @@ class Conversations:
         message: Message,
         hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """Cache a sampled turn, so that the next prompt of the conversation continues from its tokens.
-
-        Args:
-            prompt: Prompt of the turn.
-            tokens: Sampled token ids.
-            end_ids: Token ids that end a turn.
-            message: The assistant message that a client will send back for this turn, as returned by
-                `read_messages`.
-            hidden: Ids of tokens that have no text in the message, such as special tokens.
-        """
+        """Cache a sampled turn. `message` is what a client will send back for it, as read by `read_messages`."""
         key = prompt.form, next_key(prompt.keys[-1], message)
         turn = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids, hidden)
         self.cache.put(key, turn, len(prompt.tokens) + len(tokens), prompt.text)
 
     def _end_of_turn(self, turn: _Turn, text: str) -> int | None:
-        """Return the index in `text` at which a cached turn ends.
-
-        `text` is a rendered conversation. Returns None if `text` does not begin with the prompt of the turn,
-        followed by a text that has the same meaning as the sampled text of the turn (see `_is_same`).
-        """
+        """Return the index in a rendered conversation at which a cached turn ends, None if it differs."""
         start = len(turn.prompt.text)
         if not text.startswith(turn.prompt.text):
             return None
@@ -460,10 +329,9 @@ class Conversations:
         return at + len(turn.end)
 
     def _is_same(self, turn: _Turn, body: str) -> bool:
-        """Return whether the rendered text `body` of a turn has the same meaning as the sampled text of the turn.
+        """Return whether a rendered turn means what was sampled.
 
-        Two differences are allowed: whitespace around the content or the reasoning, and the formatting of JSON
-        arguments.
+        Whitespace around content and reasoning and the formatting of JSON arguments may differ.
         """
         if body == turn.body:
             return True
@@ -474,12 +342,7 @@ class Conversations:
         return written == sampled
 
     def _encode_new_text(self, draft: _Draft) -> tuple[list[int], Runs]:
-        """Encode the text of a draft from character `draft.start` on. Any thread may call this method.
-
-        Returns:
-            A tuple (token ids, sources). `sources` has the origin of the tokens, as a tuple (source, number of
-            tokens) for each stretch of consecutive tokens with the same source.
-        """
+        """Encode the text from character `draft.start` on. Any thread may call it."""
         text, start, places = draft.text, draft.start, draft.places
         control = control_tokens(self.tokenizer)
         if not self.tokenizer.is_fast:
@@ -494,14 +357,10 @@ class Conversations:
         return tokens[n_known:], source_runs(places, len(tokens) - n_known, lambda at: span_of(at + n_known), start)
 
     def _places(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[tuple[int, int, int]]:
-        """Find where the contents of messages are in the rendered text `text`. Contents of the assistant are left out.
+        """Return (start, end, source) of the messages' contents in the rendered text, without those of the assistant.
 
-        To find them, the messages are rendered a second time with random marks around each content.
-
-        Returns:
-            A tuple (start, end, source) for each content. Start and end are character indices in `text`, and
-            `source` is the `Source` of the message's role. The list is empty if the marks change the rest of the
-            text.
+        They are found by rendering a second time with random marks around each content. The list is empty if
+        the marks change the rest of the text.
         """
         others = [message for message in messages if message["role"] in SOURCE_OF_ROLE and message["content"].strip()]
         if not others:
@@ -534,29 +393,16 @@ def template_names(template: str | None) -> frozenset[str]:
 
 
 def prompt_threads(tokenizer: Any) -> Threads:
-    """Return a pool of worker threads that build prompts.
-
-    Args:
-        tokenizer: Tokenizer of transformers. The pool has two threads for a fast tokenizer. For a slow tokenizer it has
-            one thread, because a slow tokenizer is not thread-safe.
-    """
+    """Return threads that build prompts: one for a slow tokenizer, which is not thread-safe."""
     return Threads(2 if tokenizer.is_fast else 1, "areno-prompts")
 
 
 def is_first(messages: Sequence[Message]) -> bool:
-    """Return whether the conversation has no message of the assistant yet.
-
-    Args:
-        messages: The conversation, as returned by `read_messages`.
-    """
     return not any(message["role"] == "assistant" for message in messages)
 
 
 def _new_mark(texts: Sequence[str]) -> str:
-    """Return a random mark that occurs in none of the texts.
-
-    The mark has no letters, because a template might change letters.
-    """
+    """Return a random mark that is in none of the texts. It has no letters, because a template might change them."""
     mark = f"\ue002{secrets.randbits(128)}\ue002"
     while any(mark in text for text in texts):
         mark = f"\ue002{secrets.randbits(128)}\ue002"
@@ -564,11 +410,7 @@ def _new_mark(texts: Sequence[str]) -> str:
 
 
 def _marked(content: str, opening: str, closing: str) -> str:
-    """Return the content of a message with the mark `opening` before it and the mark `closing` after it.
-
-    Whitespace around the content stays outside of the marks, because templates may strip it. Content that is only
-    whitespace gets no marks.
-    """
+    """Put marks around a content. Surrounding whitespace stays outside, because templates may strip it."""
     words = content.strip()
     if not words:
         return content
@@ -577,9 +419,6 @@ def _marked(content: str, opening: str, closing: str) -> str:
 
 
 def _meaning(message: ParsedMessage) -> tuple[Any, ...]:
-    """Return (content, reasoning, tool calls) of a message, to compare two renderings of a turn.
-
-    Content and reasoning are stripped of surrounding whitespace, and the arguments of calls are parsed.
-    """
+    """Return what two renderings of a turn must share."""
     calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
     return (message.content or "").strip(), (message.reasoning_content or "").strip(), calls

@@ -1,8 +1,6 @@
-"""The errors of the server, and the bounds on what clients send.
+"""Errors of the server, and bounds on what clients send.
 
-`ApiError` is an HTTP status with OpenAI's JSON body, and `bad_field` builds the error for a wrong field. The checks
-bound the depth and size of JSON values and the number of tokens in a prompt. Each check stops as soon as its bound is
-exceeded, so its own work is bounded too.
+Each check stops as soon as its bound is exceeded, so its own work is bounded too.
 """
 
 from __future__ import annotations
@@ -10,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-CONTEXT_FULL = "context_length_exceeded"
-"""Error code for a prompt that leaves no room for an answer."""
+CONTEXT_FULL = "context_length_exceeded"  # code of a prompt that leaves no room for an answer
 
 _MAX_MESSAGE, _MAX_PARAM = 2000, 200  # characters
 
@@ -31,15 +28,9 @@ class BadTrajectory(Exception):
 
 
 class ApiError(Exception):
-    """An error response to a request.
+    """An error response. `param` is the wrong field, `code` is for programs.
 
     The message may repeat text of the request, so it is cut to one line of at most 2,000 characters.
-
-    Args:
-        status: HTTP status.
-        message: Description of the error for people.
-        param: Name of the wrong field in the request. None if the error is not about one field.
-        code: Error code for programs, such as "context_length_exceeded", or None.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
@@ -49,39 +40,23 @@ class ApiError(Exception):
         self.param = param if param is None else _cut(param, _MAX_PARAM)
 
     def body(self) -> dict[str, Any]:
-        """Return OpenAI's error object, `{"error": {message, type, param, code}}`."""
+        """Return OpenAI's error object."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def _cut(text: str, max_len: int) -> str:
-    """Cut a text to `max_len` characters."""
     return text if len(text) <= max_len else f"{text[: max_len - 3]}..."
 
 
 class PromptTooLong(ApiError):
-    """A prompt with too many tokens for the model's context. The HTTP status is 400.
-
-    Args:
-        max_tokens: Maximum number of tokens in a prompt.
-    """
-
     def __init__(self, max_tokens: int):
         message = f"the prompt has more than {max_tokens} tokens, which leaves no room for a completion"
         super().__init__(400, f"{message}; shorten the prompt", param="prompt", code=CONTEXT_FULL)
 
 
 def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """Return the error for a field with a wrong value.
-
-    Args:
-        param: Name of the field. The message begins with this name. None is for the whole body.
-        message: The words after the name, such as "is missing; a string is expected".
-        code: Error code for programs, or None.
-
-    Returns:
-        An error of status 400.
-    """
+    """Return the error 400 for a field, whose name begins the message. `param` None stands for the whole body."""
     return ApiError(400, message if param is None else f"{param} {message}", param=param, code=code)
 
 
@@ -90,12 +65,6 @@ _OVERCOUNT = 8  # counting in pieces may overestimate, by less than 1/8
 
 
 def is_deeper(value: Any, max_depth: int) -> bool:
-    """Return whether JSON objects and lists are nested more than `max_depth` levels deep.
-
-    Args:
-        value: A JSON value.
-        max_depth: Number of levels.
-    """
     level = [value]
     for _ in range(max_depth + 1):
         level = [one for one in level if isinstance(one, Mapping | list)]
@@ -106,13 +75,7 @@ def is_deeper(value: Any, max_depth: int) -> bool:
 
 
 def is_larger(value: Any, max_size: int) -> bool:
-    """Return whether the size of a JSON value exceeds `max_size`.
-
-    Args:
-        value: A JSON value.
-        max_size: Bound on the number of values (nested values included) plus the number of characters in all
-            strings.
-    """
+    """Return whether the number of nested values plus the number of characters in all strings exceeds `max_size`."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -129,19 +92,6 @@ def is_larger(value: Any, max_size: int) -> bool:
 
 
 def check_prompt_length(tokenizer: Any, prompt: str | Sequence[int], max_tokens: int, n_before: int = 0) -> None:
-    """Raise PromptTooLong if a prompt has more than the maximum number of tokens.
-
-    A huge text is not encoded as a whole, because `has_more_tokens` rejects it first.
-
-    Args:
-        tokenizer: Tokenizer of transformers.
-        prompt: Text or token ids.
-        max_tokens: Maximum number of tokens in the prompt.
-        n_before: Number of tokens before `prompt`, which count toward the maximum.
-
-    Raises:
-        PromptTooLong: If `n_before` plus the tokens of `prompt` exceed `max_tokens`.
-    """
     room = max(max_tokens - n_before, 0)
     is_longer = has_more_tokens(tokenizer, prompt, room) if isinstance(prompt, str) else len(prompt) > room
     if is_longer:
@@ -149,16 +99,10 @@ def check_prompt_length(tokenizer: Any, prompt: str | Sequence[int], max_tokens:
 
 
 def has_more_tokens(tokenizer: Any, text: str, max_tokens: int) -> bool:
-    """Return whether a text certainly has more than `max_tokens` tokens.
+    """Return whether a text certainly has more than `max_tokens` tokens. Only the beginning of a huge text is encoded.
 
-    The text is encoded in pieces until the pieces have too many tokens, so only the beginning of a huge text is
-    encoded. Cutting a text into pieces can add tokens, so 1/8 of the count is subtracted. The result is therefore False
-    for a text with slightly more than `max_tokens` tokens.
-
-    Args:
-        tokenizer: Tokenizer of transformers.
-        text: Any text.
-        max_tokens: Number of tokens.
+    Cutting a text into pieces can add tokens, so 1/8 of the count is subtracted. The result is therefore False for
+    a text with slightly more than `max_tokens` tokens.
     """
     if len(text) <= max_tokens:
         return False
@@ -171,10 +115,8 @@ def has_more_tokens(tokenizer: Any, text: str, max_tokens: int) -> bool:
 
 
 def _tokens_of(tokenizer: Any, text: str) -> int:
-    """Return the number of tokens in a text, without special tokens."""
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _children(value: Mapping[str, Any] | list[Any]) -> list[Any]:
-    """Return the values of a JSON object, or the list itself."""
     return list(value.values()) if isinstance(value, Mapping) else value

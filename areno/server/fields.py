@@ -1,8 +1,4 @@
-"""Reading of JSON request bodies and their fields.
-
-`decompress` and `read_json` turn the bytes of a body into a JSON value, within bounds on size and depth. `Fields` reads
-the fields of one JSON object, checks each value and rejects fields that were never read.
-"""
+"""Reading of JSON request bodies, within bounds on size and depth, and of their fields."""
 
 from __future__ import annotations
 
@@ -22,16 +18,10 @@ _LONG_NAME = 80  # characters: a longer name gets no "did you mean"
 
 
 class Fields:
-    """Reader of one JSON object, which checks each field when it is read. A null field counts as absent.
+    """One JSON object of a request. Each field is checked when it is read, and a null field counts as absent.
 
-    Call `finish` after the last field to reject fields that were not read.
-
-    Args:
-        values: The JSON object.
-        where: Path of the object in the request, such as "messages[0]", for error messages.
-
-    Raises:
-        ApiError: With status 400 if `values` is not an object.
+    `where` is the path of the object, such as "messages[0]". Getters return None for an absent field, and raise
+    ApiError 400 for a wrong one. Call `finish` after the last field.
     """
 
     def __init__(self, values: Any, where: str = ""):
@@ -42,32 +32,18 @@ class Fields:
         self._taken: set[str] = set()
 
     def name(self, field: str) -> str:
-        """Return the path of a field in the request, such as "messages[0].role", for error messages.
-
-        Args:
-            field: Name of the field.
-        """
+        """Return the path of a field, such as "messages[0].role"."""
         return self._where + field
 
     def __contains__(self, field: str) -> bool:
         return field in self._values
 
     def take(self, field: str, default: Any = None) -> Any:
-        """Return the unchecked value of a field, or `default` if it is absent."""
+        """Return a field without checking it."""
         self._taken.add(field)
         return self._values.get(field, default)
 
     def number(self, field: str, minimum: float, maximum: float) -> float | None:
-        """Return a number from `minimum` to `maximum`, or None if the field is absent.
-
-        Args:
-            field: Name of the field.
-            minimum: Smallest allowed value.
-            maximum: Largest allowed value.
-
-        Raises:
-            ApiError: With status 400 if the field is not such a number.
-        """
         value = self.take(field)
         if value is None:
             return None
@@ -76,16 +52,6 @@ class Fields:
         return float(value)
 
     def integer(self, field: str, minimum: int, maximum: int) -> int | None:
-        """Return a whole number from `minimum` to `maximum`, or None if the field is absent.
-
-        Args:
-            field: Name of the field.
-            minimum: Smallest allowed value.
-            maximum: Largest allowed value.
-
-        Raises:
-            ApiError: With status 400 if the field is not such a number.
-        """
         value = self.take(field)
         if value is None:
             return None
@@ -96,29 +62,12 @@ class Fields:
         return value
 
     def flag(self, field: str, default: bool = False) -> bool:
-        """Return a boolean field, or `default` if the field is absent.
-
-        Args:
-            field: Name of the field.
-            default: Value if the field is absent.
-
-        Raises:
-            ApiError: With status 400 if the field is not a boolean.
-        """
         value = self.take(field)
         if value is not None and not isinstance(value, bool):
             raise bad_field(self.name(field), f"is {show(value)}; true or false is expected")
         return default if value is None else value
 
     def text(self, field: str) -> str | None:
-        """Return a string field, or None if the field is absent.
-
-        Args:
-            field: Name of the field.
-
-        Raises:
-            ApiError: With status 400 if the field is not a string or cannot be encoded as UTF-8.
-        """
         value = self.take(field)
         if value is None:
             return None
@@ -129,30 +78,13 @@ class Fields:
         return value
 
     def choice(self, field: str, choices: Collection[str]) -> str | None:
-        """Return a field that must be among `choices`, or None if the field is absent.
-
-        Args:
-            field: Name of the field.
-            choices: The allowed strings.
-
-        Raises:
-            ApiError: With status 400 if the field is not among the choices.
-        """
         value = self.text(field)
         if value is not None and value not in choices:
             raise bad_field(self.name(field), f"is {show(value)}; expected one of {', '.join(choices)}")
         return value
 
     def items(self, field: str, max_items: int) -> list[Any] | None:
-        """Return a list of at most `max_items` elements, or None if the field is absent.
-
-        Args:
-            field: Name of the field.
-            max_items: Maximum length of the list. The elements are not checked.
-
-        Raises:
-            ApiError: With status 400 if the field is not a list or is too long.
-        """
+        """Return a list whose elements are not checked."""
         value = self.take(field)
         if value is None:
             return None
@@ -163,15 +95,7 @@ class Fields:
         return value
 
     def finish(self, ignored: Collection[str] = (), unsupported: Collection[str] = ()) -> None:
-        """Reject fields that were not read.
-
-        Args:
-            ignored: Fields that are accepted without an effect, such as those for the accounting of a hosted service.
-            unsupported: Fields of OpenAI's API that this server does not support. Their error says so.
-
-        Raises:
-            ApiError: With status 400 for a field that was not read and is not ignored.
-        """
+        """Reject fields that were not read. `unsupported` fields are part of OpenAI's API, and their error says so."""
         for field in self._values.keys() - self._taken - set(ignored):
             if field in unsupported:
                 raise bad_field(self.name(field), "is not supported by this server")
@@ -180,26 +104,13 @@ class Fields:
             raise ApiError(400, message, param=self.name(field))
 
 
-MAX_DEPTH = 128
-"""Maximum nesting of lists and objects in a request, so that recursive functions can read the request."""
+MAX_DEPTH = 128  # of nested lists and objects in a request, so that recursive functions can read it
 MAX_PARTS = 200_000  # values other than numbers for the scanner in C, during which no other thread can run
 MAX_OBJECTS = 200_000  # lists and objects, all of which Python's garbage collector scans at once
 
 
 def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Decompress a body according to its Content-Encoding.
-
-    Args:
-        body: The bytes that were sent.
-        encoding: Value of the header Content-Encoding in lower case. "gzip" and "deflate" are supported.
-        max_bytes: Maximum size of the result, in bytes.
-
-    Returns:
-        The decompressed body.
-
-    Raises:
-        ApiError: With status 415 for another encoding, 400 for damaged data, 413 for a result that is too large.
-    """
+    """Raise ApiError 415 for an unknown encoding, 400 for damaged data and 413 for a result that is too large."""
     if encoding not in ("gzip", "deflate"):
         raise ApiError(415, f"Content-Encoding is {encoding[:80]!r}; gzip, deflate or none is expected")
     # Some clients send deflate without the zlib header that the standard requires.
@@ -217,26 +128,11 @@ def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
 
 
 def too_large(max_bytes: int) -> ApiError:
-    """Return the error of status 413 for a body of more than `max_bytes` bytes.
-
-    Args:
-        max_bytes: Limit of the server, in bytes.
-    """
     return ApiError(413, f"the request has more than {max_bytes} bytes", code="request_too_large")
 
 
 def read_json(body: bytes) -> Any:
-    """Parse the JSON text of a body.
-
-    Args:
-        body: Text in UTF-8, UTF-16 or UTF-32.
-
-    Returns:
-        The JSON value.
-
-    Raises:
-        ApiError: With status 400 if the body is not JSON, is nested too deeply or has too many lists and objects.
-    """
+    """Parse a body in UTF-8, UTF-16 or UTF-32. Raise ApiError 400 for bad, too many or too deep objects."""
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         n_parts = text.count('"') // 2 + sum(map(text.count, ("[", "{", "null", "true", "false")))
@@ -254,10 +150,7 @@ def read_json(body: bytes) -> Any:
 
 
 class _Interruptible(json.JSONDecoder):
-    """A JSON decoder written in Python.
-
-    It is ten times as slow as Python's decoder in C, but other threads can run while it decodes.
-    """
+    """A JSON decoder written in Python. It is ten times as slow as that in C, but other threads can run."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -266,11 +159,7 @@ class _Interruptible(json.JSONDecoder):
         self.scan_once = py_make_scanner(self)
 
     def _counted(self, parse: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same as `parse`, and counts its calls.
-
-        `parse` parses one JSON list or object. The returned function raises ApiError after MAX_OBJECTS lists and
-        objects.
-        """
+        """Wrap the parser of one list or object, so that it raises ApiError after MAX_OBJECTS calls."""
 
         def parse_counted(*args: Any) -> Any:
             self._n_objects += 1
@@ -282,10 +171,8 @@ class _Interruptible(json.JSONDecoder):
 
 
 def _too_deep() -> ApiError:
-    """Return the error for a body that is nested too deeply."""
     return ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
 
 
 def _refuse(name: str) -> Any:
-    """Raise ValueError for a constant that JSON lacks, such as NaN or Infinity."""
     raise ValueError(f"JSON has no {name}")

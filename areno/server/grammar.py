@@ -1,9 +1,4 @@
-"""Grammars that constrain a completion.
-
-A `Constraint` describes the form of the completion that a request asks for: a JSON schema (`response_format`) or a
-tool call (`tool_choice`). `compile_grammar` compiles the constraint to a grammar for the tokenizer. The decoder then
-samples only tokens that the grammar allows.
-"""
+"""Grammars that constrain a completion to a JSON schema (`response_format`) or to tool calls (`tool_choice`)."""
 
 from __future__ import annotations
 
@@ -28,7 +23,6 @@ __all__ = ["Constraint", "Grammar", "GrammarState", "Reasoning", "compile_gramma
 logger = logging.getLogger(__name__)
 
 Reasoning = Literal["none", "open", "optional"]
-"""Reasoning before the answer: none, the rest of the reasoning that the prompt has opened, or optional reasoning."""
 
 _known: weakref.WeakKeyDictionary[GrammarCompiler, OrderedDict[str, str]] = weakref.WeakKeyDictionary()
 _compilers: weakref.WeakKeyDictionary[Any, dict[Any, GrammarCompiler]] = weakref.WeakKeyDictionary()
@@ -36,54 +30,31 @@ _compilers: weakref.WeakKeyDictionary[Any, dict[Any, GrammarCompiler]] = weakref
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """The required form of a completion, in the terms of OpenAI's API.
+    """The required form of a completion. The fields have the values of OpenAI's API.
 
-    If a schema lists the properties of an object but does not set `additionalProperties`, other properties are
-    forbidden. If `strict` of a schema is true, a keyword of JSON Schema that cannot be enforced is an error. Otherwise
-    the keyword is left out, with a warning.
-
-    Attributes:
-        response_format: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema":
-            ..., "strict": ...}}. None means {"type": "text"}.
-        tools: Tools that the model may call, in OpenAI's form. Each function may have `strict`.
-        tool_choice: "auto" and "none" force no call. "required" forces a call of any tool, and {"type": "function",
-            "function": {"name": ...}} forces a call of the named function.
-        parallel_tool_calls: Whether the completion may have several calls. A named function is called only once.
-        parser: Tool-call parser of the model's family. None if the family is unknown.
-        reasoning: Whether the model may ("optional"), must ("open") or cannot ("none") write reasoning before the
-            answer, as returned by `reasoning_after`.
+    Properties that a schema does not list are forbidden unless it sets `additionalProperties`. A keyword that
+    cannot be enforced is an error if the schema is strict. Otherwise it is left out, with a warning.
     """
 
     response_format: Mapping[str, Any] | None = None
     tools: Sequence[Any] | None = None
     tool_choice: str | Mapping[str, Any] = "auto"
-    parallel_tool_calls: bool = True
-    parser: ToolCallParser | None = None
-    reasoning: Reasoning = "none"
+    parallel_tool_calls: bool = True  # a named function is called only once
+    parser: ToolCallParser | None = None  # None: the family is unknown
+    reasoning: Reasoning = "none"  # before the answer: none, the rest of what the prompt opened, or optional
 
     def grammar(self, special_tokens: Mapping[str, int]) -> str | None:
-        """Return the text of the grammar, for `GenerationRequest.grammar`.
-
-        Args:
-            special_tokens: Special tokens and their ids, from `GrammarCompiler.special_tokens`.
-
-        Returns:
-            The grammar, or None if nothing is constrained.
-
-        Raises:
-            GrammarError: If a field has a wrong value. The message names the field.
-        """
+        """Return the text of the grammar, None if nothing is constrained. Raises GrammarError naming a wrong field."""
         lark = Lark(special_tokens)
         return None if (answer := self.rules(lark)) is None else lark.text(answer)
 
     def key(self) -> str:
-        """Return a text that is the same for the same constraint."""
         parser = None if self.parser is None else self.parser.name
         how = [self.tool_choice, self.parallel_tool_calls, parser, self.reasoning]
         return json.dumps([self.response_format, self.tools, how], default=repr)
 
     def rules(self, lark: Lark) -> str | None:
-        """Add the rules of the answer to a grammar, and return the expression of the answer, None for any text."""
+        """Add the rules of the answer to a grammar and return its expression, None for any text."""
         try:
             return self._rules(lark)
         except RecursionError as error:
@@ -113,7 +84,6 @@ class Constraint:
         return answer
 
     def _schema(self) -> Document | None:
-        """Return the schema of the answer according to `response_format`, None if the answer is text."""
         form = self.response_format
         kind = "text" if form is None else form.get("type") if isinstance(form, Mapping) else None
         if kind == "text":
@@ -129,14 +99,12 @@ class Constraint:
         return Document(schema, bool(described.get("strict")))
 
     def _calls(self, lark: Lark, functions: dict[str, Document]) -> str:
-        """Return the expression of the tool calls."""
         if self.parser is None:
             raise GrammarError("tool_choice asks for a call, but the format of this model's calls is not known")
         named = not isinstance(self.tool_choice, str)
         return self.parser.call_grammar(lark, functions, many=self.parallel_tool_calls and not named)
 
     def _functions(self) -> dict[str, Document]:
-        """Return the functions that may be called, with the schemas of their arguments."""
         functions: dict[str, Document] = {}
         for number, tool in enumerate(self.tools or ()):
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -160,21 +128,11 @@ class Constraint:
 
 @lru_cache(4096)
 def _warn(where: str, relaxed: tuple[str, ...], schema: str) -> None:
-    """Warn once for each schema."""
     logger.warning("the schema of %s is enforced without %s, because strict is not set", where, ", ".join(relaxed))
 
 
 def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
-    """Determine whether the model writes reasoning after a rendered prompt.
-
-    Args:
-        prompt: The rendered prompt.
-        chat_template: The chat template. A model whose template does not contain `<think>` does not reason.
-
-    Returns:
-        "open" if the prompt ends with `<think>`, so that reasoning must follow. "optional" if the template contains
-        `<think>` and the prompt does not end with `</think>`. Otherwise "none".
-    """
+    """Return whether reasoning follows a prompt. It is "open" if the prompt ends with `<think>`."""
     end = prompt.rstrip()
     if end.endswith(THINK):
         return "open"
@@ -182,16 +140,6 @@ def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
 
 
 def compiler_for(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int] = ()) -> GrammarCompiler:
-    """Return the grammar compiler for a tokenizer. The compiler is cached after the first call.
-
-    Args:
-        tokenizer: Tokenizer of transformers.
-        vocab_size: Size of the model's logits.
-        eos_token_ids: Ids of the tokens that end a completion.
-
-    Raises:
-        GrammarError: If llguidance is not installed, or cannot use the tokenizer.
-    """
     of_tokenizer = _compilers.setdefault(tokenizer, {})
     key = (vocab_size, frozenset(eos_token_ids))
     if key not in of_tokenizer:
@@ -205,21 +153,10 @@ def compile_grammar(
     vocab_size: int,
     eos_token_ids: Collection[int] = (),
 ) -> Grammar | None:
-    """Compile a constraint for a tokenizer.
+    """Compile a constraint, a `response_format` object or the text of a grammar. None if nothing is constrained.
 
-    A server calls this before it submits a request, so that a wrong grammar becomes an error for the client.
-
-    Args:
-        constraint: A `Constraint`, a `response_format` object, or the text of a grammar.
-        tokenizer: Tokenizer of transformers.
-        vocab_size: Size of the model's logits.
-        eos_token_ids: Ids of the tokens that end a completion.
-
-    Returns:
-        The compiled grammar, whose `text` goes into the request, or None if nothing is constrained.
-
-    Raises:
-        GrammarError: If the grammar is invalid or llguidance is not installed.
+    A server calls this before it submits a request, so that a wrong grammar is an error of the client
+    (GrammarError).
     """
     compiler = compiler_for(tokenizer, vocab_size, eos_token_ids)
     if isinstance(constraint, str):

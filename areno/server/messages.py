@@ -1,8 +1,6 @@
-"""Checks of the messages, tools and `tool_choice` in a chat request.
+"""Checks of the messages, tools and `tool_choice` in a chat request, and hashes that identify conversations.
 
-The functions `read_...` return checked values. A wrong value raises an `ApiError` that names the field.
-`areno.data.messages.template_messages` writes the messages in the form of the chat template, as in training.
-`conversation_keys` identifies conversations by hashes of their messages.
+`where` is the path of a value in the request. A wrong value raises ApiError 400 with this path.
 """
 
 from __future__ import annotations
@@ -26,44 +24,25 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.")
 _KINDS = ("array", "boolean", "integer", "null", "number", "object", "string")
 
-MAX_SCHEMA = 1_000_000
-"""Maximum number of characters in a schema, in all tools, or in the arguments of a call."""
+MAX_SCHEMA = 1_000_000  # characters of a schema, of all tools, or of the arguments of a call
 _LONG_TEXT = 1000  # characters of a text that is hashed without JSON
 TOO_LARGE = f"has more than {MAX_SCHEMA:,} characters"
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call.
-
-    Attributes:
-        name: Name of the function.
-        definition: The tool in OpenAI's form, as the chat template gets it.
-    """
-
     name: str
-    definition: dict[str, Any]
+    definition: dict[str, Any]  # in OpenAI's form, for the chat template
 
 
 def read_messages(given: list[Any] | None) -> list[Message]:
-    """Check messages.
-
-    Args:
-        given: The field `messages` of the request, or None if it is absent.
-
-    Returns:
-        Messages whose contents are text or lists of text parts, and whose tool calls have objects as arguments.
-
-    Raises:
-        ApiError: With status 400 for the first field that is wrong.
-    """
+    """Return messages for the chat template: contents are text or text parts, arguments of tool calls are objects."""
     if not given:
         raise bad_field("messages", "is missing or empty; a list of messages is expected")
     return [_message(message, f"messages[{number}]") for number, message in enumerate(given)]
 
 
 def _message(given: Any, where: str) -> Message:
-    """Check one message. `where` is its path in the request."""
     fields = Fields(given, where)
     role = fields.choice("role", _ROLES)
     if role is None:
@@ -94,10 +73,7 @@ def _message(given: Any, where: str) -> Message:
 
 
 def _content(value: Any, where: str) -> str | list[Any] | None:
-    """Return the content of a message: a text, a list of text parts, or None.
-
-    Raises ApiError, with the path `where` of the content in the request, for any other content.
-    """
+    """Return a text, or a list of text parts if there are several."""
     if value is None or isinstance(value, str):
         text: str | list[Any] | None = value
     elif isinstance(value, list):
@@ -119,7 +95,6 @@ def _content(value: Any, where: str) -> str | list[Any] | None:
 
 
 def _call(given: Any, where: str) -> dict[str, Any]:
-    """Check one tool call of a message and convert it for the chat template. `where` is its path in the request."""
     fields = Fields(given, where)
     function = Fields(fields.take("function"), f"{where}.function")
     name, arguments = function.text("name"), function.take("arguments")
@@ -134,10 +109,6 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(value: Any, where: str) -> Any:
-    """Check the arguments of a tool call and decode them, see `decoded_arguments`.
-
-    For a value of another type, raises ApiError with the path `where` of the call in the request.
-    """
     if is_larger(value, MAX_SCHEMA):
         raise bad_field(f"{where}.function.arguments", TOO_LARGE)
     if isinstance(value, str) and (problem := bad_text(value)):
@@ -148,17 +119,6 @@ def _arguments(value: Any, where: str) -> Any:
 
 
 def read_tools(given: list[Any] | None) -> list[Tool]:
-    """Check the tools of a request.
-
-    Args:
-        given: The field `tools` of the request, or None if it is absent.
-
-    Returns:
-        The tools, each a function with a JSON schema of its arguments. Empty without tools.
-
-    Raises:
-        ApiError: With status 400 for the first field that is wrong, or for two functions of one name.
-    """
     if is_larger(given, MAX_SCHEMA):
         raise bad_field("tools", TOO_LARGE)
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(given or [])]
@@ -169,7 +129,6 @@ def read_tools(given: list[Any] | None) -> list[Tool]:
 
 
 def _tool(given: Any, where: str) -> Tool:
-    """Check one tool of the request and return it. `where` is its path in the request, for error messages."""
     fields = Fields(given, where)
     if fields.choice("type", ("function",)) is None:
         raise bad_field(f"{where}.type", "is missing; function is expected")
@@ -190,10 +149,6 @@ def _tool(given: Any, where: str) -> Tool:
 
 
 def _check_schema(schema: Any, where: str, is_root: bool = False) -> None:
-    """Raise ApiError if a value is not a JSON schema. `where` is its path in the request.
-
-    With `is_root`, the value is the schema of a function's arguments, so it must describe an object.
-    """
     if isinstance(schema, bool) and not is_root:
         return
     if not isinstance(schema, Mapping):
@@ -216,29 +171,12 @@ def _check_schema(schema: Any, where: str, is_root: bool = False) -> None:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """The checked field `tool_choice` of a request.
-
-    Attributes:
-        tools: Tools that the model may call, which are those in the prompt.
-        requires_call: Whether the answer must be a call.
-        named: Name of the function that must be called. None if none is named.
-    """
-
-    tools: list[Tool]
+    tools: list[Tool]  # those that the prompt offers
     requires_call: bool = False
-    named: str | None = None
+    named: str | None = None  # the function that must be called
 
 
 def read_tool_choice(value: Any, tools: list[Tool]) -> ToolChoice:
-    """Check `tool_choice`.
-
-    Args:
-        value: The field of the request, or None if it is absent.
-        tools: The tools of the request.
-
-    Raises:
-        ApiError: With status 400 if the value is wrong or names an unknown function.
-    """
     if value is None:
         return ToolChoice(tools)
     if isinstance(value, str):
@@ -268,7 +206,6 @@ def read_tool_choice(value: Any, tools: list[Tool]) -> ToolChoice:
 
 
 def _named_tool(fields: Fields, tools: list[Tool]) -> str:
-    """Return the name in an object {"type": "function", "function": {"name": ...}}, which must be one of the tools."""
     function = Fields(fields.take("function"), fields.name("function"))
     name = function.text("name")
     fields.finish()
@@ -278,15 +215,7 @@ def _named_tool(fields: Fields, tools: list[Tool]) -> str:
 
 
 def conversation_keys(messages: Sequence[Message]) -> list[str]:
-    """Return, for each message, a hash of the conversation up to and including this message.
-
-    Args:
-        messages: The conversation, as returned by `read_messages`.
-
-    Returns:
-        One hash for each message. If two conversations have the same hash at a message, they are equal up to this
-        message.
-    """
+    """Return, for each message, a hash of the conversation up to and including this message."""
     key, keys = "", []
     for message in messages:
         key = next_key(key, message)
@@ -295,12 +224,7 @@ def conversation_keys(messages: Sequence[Message]) -> list[str]:
 
 
 def form_key(tools: Any, template: Any) -> str:
-    """Return a hash of the tools and the template variables of a prompt, or "" if there are none.
-
-    Args:
-        tools: Tools in OpenAI's form, or None.
-        template: Extra variables of the chat template, or None.
-    """
+    """Return a hash of the tools and the template variables of a prompt, "" if there are none."""
     return next_key("", [tools or None, template or None]) if tools or template else ""
 
 
@@ -308,15 +232,7 @@ _as_text = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).
 
 
 def next_key(key: str, value: Any) -> str:
-    """Return the hash of a conversation with one more message.
-
-    Args:
-        key: Hash of the conversation so far. "" for an empty conversation.
-        value: The added message.
-
-    Returns:
-        A hash of 32 hexadecimal digits.
-    """
+    """Return the hash of a conversation with one more message."""
     long: dict[str, str] = {}
     if isinstance(value, dict):  # long texts are hashed without JSON, whose encoder blocks other threads
         long = {name: text for name, text in value.items() if isinstance(text, str) and len(text) > _LONG_TEXT}

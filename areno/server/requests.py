@@ -1,8 +1,7 @@
 """Checks of the fields of /v1/chat/completions and /v1/completions.
 
-`read_chat` and `read_completion` turn a JSON value into a `ChatRequest` or `CompletionRequest`. Most field names are
-those of OpenAI's API. The names `top_k`, `min_p`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `chat_template_kwargs`
-and `return_token_ids` are those of vLLM.
+Names that OpenAI's API lacks, such as `top_k`, `min_tokens` and `chat_template_kwargs`, are those of vLLM. A wrong
+field raises ApiError 400.
 """
 
 from __future__ import annotations
@@ -65,56 +64,33 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 @dataclass(kw_only=True)
 class SampleOptions:
-    """The sampling options of a request, and the extra fields of its answer.
-
-    Attributes:
-        params: Sampling parameters.
-        n: Number of samples for each prompt.
-        seed: Seed of the request. None lets the server choose a seed.
-        logit_bias: Token id -> number added to the token's logit.
-        n_top: Number of alternatives to report at each position. None reports no log-probabilities.
-        stream: Whether the answer is streamed.
-        include_usage: Whether a stream ends with a chunk that has `usage`.
-        token_ids: Whether the answer has the extra field `areno`. None follows the server's default.
-    """
+    """Sampling options of a request, and the extra fields of its answer."""
 
     params: SamplingParams
-    n: int = 1
-    seed: int | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    n_top: int | None = None
+    n: int = 1  # samples of each prompt
+    seed: int | None = None  # None: the server chooses it
+    logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> number added to its logit
+    n_top: int | None = None  # alternatives at each position; None: no log-probabilities
     stream: bool = False
     include_usage: bool = False
-    token_ids: bool | None = None
+    token_ids: bool | None = None  # whether the answer has the field `areno`; None: the server's default
 
 
 @dataclass(kw_only=True)
 class ChatRequest:
     """A checked request to /v1/chat/completions.
 
-    Attributes:
-        model: Name of the model.
-        messages: The conversation, in the form that chat templates expect.
-        tools: Tools offered to the model.
-        requires_call: Whether `tool_choice` forces a call.
-        named: Name of the function that `tool_choice` forces. None if it names no function.
-        parallel_tool_calls: Whether the answer may have several calls.
-        response_format: Required form of the answer, as in OpenAI's API. None for text.
-        template: Extra variables of the chat template (`chat_template_kwargs`).
-        reasoning_effort: The field of this name, or None.
-        options: Sampling options and extra fields of the answer.
-        prompt: Returns the prompt of an earlier request with the same body, while the cache of conversations keeps it,
-            and None otherwise. Only for the first turn of a conversation.
+    `prompt` returns the prompt of an earlier request with the same body while it is cached, for first turns only.
     """
 
     model: str
     messages: list[Message]
     tools: list[Tool]
-    requires_call: bool
-    named: str | None
+    requires_call: bool  # whether `tool_choice` forces a call
+    named: str | None  # function that `tool_choice` forces
     parallel_tool_calls: bool
     response_format: dict[str, Any] | None
-    template: dict[str, Any]
+    template: dict[str, Any]  # extra variables of the chat template
     reasoning_effort: str | None
     options: SampleOptions
     prompt: Callable[[], Any] = field(default=lambda: None, repr=False, compare=False)
@@ -122,37 +98,14 @@ class ChatRequest:
 
 @dataclass(kw_only=True)
 class CompletionRequest:
-    """A checked request to /v1/completions.
-
-    Attributes:
-        model: Name of the model.
-        prompts: The prompts, each a text or a list of token ids.
-        echo: Whether the choices begin with the prompt.
-        wants_new: Whether tokens are sampled. False for `max_tokens=0`, which only scores the prompt.
-        options: Sampling options and extra fields of the answer.
-    """
-
     model: str
     prompts: list[str | list[int]]
     echo: bool
-    wants_new: bool
+    wants_new: bool  # False for `max_tokens=0`, which only scores the prompt
     options: SampleOptions
 
 
 def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MESSAGES) -> ChatRequest:
-    """Check a request to /v1/chat/completions.
-
-    Args:
-        values: The JSON value of the body.
-        defaults: Sampling parameters for fields that the request leaves out.
-        max_messages: Maximum number of messages in a request.
-
-    Returns:
-        The checked request, with `defaults` filled in.
-
-    Raises:
-        ApiError: With status 400 for the first field that is wrong.
-    """
     fields = Fields(values)
     model = _model(fields)
     messages = read_messages(fields.items("messages", max_items=max_messages))
@@ -188,18 +141,6 @@ def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MES
 
 
 def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
-    """Check a request to /v1/completions.
-
-    Args:
-        values: The JSON value of the body.
-        defaults: Sampling parameters for fields that the request leaves out.
-
-    Returns:
-        The checked request, with `defaults` filled in.
-
-    Raises:
-        ApiError: With status 400 for the first field that is wrong.
-    """
     fields = Fields(values)
     model = _model(fields)
     prompts = _prompts(fields.take("prompt"))
@@ -214,7 +155,6 @@ def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
 
 
 def _model(fields: Fields) -> str:
-    """Return the required field `model`. Raises ApiError if it is missing."""
     model = fields.text("model")
     if model is None:
         raise bad_field("model", "is missing; the name of a model is expected")
@@ -222,10 +162,7 @@ def _model(fields: Fields) -> str:
 
 
 def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> SampleOptions:
-    """Read the fields that both endpoints share, such as `temperature`, `n` and `stream`.
-
-    `max_new` is the request's limit on new tokens, or None for the limit in `defaults`.
-    """
+    """Read the fields that both endpoints share. `max_new` None keeps the default."""
     params = replace_params(
         defaults,
         **{name: fields.number(name, *bounds) for name, bounds in _NUMBERS.items()},
@@ -261,14 +198,9 @@ def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> S
 
 
 def replace_params(defaults: SamplingParams, **given: Any) -> SamplingParams:
-    """Return a copy of sampling parameters in which the values of a request replace the defaults.
+    """Replace defaults by the values of a request. None keeps the default.
 
-    As in the APIs of OpenAI and vLLM, three parameters may be 0: `temperature` 0 and `top_p` 0 sample greedily, and
-    `top_k` 0 sets no limit.
-
-    Args:
-        defaults: Parameters to start from.
-        **given: Parameters of the request. None keeps the default.
+    As in the APIs of OpenAI and vLLM, `temperature` 0 and `top_p` 0 sample greedily, and `top_k` 0 sets no limit.
     """
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("top_k") == 0:
@@ -283,10 +215,7 @@ def replace_params(defaults: SamplingParams, **given: Any) -> SamplingParams:
 
 
 def _token_ids(fields: Fields, field: str) -> list[int] | None:
-    """Return a field that must be a list of at most 64 token ids, or None if the field is absent.
-
-    The engine checks later whether the model has these ids.
-    """
+    """Read a list of at most 64 token ids. The engine checks later whether the model has them."""
     ids = fields.items(field, 64)
     for token in ids or []:
         if type(token) is not int or token < 0:
@@ -295,10 +224,6 @@ def _token_ids(fields: Fields, field: str) -> list[int] | None:
 
 
 def _stop(value: Any) -> list[str] | None:
-    """Check the field `stop` and return its strings as a list.
-
-    Returns None if the field is absent, that is, if `value` is None.
-    """
     if value is None:
         return None
     strings = [value] if isinstance(value, str) else value
@@ -312,10 +237,6 @@ def _stop(value: Any) -> list[str] | None:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """Check the field `logit_bias` and return a dictionary from token id to the number added to the token's logit.
-
-    The dictionary is empty if `value` is None.
-    """
     bias: dict[int, float] = {}
     if value is None:
         return bias
@@ -331,10 +252,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    """Check the field `response_format` and return it. A `json_object` with a schema becomes a `json_schema`.
-
-    Returns None if the format is text or the field is absent. Raises ApiError if the field is wrong.
-    """
+    """Return the format, None for text. A `json_object` with a schema becomes a `json_schema`."""
     if value is None:
         return None
     fields = Fields(value, "response_format")
@@ -363,11 +281,6 @@ def _check_schema(schema: Any, where: str) -> None:
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """Check the field `prompt` and return the list of its prompts, each a text or a list of token ids.
-
-    Raises ApiError if the field is missing or wrong.
-    """
-
     def is_tokens(one: Any) -> bool:
         return isinstance(one, list) and bool(one) and all(type(token) is int for token in one)
 

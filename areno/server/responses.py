@@ -1,8 +1,7 @@
 """Checks of the server's responses that an agent returns for training.
 
-User code may have changed the responses, so every field is checked here. A wrong value would otherwise fail only later,
-for example in the tokenizer or the loss. `read_response` extracts the message and the tokens from a response, and
-`TurnTokens.read` checks the tokens.
+User code may have changed them, and a wrong value would otherwise fail only later, in the tokenizer or the loss. A
+wrong field raises BadTrajectory.
 """
 
 from __future__ import annotations
@@ -29,38 +28,19 @@ _SCALARS = {str, int, float, bool, type(None)}
 
 @dataclass(slots=True, kw_only=True)
 class TurnTokens:
-    """The tokens of one turn: the prompt that the model read and the completion that it sampled.
-
-    Attributes:
-        prompt: Token ids of the prompt, at least one.
-        sources: Origin of the prompt's tokens. The prompt is divided into stretches of consecutive tokens with the same
-            `Source`, such as a user message. Each tuple (source, number of tokens) describes one stretch.
-        sampled: Token ids of the completion, at least one.
-        message: Hashes of the parts of the message that the server sent, see `message_digest`.
-        logprobs: Log-probability of each sampled token. Finite, and not positive except for rounding.
-        versions: For each sampled token, the version of the weights that sampled it.
-        temperature: Sampling temperature of the turn.
-    """
+    """The prompt that the model read in one turn and the completion that it sampled, each with at least one token."""
 
     prompt: list[int]
     sources: Runs
     sampled: list[int]
-    message: dict[str, str]
+    message: dict[str, str]  # hashes of its parts, see `message_digest`
     logprobs: list[float]
-    versions: list[int]
+    versions: list[int]  # of the weights, for each sampled token
     temperature: float
 
     @classmethod
     def read(cls, values: Mapping[str, Any], vocab_size: int) -> TurnTokens:
-        """Check the field `areno` of a response and return its tokens.
-
-        Args:
-            values: The field `areno` of the response, with one choice.
-            vocab_size: Number of token ids of the model.
-
-        Raises:
-            BadTrajectory: If a field has a value that the server cannot have written. The message names the field.
-        """
+        """Check the field `areno` of a response, reduced to one choice."""
         choices = values.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(choice, Mapping):
@@ -79,11 +59,7 @@ class TurnTokens:
 
 
 def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | None) -> list[Any]:
-    """Return `values[name]` after checking that it is a list of numbers whose types are in `kinds`.
-
-    The list must have `n` elements. If `n` is None, the list must have at least one element. Raises BadTrajectory
-    for a wrong field.
-    """
+    """Return a list of `n` numbers. None allows any length but 0."""
     numbers = values.get(name)
     if not isinstance(numbers, list) or not numbers:
         raise BadTrajectory(f"{name} is {show(numbers)}; a list of numbers is expected")
@@ -96,11 +72,6 @@ def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | No
 
 
 def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | None = None) -> list[int]:
-    """Return `values[name]` after checking that it is a list of whole numbers from 0 to `maximum`.
-
-    The list must have `n` elements. If `n` is None, the list must have at least one element. Raises BadTrajectory
-    for a wrong field.
-    """
     numbers = _numbers(values, name, {int}, n)
     if min(numbers) < 0 or max(numbers) > maximum:
         wrong = min(numbers) if min(numbers) < 0 else max(numbers)
@@ -109,10 +80,6 @@ def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | 
 
 
 def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
-    """Return the field `logprobs` of `choice` after checking that it has `n` log-probabilities.
-
-    Raises BadTrajectory for a wrong field.
-    """
     numbers = _numbers(choice, "logprobs", {int, float}, n)
     if wrong := [number for number in numbers if not _MIN_LOGPROB < number <= _MAX_LOGPROB]:  # catches NaN, too
         raise BadTrajectory(f"logprobs holds {show(wrong[0])}; a log-probability is finite and not positive")
@@ -120,10 +87,7 @@ def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
 
 
 def _sources(runs: Any, n: int) -> Runs:
-    """Return `runs` after checking that it is a list of (source, number of tokens) for exactly `n` tokens in all.
-
-    Raises BadTrajectory for any other value.
-    """
+    """Check that the runs cover exactly `n` tokens."""
     known = {int(source) for source in Source}
     pairs = runs if isinstance(runs, list) else []
     good = all(
@@ -163,19 +127,13 @@ def _call(call: Any) -> Any:
 
 
 def changed_parts(message: Mapping[str, Any], sampled: Mapping[str, str]) -> list[str]:
-    """Return the names of the parts of a message that are not as sampled. Reasoning may be absent.
-
-    Args:
-        message: An assistant message.
-        sampled: Result of `message_digest` for the sampled message.
-    """
+    """Return the names of the parts that differ from the sampled message. Reasoning may be absent."""
     digest = message_digest(message)
     changed = [name for name in digest if digest[name] != sampled[name]]
     return [name for name in changed if name != _REASONING or digest[name] != _EMPTY[name]]
 
 
 def _digest(choice: Mapping[str, Any]) -> dict[str, str]:
-    """Return the field `message` of `choice` after checking that it is a result of `message_digest`."""
     digest = choice.get("message")
     if not isinstance(digest, dict) or digest.keys() != _EMPTY.keys():
         raise BadTrajectory(f"message is {show(digest)}; the hashes of {', '.join(_EMPTY)} are expected")
@@ -183,39 +141,22 @@ def _digest(choice: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sampled_with(params: SamplingParams) -> dict[str, float]:
-    """Return the sampling parameters that a response records in its field `areno`, where `TurnTokens.read` reads them.
-
-    Args:
-        params: Sampling parameters of the request.
-
-    Returns:
-        {"temperature": ...}, the temperature at which the log-probabilities were computed.
-    """
+    """Return the sampling parameters that the field `areno` records, where `TurnTokens.read` reads them."""
     return {"temperature": params.logprob_temperature}
 
 
 def _temperature(value: Any) -> float:
-    """Check the temperature of a turn and return it as a float."""
     if type(value) not in (int, float) or not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
         raise BadTrajectory(f"temperature is {show(value)}; the temperature of the request is expected")
     return float(value)
 
 
 def read_response(response: Any) -> dict[str, Any]:
-    """Extract the message, finish reason and tokens from a response.
+    """Return `message`, `finish_reason`, `tokens` (the field `areno` with this choice alone) and `choice` (id, index).
 
-    Args:
-        response: A response of OpenAI's client, or the list of chunks of a streamed response. Dictionaries with the
-            same fields are accepted too.
-
-    Returns:
-        A dictionary with `message`, `finish_reason`, `tokens` (the field `areno`, whose only choice is the one of the
-        message) and `choice` (id of the response and index of the choice), all as plain JSON values.
-
-    Raises:
-        BadTrajectory: If the field `areno` is missing, or the response does not have exactly one choice.
-        Exception: A TypeError, KeyError, AttributeError or another error if `response` does not have the form of a
-            response of OpenAI's client.
+    `response` is one of OpenAI's client, or the list of chunks of a streamed one, or dictionaries with the same
+    fields. Raises BadTrajectory if the field `areno` is missing or there is not exactly one choice, and TypeError,
+    KeyError, AttributeError or another error for a value that is no response.
     """
     response = _joined([to_plain(chunk) for chunk in response]) if isinstance(response, list) else to_plain(response)
     tokens = response.get("areno") if isinstance(response, Mapping) else None
@@ -248,21 +189,11 @@ def read_response(response: Any) -> dict[str, Any]:
 
 
 def check_json(value: Any) -> None:
-    """Check that a value can be written to the JSON files of a run.
-
-    Args:
-        value: Any value.
-
-    Raises:
-        TypeError: If a part of the value has no JSON form.
-        ValueError: If text cannot be encoded as UTF-8, or the value contains itself.
-        RecursionError: If the value is nested too deeply.
-    """
+    """Raise TypeError, ValueError or RecursionError if a value cannot be written to the JSON files of a run."""
     json.dumps(value, ensure_ascii=False).encode()
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value consists of JSON types only, so that it can be sent to another process."""
     if isinstance(value, dict):
         return all(type(name) is str and _is_plain(one) for name, one in value.items())
     if isinstance(value, list):
@@ -271,7 +202,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _joined(chunks: list[Any]) -> dict[str, Any]:
-    """Join the chunks of a streamed response into one response."""
     choices: dict[int, dict[str, Any]] = {}
     found: dict[str, Any] = {}
     for chunk in chunks:
@@ -291,13 +221,7 @@ def _joined(chunks: list[Any]) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert objects of OpenAI's client to dictionaries and lists, at any depth.
-
-    Fields that were not set are left out.
-
-    Args:
-        value: An object of OpenAI's client, or a container of such objects. Other values are returned unchanged.
-    """
+    """Convert objects of OpenAI's client to dictionaries and lists, at any depth, without fields that were not set."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A runner of aiohttp applications whose own error responses, such as those to invalid HTTP, have OpenAI's form."""
+"""A runner of aiohttp applications. Its own error responses, such as those to invalid HTTP, have OpenAI's JSON form."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ class _Server(web.Server):
 
 
 class Runner(web.AppRunner):
-    """Runs an application. Errors of the HTTP parser, and others that precede the application, are answered in JSON."""
-
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
         return _Server(

@@ -1,8 +1,4 @@
-"""Sampling of clients' requests on the engine.
-
-`Sampler` gives each request an id and a seed, enforces the limits of the server, and aborts requests whose client has
-disconnected. `ServerMetrics` counts requests and tokens for the page /metrics in Prometheus' text format.
-"""
+"""Sampling of clients' requests on the engine, within the limits of the server, and its metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -27,30 +23,16 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 
 
 class Histogram:
-    """A Prometheus histogram.
-
-    Args:
-        bounds: Upper bounds of the buckets, ascending. The default has 14 bounds from 0.01 to 300 seconds.
-    """
+    """A Prometheus histogram with ascending upper bounds."""
 
     def __init__(self, bounds: tuple[float, ...] = _SECONDS):
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        """Add one value.
-
-        Args:
-            value: Value in the unit of the bounds, such as seconds.
-        """
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def lines(self, name: str) -> Iterator[str]:
-        """Yield the lines of the histogram in Prometheus' text format.
-
-        Args:
-            name: Name of the metric.
-        """
         total = 0
         for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
             total += count
@@ -60,20 +42,11 @@ class Histogram:
 
 
 class ServerMetrics:
-    """The counters of one server since its start.
+    """Counters since the server's start.
 
-    The prompt tokens of a request are counted at its first output, and the sampled tokens at the end of each sample.
-
-    Attributes:
-        requests: Number of answered HTTP requests by (path, status).
-        in_flight: Number of requests in progress.
-        prompt_tokens: Number of prompt tokens.
-        cached_tokens: Number of prompt tokens found in the prefix cache.
-        completion_tokens: Number of sampled tokens.
-        aborted: Number of engine requests without a complete answer, for example because the client disconnected or the
-            time limit passed.
-        first_token: Histogram of the seconds to the first token of streamed requests.
-        whole: Histogram of the seconds from a request to the end of its answer.
+    Prompt tokens are counted at a request's first output, sampled tokens at the end of each sample. `requests`
+    counts HTTP requests by (path, status). `aborted` counts engine requests without a complete answer.
+    `first_token` (of streamed requests) and `whole` are in seconds.
     """
 
     def __init__(self) -> None:
@@ -83,11 +56,7 @@ class ServerMetrics:
         self.first_token, self.whole = Histogram(), Histogram()
 
     def text(self, gauges: Iterable[tuple[str, str, float]]) -> str:
-        """Return the text of the page /metrics, in Prometheus' text format.
-
-        Args:
-            gauges: Further values, as (name, help text, value).
-        """
+        """Return the page /metrics. `gauges` are (name, help text, value)."""
         lines = []
 
         def metric(name: str, kind: str, about: str, samples: Iterable[str]) -> None:
@@ -128,40 +97,19 @@ _ADVICE = {"max_new_tokens": "; shorten the prompt or lower max_tokens", "min_ne
 
 @dataclass(kw_only=True)
 class ServerLimits:
-    """Limits on requests, memory and time of a server.
-
-    Attributes:
-        max_body: Maximum size of a request's body in bytes, also after decompression.
-        max_messages: Maximum number of messages in a chat request.
-        max_samples: Maximum number of samples in progress or waiting. Further requests are refused with status 429.
-        max_remembered: Maximum number of tokens in the cache of conversations, see `TokenCache`.
-        timeout_s: Time limit for the answer to a request, in seconds.
-        shutdown_s: Seconds that requests in progress get to finish when the server is shut down.
-    """
-
-    max_body: int = 16 * 2**20
+    max_body: int = 16 * 2**20  # bytes, also after decompression
     max_messages: int = MAX_MESSAGES
-    max_samples: int = 4096
-    max_remembered: int = 64_000_000
-    timeout_s: float = 3600.0
-    shutdown_s: float = 30.0
+    max_samples: int = 4096  # in progress or waiting
+    max_remembered: int = 64_000_000  # tokens in the cache of conversations
+    timeout_s: float = 3600.0  # until the answer to a request
+    shutdown_s: float = 30.0  # for requests in progress
 
 
 class Sampler:
-    """The link between the server's endpoints and the engine: sends the clients' requests to the engine.
+    """Sends requests to an engine in a rollout phase.
 
-    Args:
-        engine: The engine, in a rollout phase.
-        request_limits: Context length and KV-cache size of the rollout phase.
-        limits: Limits of the server.
-        seed: Seed from which the seeds of requests without a seed are derived. The n-th request without a seed for a
-            given prompt gets the same seed in each run.
-        stop_ids: Token ids that end a completion.
-        raw_logprobs: Whether the API's log-probabilities are computed without the temperature.
-
-    Attributes:
-        metrics: Counters for the page /metrics.
-        n_samples: Number of samples in progress or waiting.
+    Seeds of requests without a seed derive from `seed`. The n-th of them for a given prompt gets the same seed in
+    each run. `raw_logprobs` are computed without the temperature.
     """
 
     def __init__(
@@ -183,20 +131,10 @@ class Sampler:
     def request(
         self, prompt: list[int], options: SampleOptions, *, digest: int | None = None, **more: Any
     ) -> GenerationRequest:
-        """Build the engine's request for a prompt.
+        """Build the engine's request. Raises ApiError 400 if the engine cannot serve it.
 
-        Args:
-            prompt: Token ids.
-            options: Sampling options of the client's request.
-            digest: Hash of the prompt, `digest_of(prompt)`. If None, the hash is computed when a seed is needed.
-            **more: Further fields of `GenerationRequest`.
-
-        Returns:
-            The request, with a new id and a seed.
-
-        Raises:
-            ApiError: With status 400 if the engine cannot serve the request, for example because the prompt is too
-                long.
+        `digest` is `digest_of(prompt)`, computed if a seed needs it and it is None. `more` are fields of
+        `GenerationRequest`.
         """
         request = GenerationRequest(
             request_id=next(_ids),
@@ -218,12 +156,6 @@ class Sampler:
         return request
 
     def next_seed(self, prompt: list[int], digest: int | None) -> int:
-        """Return the seed of the next request with this prompt.
-
-        Args:
-            prompt: Token ids.
-            digest: Hash of the token ids. If None, the hash is computed.
-        """
         # Requests arrive in any order, so a seed derived from a counter would differ between runs.
         digest = digest_of(prompt) if digest is None else digest
         n_seen = self._seen[digest] = self._seen.pop(digest, 0) + 1
@@ -233,19 +165,12 @@ class Sampler:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Maximum number of tokens in a prompt, such that at least one token can be sampled."""
+        """The maximum with which at least one token can be sampled."""
         return min(self.request_limits.context_len - 1, self.request_limits.kv_tokens)
 
     @contextmanager
     def reserve(self, n: int) -> Iterator[None]:
-        """Count `n` samples as in progress within a `with` block.
-
-        Args:
-            n: Number of samples in the request.
-
-        Raises:
-            ApiError: With status 429 if too many samples are in progress, and 400 if `n` alone exceeds the limit.
-        """
+        """Count `n` samples as in progress. Raises ApiError 429, or 400 if `n` alone exceeds the limit."""
         max_samples = self.limits.max_samples
         if n > max_samples:
             message = f"the request asks for {n} samples, and at most {max_samples} may be in progress"
@@ -260,16 +185,9 @@ class Sampler:
             self.n_samples -= n
 
     async def outputs(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
-        """Submit a request and yield the engine's outputs. Leaving the iteration early aborts the request.
+        """Yield partial and finished outputs of all samples as they arrive. Leaving the iteration aborts the request.
 
-        Args:
-            request: A request built by `Sampler.request`.
-
-        Yields:
-            Partial and finished outputs of all samples, in the order in which they are ready.
-
-        Raises:
-            ApiError: If the request times out (408), is refused (400) or fails (500, 503).
+        Raises ApiError if the request times out (408), is refused (400) or fails (500, 503).
         """
         started, is_first, done = time.monotonic(), True, False
         try:
@@ -300,26 +218,13 @@ class Sampler:
             self.metrics.whole.observe(time.monotonic() - started)
 
     async def finished(self, request: GenerationRequest) -> list[GenerationOutput]:
-        """Submit a request and return its finished samples, ordered by sample number.
-
-        Args:
-            request: A request built by `Sampler.request`.
-
-        Raises:
-            ApiError: If the request times out (408), is refused (400) or fails (500, 503).
-        """
+        """Return the finished samples, ordered by sample number. Raises the errors of `outputs`."""
         async with aclosing(self.outputs(request)) as stream:  # type: ignore[type-var]
             found = [output async for output in stream if output.finish_reason is not None]
         return sorted(found, key=lambda output: output.sample)
 
     def gauges(self) -> list[tuple[str, str, float]]:
-        """Return the current numbers of samples, for the page /metrics.
-
-        Returns:
-            A tuple (name, help text, value) for each gauge. The gauges are the samples that the engine decodes, the
-            samples that wait in the engine, the samples in progress at the server, and the preemptions and drafted
-            tokens in the engine. The numbers of the engine are sums over its decoders.
-        """
+        """Return (name, help text, value) for each gauge. Those of the engine are sums over its decoders."""
         stats, drafts = self.engine.rollout_stats(), self.engine.draft_counts()
         return [
             ("areno_samples_running", "Samples in the batch.", sum(one.running for one in stats)),
@@ -332,15 +237,11 @@ class Sampler:
 
 
 def _of_client(error: RequestRefused, code: str | None = None) -> ApiError:
-    """Convert the engine's refusal to an ApiError of status 400 that names the field of the client's request.
-
-    `code` is the error code for programs, such as CONTEXT_FULL, or None.
-    """
+    """Convert the engine's refusal to an ApiError that names the field of the client's request."""
     advice = "; shorten the prompt" if code == CONTEXT_FULL else _ADVICE.get(error.field, "")
     return ApiError(400, error.why + advice, param=_name_of(error.field), code=code)
 
 
 def _name_of(key: str) -> str:
-    """Return the name of a setting in the API, such as "max_tokens" for "gconfig.max_new_tokens"."""
     name = key.rpartition(".")[2]
     return _NAMES.get(name, name)

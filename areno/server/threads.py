@@ -1,8 +1,4 @@
-"""Threads for CPU-heavy work and for the server itself.
-
-`Threads` is a pool of worker threads for work that would block an event loop, such as encoding a long prompt.
-`ServerThread` runs an application in a thread with its own event loop, so that user code cannot block the server.
-"""
+"""Threads for CPU-heavy work, such as encoding a long prompt, and for a server with its own event loop."""
 
 from __future__ import annotations
 
@@ -30,13 +26,10 @@ _running: set[threading.Thread] = set()
 
 
 class Threads:
-    """A small pool of worker threads for event loops. A thread ends when no work is queued.
+    """A pool of threads for an event loop. A thread ends when no work is queued.
 
-    Unlike the threads of `concurrent.futures`, these are daemon threads, so the process can exit while a thread hangs.
-
-    Args:
-        max_threads: Maximum number of threads. Further work is queued.
-        name: Name of the threads.
+    Unlike the threads of `concurrent.futures`, these are daemon threads, so the process can exit while a thread
+    hangs.
     """
 
     def __init__(self, max_threads: int, name: str):
@@ -46,13 +39,7 @@ class Threads:
         self._n_threads = 0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Call a function in a worker thread and return its result.
-
-        If the caller is cancelled before the call begins, the function is not called.
-
-        Args:
-            work: Function without arguments. Its exception is raised to the caller of `run`.
-        """
+        """Return the result of `work`. It is not called if the caller is cancelled before a thread is free."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             self._waiting.append((future, work))
@@ -66,7 +53,6 @@ class Threads:
             del future  # its error's traceback holds this frame: the cycle would keep the objects of the work alive
 
     def _serve(self) -> None:
-        """Call queued functions until none is left."""
         thread = threading.current_thread()
         _running.add(thread)
         try:
@@ -84,10 +70,7 @@ class Threads:
 
 
 def _finish(future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
-    """Call `work`, and pass its result or exception to `future`.
-
-    The result is set in the thread of the future's event loop, not in this thread.
-    """
+    """Call `work`, and set its result in the thread of the future's event loop."""
     try:
         settled = partial(_settle, future, work(), None)
     except BaseException as error:
@@ -98,7 +81,6 @@ def _finish(future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Set the result of a future, or its exception if `error` is given. A cancelled future stays as it is."""
     if future.done():
         return
     if error is None:
@@ -109,10 +91,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Wait up to 2 seconds for worker threads that are calling a function.
-
-    A thread that returns from a library during Python's exit could crash the process.
-    """
+    """Wait for busy threads: one that returns from a library during Python's exit could crash the process."""
     ends_at = time.monotonic() + _EXIT_S
     for thread in list(_running):
         thread.join(max(0.0, ends_at - time.monotonic()))
@@ -122,33 +101,23 @@ _logger = logging.getLogger("areno.server.http")
 
 
 def _is_not_about_a_client(record: logging.LogRecord) -> bool:
-    """Return whether a log record should be kept, for use as a filter of a logger.
-
-    The result is False for records about clients that send invalid HTTP or have disconnected.
-    """
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | ConnectionError)
 
 
 _logger.addFilter(_is_not_about_a_client)  # the tracebacks would fill the log
 END_ANSWERS: web.AppKey[Callable[[], object]] = web.AppKey("end_answers")
-"""Function of an application that ends the requests in progress with an error, once the time of a shutdown is over."""
+"""The function of an application that ends requests in progress with an error, after the time for a shutdown."""
 _MIN_GRACE_S = 0.01  # aiohttp takes 0 for no limit at all
 _ERROR_S = 1.0  # for requests that are ended to send their error
 _SHUTDOWN_S = 5.0  # for the shutdown itself, in addition to the requests in progress
 
 
 class ServerThread:
-    """A web application that is served in a thread from `start` until `stop`.
+    """A web application served in a thread from `start` until `stop`.
 
-    Args:
-        make: Function that returns the application. It is called in the server's thread.
-        host: Address to listen at.
-        port: Port to listen at. 0 picks a free port.
-        grace_s: Seconds that requests in progress get to finish after `stop`.
-
-    Attributes:
-        url: Address of the server, such as http://127.0.0.1:8000. Empty before `start`.
+    `make` is called in this thread. Port 0 picks a free port. After `stop`, requests in progress get `grace_s`
+    seconds.
     """
 
     def __init__(
@@ -163,14 +132,7 @@ class ServerThread:
         self.url = ""
 
     def start(self) -> str:
-        """Start the thread, and return when the server accepts requests.
-
-        Returns:
-            The address, such as http://127.0.0.1:8000.
-
-        Raises:
-            EngineError: If the server cannot listen at the address, for example because the port is in use.
-        """
+        """Return the address once requests are accepted. Raises EngineError if it is in use."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="areno-server")
         self._thread.start()
         self._ready.wait()
@@ -180,13 +142,7 @@ class ServerThread:
         return self.url
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine in the server's event loop without waiting for its end.
-
-        After the server has stopped, this method has no effect.
-
-        Args:
-            work: The coroutine.
-        """
+        """Run a coroutine in the server's event loop without waiting for it. After `stop` this has no effect."""
         assert self._loop is not None
         try:
             asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -194,10 +150,7 @@ class ServerThread:
             work.close()
 
     def stop(self) -> None:
-        """Refuse new requests, wait up to `grace_s` seconds for requests in progress, then cancel the rest.
-
-        A second call has no effect.
-        """
+        """Refuse new requests, wait for those in progress, then cancel the rest."""
         if self._loop is None or self._stopping is None or self._thread is None:
             return
         with suppress(RuntimeError):  # the loop has ended
@@ -205,7 +158,6 @@ class ServerThread:
         self._thread.join(self._grace_s + _SHUTDOWN_S)
 
     def _run(self) -> None:
-        """Run the event loop of the thread. If it fails, record the exception, so that `start` can raise an error."""
         try:
             asyncio.run(self._serve())
         except BaseException as error:
@@ -214,7 +166,6 @@ class ServerThread:
             self._ready.set()
 
     async def _serve(self) -> None:
-        """Serve the application until `stop`."""
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         app, grace_s = self._make(), max(self._grace_s, _MIN_GRACE_S)
         end_answers = app.get(END_ANSWERS)

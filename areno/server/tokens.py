@@ -1,9 +1,4 @@
-"""The origin of each token in a training row.
-
-The origin of a token is called its source, such as "part of a user message". A run is a stretch of consecutive
-tokens with the same source, stored as (source, number of tokens). `source_runs` derives the runs from the places of
-messages in a rendered prompt, and `expand_runs` turns runs into an array with one source for each token.
-"""
+"""Sources of the tokens in a training row, stored as runs: (source, number of consecutive tokens with this source)."""
 
 from __future__ import annotations
 
@@ -16,36 +11,20 @@ import numpy as np
 
 
 class Source(IntEnum):
-    """Origin of a token in a row.
-
-    Attributes:
-        TEMPLATE: Written by the chat template, or of any origin not listed here.
-        SYSTEM: Part of a system message.
-        USER: Part of a user message.
-        TOOL: Part of a tool's result.
-        SAMPLED: Sampled by the model.
-    """
-
-    TEMPLATE = 0
+    TEMPLATE = 0  # also the source of all tokens that no other value names
     SYSTEM = 1
     USER = 2
     TOOL = 3
     SAMPLED = 4
 
 
-Runs = list[tuple[int, int]]
-"""(source, number of tokens) of consecutive tokens."""
+Runs = list[tuple[int, int]]  # (source, number of tokens)
 _AT_ONCE = 1 << 16  # tokens
 
 SOURCE_OF_ROLE = {"system": Source.SYSTEM, "user": Source.USER, "tool": Source.TOOL, "function": Source.TOOL}
 
 
 def digest_of(tokens: list[int]) -> int:
-    """Return a 64-bit hash of token ids.
-
-    Args:
-        tokens: Token ids.
-    """
     hashed = hashlib.blake2b(digest_size=8)
     for at in range(0, len(tokens), _AT_ONCE):  # in pieces, so that other threads can run in between
         hashed.update(np.array(tokens[at : at + _AT_ONCE], dtype=np.int64).tobytes())
@@ -55,20 +34,10 @@ def digest_of(tokens: list[int]) -> int:
 def source_runs(
     places: Iterable[tuple[int, int, int]], n_tokens: int, span_of: Callable[[int], tuple[int, int]], start: int = 0
 ) -> Runs:
-    """Return the source (origin) of each token in a text, as runs.
+    """Return the sources of the `n_tokens` tokens from character `start` on. `span_of` counts characters from `start`.
 
-    A run is a tuple (source, number of tokens) for a stretch of consecutive tokens with the same source. Tokens outside
-    of the messages in `places` have the source TEMPLATE.
-
-    Args:
-        places: (start, end, source) of each message's content in the text, in order. Start and end are character
-            indices.
-        n_tokens: Number of tokens in the text from character `start` on.
-        span_of: Function from the index of a token to its (start, end) in characters, counted from `start`.
-        start: Index of the character at which the tokens begin.
-
-    Returns:
-        The runs, which cover all `n_tokens` tokens.
+    `places` are (start, end, source) of the messages' contents in order, in characters. All other tokens are
+    TEMPLATE.
     """
     runs: list[tuple[int, int]] = []
     at = 0
@@ -81,14 +50,6 @@ def source_runs(
 
 
 def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Merge neighbouring runs with the same source, and drop empty runs.
-
-    Args:
-        runs: A tuple (source, number of tokens) for each run, which is a stretch of consecutive tokens.
-
-    Returns:
-        Runs for the same tokens, in which neighbours have different sources.
-    """
     found: Runs = []
     for source, n in runs:
         if found and found[-1][0] == source:
@@ -99,13 +60,6 @@ def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def expand_runs(runs: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Expand runs to one source for each token.
-
-    Args:
-        runs: A tuple (source, number of tokens) for each run, which is a stretch of consecutive tokens.
-
-    Returns:
-        Sources of the tokens, an array of uint8, shape [n_tokens].
-    """
+    """Return one source for each token, uint8 [n_tokens]."""
     pairs = np.array(list(runs), dtype=np.int64).reshape(-1, 2)
     return np.repeat(pairs[:, 0], pairs[:, 1]).astype(np.uint8)

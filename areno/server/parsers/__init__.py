@@ -1,8 +1,4 @@
-"""Parsers and grammars for the tool-call formats of model families.
-
-Each format has a `ToolCallParser`. `parser_for_template` picks the parser from a model's chat template, and
-`parser_for` picks it by name.
-"""
+"""Parsers and grammars for the tool-call formats of model families."""
 
 from __future__ import annotations
 
@@ -39,19 +35,11 @@ _BY_MODEL_TYPE = {"qwen2": "hermes", "qwen3": "hermes", "qwen3_moe": "hermes"}
 
 
 def parser_names() -> list[str]:
-    """Return the names of all parsers."""
     return list(_PARSERS)
 
 
 def parser_for(name: str) -> ToolCallParser:
-    """Return the tool-call parser with a given name.
-
-    Args:
-        name: A name from `parser_names`.
-
-    Raises:
-        ConfigError: If there is no parser with this name.
-    """
+    """Return the parser with a name from `parser_names`. Raises ConfigError for another name."""
     if name not in _PARSERS:
         hint = did_you_mean(name, _PARSERS, f"; there are {', '.join(_PARSERS)}")
         raise ConfigError("there is no tool-call parser {!r}" + hint.replace("{", "{{").replace("}", "}}"), name)
@@ -59,14 +47,9 @@ def parser_for(name: str) -> ToolCallParser:
 
 
 def parser_for_template(chat_template: str | None, model_type: str = "") -> ToolCallParser:
-    """Return the parser for the tool-call format that a chat template describes.
+    """Return the parser for the format that a chat template describes, else "text", which finds no calls.
 
-    Args:
-        chat_template: The template. If it is None, `model_type` selects the parser.
-        model_type: `model_type` of the model's configuration, such as "qwen3". Ignored if there is a template.
-
-    Returns:
-        The parser. For an unknown format, this is the parser "text", which finds no calls.
+    Without a template, `model_type` of the model's configuration selects the parser.
     """
     if chat_template is None:
         return _PARSERS[_BY_MODEL_TYPE.get(model_type, "text")]

@@ -20,26 +20,12 @@ _HEAD = {"name", "id", "type"}  # keys of a call beside its arguments
 
 
 class HermesParser(ToolCallParser):
-    """Parser for Qwen 2.5, Qwen 3 and Hermes.
-
-    At the end of the text, the tag `</tool_call>` may be missing.
-    """
+    """At the end of the text, the tag `</tool_call>` may be missing."""
 
     name = "hermes"
     tags = (OPEN,)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """Read one JSON call and its closing tag.
-
-        Args:
-            source: Cursor directly after the opening tag. It is moved past the call.
-            tag: The opening tag.
-            tools: Ignored. Any function name is accepted.
-
-        Returns:
-            A generator for `yield from`, which yields while more text is needed. Its result is a list with one tuple
-            (name, arguments as JSON text), or None if the text is not a call.
-        """
         yield from source.skip_space()
         text = yield from source.json_object()
         if text is None or (call := call_of(text, ("arguments", "parameters"))) is None:
@@ -61,7 +47,6 @@ def in_tags(lark: Lark, call: str, many: bool) -> str:
 
 
 def call_object(lark: Lark, functions: dict[str, Document], arguments_key: str) -> str:
-    """Return the expression of a JSON object with a function's name and arguments."""
     calls = []
     for name, document in functions.items():
         start = json.dumps(f'{{"name": {json.dumps(name)}, "{arguments_key}": ')
@@ -70,15 +55,9 @@ def call_object(lark: Lark, functions: dict[str, Document], arguments_key: str) 
 
 
 def call_of(text: str, argument_keys: tuple[str, ...]) -> RawCall | None:
-    """Parse the JSON object of a tool call.
+    """Parse the JSON object of a tool call. None if it is none.
 
-    Args:
-        text: Text of the object.
-        argument_keys: Keys that may hold the arguments, tried in order. An object with a name alone has no arguments.
-            The value of the key may also be a string with the JSON text of the arguments.
-
-    Returns:
-        (name, arguments as JSON text), or None if the text does not describe a call.
+    The first of `argument_keys` that is there holds the arguments, as an object or its JSON text.
     """
     try:
         value = load_json(text)
@@ -98,33 +77,13 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class LlamaJsonParser(ToolCallParser):
-    """Parser for Llama 3.
-
-    A JSON object without the tag `<|python_tag|>` is a call only at the start of the answer or after another call, and
-    only if it names an offered tool.
-    """
+    """Without the tag, a JSON object is a call only first or after a call, and only if it names an offered tool."""
 
     name = "llama3_json"
     tags = (PYTHON_TAG,)
 
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
-        """Find the next place at which a call may begin.
-
-        At the start of the answer or directly after a call, a call may begin with the brace of a JSON object. After a
-        call, a `;` may precede the brace. Elsewhere, a call begins with the tag `<|python_tag|>`. A call that begins
-        with a brace has no tag, so the second index of the result is the index of the brace itself.
-
-        Args:
-            text: All text so far.
-            at: Index of the first character to search.
-            is_fresh: Whether `at` is the start of the content or directly after a call.
-            after_call: Whether `at` is directly after a call.
-
-        Returns:
-            A tuple (index of the opening tag, index of the first character after the tag). If no tag is found, the
-            result is (index, None). Then the text before this index contains no tag, and the text from this index on
-            may be the beginning of a tag that has not arrived completely.
-        """
+        """Accept the brace of a JSON object in place of a tag, and a `;` before it after a call."""
         if is_fresh:
             start = after_space(text, at)
             brace = after_space(text, start + 1) if after_call and text.startswith(";", start) else start
@@ -133,17 +92,6 @@ class LlamaJsonParser(ToolCallParser):
         return super().opening(text, at, is_fresh, after_call)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """Read one JSON call.
-
-        Args:
-            source: Cursor directly after the opening tag. It is moved past the call.
-            tag: The opening tag, "" for a call without a tag.
-            tools: Function name -> JSON schema of the arguments. None accepts any name.
-
-        Returns:
-            A generator for `yield from`, which yields while more text is needed. Its result is a list with one tuple
-            (name, arguments as JSON text), or None if the text is not a call of an offered tool.
-        """
         yield from source.skip_space()
         text = yield from source.json_object()
         call = None if text is None else call_of(text, ("parameters", "arguments"))

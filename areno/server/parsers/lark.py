@@ -7,24 +7,16 @@ from collections.abc import Mapping
 
 from areno.errors import GrammarError
 
-MAX_CHARACTERS = 2_000_000
-"""Maximum number of characters in a grammar. Larger grammars take many seconds to compile."""
+MAX_CHARACTERS = 2_000_000  # of a grammar; larger ones take many seconds to compile
 
 _HEADER = '%llguidance {"ignore_once": true}'
 
 
 class Lark:
-    """A grammar under construction.
+    """A grammar under construction, in llguidance's variant of Lark.
 
-    The methods return grammar expressions as strings. Expressions joined by spaces match one after the other. `rule`
-    gives an expression a name, and `text` returns the whole grammar.
-
-    Args:
-        special: Special tokens and their ids. Only `literal` and `until` can match special tokens. Other text patterns
-            never match them.
-
-    Attributes:
-        literals: Texts that an answer may have to contain as they are.
+    Methods return expressions, which match one after the other when joined by spaces. Only `literal` and `until`
+    can match special tokens. An answer may have to contain the texts in `literals` as they are.
     """
 
     def __init__(self, special: Mapping[str, int]):
@@ -35,23 +27,23 @@ class Lark:
         self._n_names = self._size = 0  # characters of the rules
 
     def reserve(self, initial: str = "r") -> str:
-        """Return a new name for a rule, or for a terminal with a capital `initial`, which `define` gives its body."""
+        """Return a new name for a rule, or for a terminal with a capital `initial`. `define` gives its body."""
         self._n_names += 1
         return f"{initial}{self._n_names - 1}"
 
     def define(self, name: str, body: str) -> None:
-        """Give a reserved name its body. Raises GrammarError if the grammar exceeds 2,000,000 characters."""
+        """Raise GrammarError if the grammar gets too large."""
         self._size += len(body)
         if self._size > MAX_CHARACTERS:
             raise GrammarError("the grammar has more than {:,} characters; use smaller schemas", MAX_CHARACTERS)
         self._rules[name] = body
 
     def rule(self, body: str, option: str = "") -> str:
-        """Return the name of a rule for an expression, which is an expression itself. `option` is such as "[lazy]"."""
+        """Return the name of a new rule. `option` is such as "[lazy]"."""
         return self._named("r", body, option)
 
     def terminal(self, body: str) -> str:
-        """Return the name of a terminal, whose body may have regular expressions, "&" and "~"."""
+        """Return the name of a new terminal, whose body may have regular expressions, "&" and "~"."""
         return self._named("T", body, "")
 
     def _named(self, initial: str, body: str, option: str) -> str:
@@ -62,7 +54,7 @@ class Lark:
         return self._names[key]
 
     def literal(self, text: str) -> str:
-        """Return an expression that matches exactly this text. Special tokens in the text match as token ids."""
+        """Match exactly this text. Special tokens in it match as token ids."""
         parts, at = [], 0
         places = {tag: place for tag in self._special if (place := text.find(tag)) >= 0}
         while places:
@@ -80,21 +72,22 @@ class Lark:
         return json.dumps(text)
 
     def until(self, tag: str) -> str:
-        """Return an expression that matches any text up to and including a tag, such as "</think>"."""
+        """Match any text up to and including a tag, such as "</think>"."""
         if tag in self._special:
             return self.rule(f"/(?s:.*)/ {self.literal(tag)}")
         escaped = "".join(f"\\{char}" if char in "\\/.*+?()[]{}|^$" else char for char in tag)
         return self.rule(f"/(?s:.*){escaped}/", "[lazy]")
 
     def ended(self, term: str, tag: str) -> str:
-        """Return an expression that matches a text of a terminal's `term` and then a tag, with which no such text ends.
+        """Match a text of a terminal's `term` and then a tag, with which no such text ends.
 
-        Both are one terminal, so that the lexer, which takes the longest text, does not take the tag as a part of it.
+        Both are one terminal, so that the lexer, which takes the longest text, does not take the tag as a part
+        of it.
         """
         special = min((tag.find(each) for each in self._special if each in tag), default=len(tag))
         start = self.terminal(f"{term} {json.dumps(tag[:special])}" if special else term)
         return f"{start} {self.literal(tag[special:])}" if tag[special:] else start
 
     def text(self, start: str) -> str:
-        """Return the text of the whole grammar, in which an answer must match `start`."""
+        """Return the whole grammar, in which an answer must match `start`."""
         return "\n".join([_HEADER, f"start: {start}", *(f"{name}: {body}" for name, body in self._rules.items())])

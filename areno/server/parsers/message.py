@@ -1,8 +1,4 @@
-"""Parsing of the text that a model wrote into reasoning, content and tool calls.
-
-`ToolCallParser` is the base class of the parsers of all families. The method `parse` parses a finished text, and
-`stream` parses a text that arrives in pieces. Both methods have the same result.
-"""
+"""Parsing of the text that a model wrote into reasoning, content and tool calls, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -20,28 +16,14 @@ from areno.server.parsers.schemas import Document
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call.
-
-    Attributes:
-        id: Unique id, which the tool's result refers to.
-        name: Name of the function.
-        arguments: Arguments as the text of a JSON object.
-    """
-
-    id: str
+    id: str  # which the tool's result refers to
     name: str
-    arguments: str
+    arguments: str  # text of a JSON object
 
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """The parts of a model's message.
-
-    Attributes:
-        content: The text. None if there is no text, but reasoning or a tool call. "" for an empty message.
-        reasoning_content: The text between `<think>` and `</think>`. None without reasoning.
-        tool_calls: The calls, in order.
-    """
+    """`content` is None if there is only reasoning or a tool call, and "" for an empty message."""
 
     content: str | None
     reasoning_content: str | None = None
@@ -50,13 +32,7 @@ class ParsedMessage:
 
 @dataclass(frozen=True, slots=True)
 class MessageDelta:
-    """The next piece of a message. Exactly one attribute is set.
-
-    Attributes:
-        content: Further text.
-        reasoning_content: Further reasoning.
-        tool_call: A complete tool call.
-    """
+    """The next piece of a message. Exactly one attribute is set, a tool call when it is complete."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -64,25 +40,24 @@ class MessageDelta:
 
 
 Tools = dict[str, Schema]
-RawCall = tuple[str, str]
-"""(name, arguments as the text of a JSON object)."""
+RawCall = tuple[str, str]  # name, arguments as the text of a JSON object
 
 
 class ToolCallParser:
     """Base class of the tool-call parsers. The base class itself finds reasoning, but no calls.
 
-    The parsed text is the model's output with its special tokens (`skip_special_tokens=False`), but without the stop
-    token. Reasoning is the text between `<think>` and `</think>` at the start. A call that is malformed or cut off
-    counts as text. Whitespace next to a call is content only if there is text before and after it. Parsing never raises
-    an exception because of the text, and never executes code in the text.
+    The parsed text has its special tokens, but not the stop token. Reasoning is the text between `<think>` and
+    `</think>` at the start. A call that is malformed or cut off counts as text. Whitespace next to a call is
+    content only if there is text before and after it. Parsing never raises an exception because of the text, and
+    never executes code in it.
 
-    Attributes:
-        name: Name of the parser.
-        tags: Texts that may begin a call.
+    `tools` are those offered to the model, in OpenAI's form: [] treats calls as text, None accepts any function
+    name. `in_reasoning` means that the prompt ended with `<think>`. Ids of calls are call_MESSAGE_ID_NUMBER, where
+    None takes a random text for `message_id`.
     """
 
     name = "text"
-    tags: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()  # texts that may begin a call
 
     def parse(
         self,
@@ -92,50 +67,21 @@ class ToolCallParser:
         in_reasoning: bool = False,
         message_id: str | None = None,
     ) -> ParsedMessage:
-        """Parse a finished text into reasoning, content and tool calls.
-
-        Args:
-            text: The model's output.
-            tools: Tools offered to the model, in OpenAI's form. [] treats calls as text. None accepts any function
-                name.
-            in_reasoning: Whether the prompt ended with `<think>`.
-            message_id: Text that becomes part of the id of each call, call_MESSAGE_ID_NUMBER. None takes a random text.
-
-        Returns:
-            Content, reasoning and tool calls.
-        """
+        """Parse a finished text."""
         stream = self.stream(tools, in_reasoning=in_reasoning, message_id=message_id)
         return message_of(stream.feed(text) + stream.finish())
 
     def stream(
         self, tools: Sequence[Any] | None = None, *, in_reasoning: bool = False, message_id: str | None = None
     ) -> MessageStream:
-        """Return an incremental parser for a text that arrives in pieces.
-
-        The deltas that the parser returns add up to the result of `parse`, however the text is split into pieces.
-
-        Args:
-            tools: Tools offered to the model, in OpenAI's form. [] treats calls as text. None accepts any function
-                name.
-            in_reasoning: Whether the prompt ended with `<think>`.
-            message_id: Text that becomes part of the id of each call, call_MESSAGE_ID_NUMBER. None takes a random
-                text.
-        """
+        """Return an incremental parser, whose deltas add up to the result of `parse`."""
         return MessageStream(self, schemas_of(tools), in_reasoning, message_id or uuid.uuid4().hex)
 
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
-        """Find the next place at which a call may begin.
+        """Return (index of the next opening tag, index after this tag), searching from `at`.
 
-        Args:
-            text: All text so far.
-            at: Index of the first character to search.
-            is_fresh: Whether `at` is the start of the content or directly after a call.
-            after_call: Whether `at` is directly after a call.
-
-        Returns:
-            A tuple (index of the opening tag, index of the first character after the tag). If no tag is found, the
-            result is (index, None). Then the text before this index contains no tag, and the text from this index on
-            may be the beginning of a tag that has not arrived completely.
+        Without a complete tag, return (index, None), where the text from this index on may be the beginning of a tag.
+        `is_fresh` means that `at` is the start of the content or directly after a call.
         """
         found = [(start, -len(tag)) for tag in self.tags if (start := text.find(tag, at)) >= 0]
         if found:
@@ -144,45 +90,23 @@ class ToolCallParser:
         return partial_tag(text, self.tags, at), None
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """Read the calls after an opening tag.
+        """Read the calls after an opening tag, which may be "", and move the cursor past them.
 
-        Args:
-            source: Cursor directly after the opening tag. It is moved past the calls.
-            tag: The opening tag, "" for a call without a tag.
-            tools: Function name -> JSON schema of the arguments. None accepts any name.
-
-        Returns:
-            A generator for `yield from`, which yields while more text is needed. Its result is a list of tuples
-            (name, arguments as JSON text), or None if the text is not a call.
+        `tools` are function name -> JSON schema, and None accepts any name. Return None if the text is no call.
         """
         raise NotImplementedError("the family has tags but does not read calls")
 
     def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:
-        """Add rules for tool calls in this family's format to a grammar.
+        """Add rules for calls to a grammar and return the name of the rule that matches them.
 
-        Args:
-            lark: Grammar under construction, to which the rules are added.
-            functions: Function name -> JSON schema of its arguments, from `arguments_of`.
-            many: Whether several calls may follow each other.
-
-        Returns:
-            Name of the rule in `lark` that matches the calls.
-
-        Raises:
-            GrammarError: If the format cannot express a call.
+        `functions` are function name -> schema of the arguments, and `many` allows several calls. Raises
+        GrammarError if the format cannot express a call.
         """
         raise GrammarError("models of this family have no format for tool calls, so none can be required")
 
 
 class MessageStream:
-    """Incremental parser of one message. `ToolCallParser.stream` makes it.
-
-    Args:
-        family: Parser of the model's family.
-        tools: Function name -> JSON schema of the arguments. {} treats calls as text. None accepts any name.
-        in_reasoning: Whether the prompt ended with `<think>`.
-        message_id: Text that becomes part of the id of each call, call_MESSAGE_ID_NUMBER.
-    """
+    """Incremental parser of one message, made by `ToolCallParser.stream`."""
 
     def __init__(self, family: ToolCallParser, tools: Tools | None, in_reasoning: bool, message_id: str):
         self._family = family if tools is None or tools else ToolCallParser()
@@ -193,35 +117,22 @@ class MessageStream:
         self._reading = self._message(in_reasoning)
 
     def feed(self, delta: str) -> list[MessageDelta]:
-        """Add text and return the new deltas that later text cannot change.
-
-        Args:
-            delta: The next piece of text.
-        """
+        """Return the new deltas that later text cannot change."""
         self._source.text += delta
         return self._advance()
 
     def finish(self, delta: str = "") -> list[MessageDelta]:
-        """Add the end of the text, and return the remaining deltas. Call it once.
-
-        Args:
-            delta: The last piece of text.
-        """
         self._source.text += delta
         self._source.ended = True
         return self._advance()
 
     def _advance(self) -> list[MessageDelta]:
-        """Parse the text that has arrived, and return the new deltas."""
         next(self._reading, None)
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _message(self, in_reasoning: bool) -> Reading[None]:
-        """Parse the whole message and append its deltas to `self._deltas`.
-
-        This is a generator that yields while more text is needed.
-        """
+        """Parse the whole message. This and the methods it uses append to `self._deltas`."""
         source = self._source
         if not in_reasoning:
             yield from source.skip_space()
@@ -234,10 +145,6 @@ class MessageStream:
         yield from self._content()
 
     def _reasoning(self) -> Reading[None]:
-        """Parse the reasoning up to `</think>` and append its deltas to `self._deltas`.
-
-        This is a generator that yields while more text is needed.
-        """
         source = self._source
         yield from source.skip_newlines()
         while True:
@@ -256,10 +163,6 @@ class MessageStream:
         source.forget()
 
     def _content(self) -> Reading[None]:
-        """Parse the content and the tool calls after the reasoning, and append their deltas to `self._deltas`.
-
-        This is a generator that yields while more text is needed.
-        """
         source, is_fresh = self._source, True
         while True:
             if self._n_calls and is_fresh:
@@ -283,12 +186,7 @@ class MessageStream:
             is_fresh = yield from self._calls(start - words_end, after_tag - words_end)
 
     def _calls(self, start: int, after_tag: int) -> Reading[bool]:
-        """Read the calls after an opening tag, and append them as deltas to `self._deltas`.
-
-        `start` and `after_tag` are the indices of the tag's first character and of the first character after the
-        tag, in the text of `self._source`. Return whether there was a call. If there was none, the tag becomes
-        content. This is a generator for `yield from`.
-        """
+        """Read the calls after the tag from `start` to `after_tag`. Without one, the tag becomes content."""
         source = self._source
         source.at = after_tag
         tag = source.text[start:after_tag]
@@ -306,11 +204,7 @@ class MessageStream:
         return True
 
     def _emit_to(self, end: int, reasoning: bool = False) -> None:
-        """Append the text from the cursor to index `end` as a delta to `self._deltas`.
-
-        The delta is reasoning if `reasoning` is True, else content. The text before `end` is then dropped from
-        `self._source`.
-        """
+        """Append the text from the cursor to index `end` as a delta, and drop it."""
         source = self._source
         if text := source.text[source.at : end]:
             if not reasoning:
@@ -322,11 +216,7 @@ class MessageStream:
 
 
 def message_of(deltas: Iterable[MessageDelta]) -> ParsedMessage:
-    """Join the deltas of a whole message.
-
-    Args:
-        deltas: All deltas of the message, in order.
-    """
+    """Join all deltas of a message."""
     deltas = list(deltas)
     content = "".join(delta.content or "" for delta in deltas)
     reasoning = "".join(delta.reasoning_content or "" for delta in deltas)

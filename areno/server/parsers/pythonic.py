@@ -26,34 +26,17 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class Malformed(Exception):
-    """Raised if the text is not a list of calls."""
+    """The text is not a list of calls."""
 
 
 class PythonicParser(ToolCallParser):
-    """Parser for Llama 3.2, Llama 4 and LFM2.
-
-    A list of calls without tags must be the whole answer and must name only offered tools.
-    """
+    """A list of calls without tags must be the whole answer and must name only offered tools."""
 
     name = "pythonic"
     tags = tuple(TAGS)
 
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
-        """Find the next place at which a list of calls may begin: a `[` at the start of the answer, or a tag.
-
-        For a list without a tag, both indices of the result are the index of the `[`.
-
-        Args:
-            text: All text so far.
-            at: Index of the first character to search.
-            is_fresh: Whether `at` is the start of the content or directly after a call.
-            after_call: Whether `at` is directly after a call.
-
-        Returns:
-            A tuple (index of the opening tag, index of the first character after the tag). If no tag is found, the
-            result is (index, None). Then the text before this index contains no tag, and the text from this index on
-            may be the beginning of a tag that has not arrived completely.
-        """
+        """Accept the `[` at the start of the answer in place of a tag."""
         if is_fresh and not after_call:
             at = after_space(text, at)
             if text.startswith("[", at):
@@ -61,17 +44,6 @@ class PythonicParser(ToolCallParser):
         return super().opening(text, at, is_fresh, after_call)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """Read the list of calls and its closing tag.
-
-        Args:
-            source: Cursor directly after the opening tag. It is moved past the calls.
-            tag: The opening tag, "" for a list without tags.
-            tools: Function name -> JSON schema of the arguments. None accepts any name.
-
-        Returns:
-            A generator for `yield from`, which yields while more text is needed. Its result is a list of tuples
-            (name, arguments as JSON text), or None if the text is not a list of calls.
-        """
         yield from source.skip_space()
         try:
             calls = yield from _Literals(source).calls()
@@ -119,18 +91,15 @@ def literal_of(text: str) -> Any:
 
 
 class _Literals:
-    """Recursive-descent parser of calls and Python literals.
+    """Recursive-descent parser of calls and of literals of Python and JSON.
 
-    The literals are strings, numbers, True, False, None, lists, tuples and dicts, and true, false and null of JSON.
-    The methods are generators for `yield from`, which yield while more text is needed. They raise Malformed for
-    other text.
+    Its generators raise Malformed for other text. `depth` is the number of lists and dicts around a literal.
     """
 
     def __init__(self, source: Cursor):
         self._source = source
 
     def calls(self) -> Reading[list[RawCall]]:
-        """Read a list of calls. Raises Malformed if the text is not such a list."""
         calls: list[RawCall] = []
         yield from self._expect("[")
         while not (yield from self._ends("]", calls)):
@@ -146,7 +115,6 @@ class _Literals:
         return value
 
     def _call(self) -> Reading[RawCall]:
-        """Read a call `name(key=value, ...)`, and return (name, arguments as JSON text)."""
         name = yield from self._word()
         yield from self._expect("(")
         arguments: dict[str, Any] = {}
@@ -162,7 +130,7 @@ class _Literals:
             raise Malformed from error
 
     def _word(self) -> Reading[str]:
-        """Read a name of letters, digits, and the characters `_.-` that tool names may contain."""
+        """Read a name, which may contain `_.-` as those of tools."""
         yield from self._source.skip_space()
         start = self._source.at
         while (char := (yield from self._source.peek())) and (char.isalnum() or char in "_.-"):
@@ -173,17 +141,13 @@ class _Literals:
         return word
 
     def _expect(self, char: str) -> Reading[None]:
-        """Skip whitespace and then `char`. Raises Malformed if another character follows."""
+        """Skip whitespace and then `char`."""
         yield from self._source.skip_space()
         if not (yield from self._source.accept(char)):
             raise Malformed
 
     def _ends(self, closing: str, items: Any) -> Reading[bool]:
-        """Skip the closing bracket, or the comma before the next item. Return True after the bracket, else False.
-
-        `items` has the items read so far, because a comma is needed only after an item. A comma may precede the
-        bracket.
-        """
+        """Skip the closing bracket (True), or the comma before the next item. A comma may precede the bracket."""
         if items:
             yield from self._source.skip_space()
             if (yield from self._source.accept(closing)):
@@ -193,7 +157,6 @@ class _Literals:
         return (yield from self._source.accept(closing))
 
     def _value(self, depth: int) -> Reading[Any]:
-        """Read any literal. `depth` is the number of lists and dicts around the literal."""
         yield from self._source.skip_space()
         char = yield from self._source.peek()
         if depth > MAX_NESTED or not char:
@@ -212,11 +175,7 @@ class _Literals:
         return _WORDS[word]
 
     def _list(self, opening: str, depth: int) -> Reading[Any]:
-        """Read a list or a tuple, which begins with the bracket `opening`, and return a list.
-
-        For a value in parentheses, `(value)`, return the value. `depth` is the number of lists and dicts around the
-        list.
-        """
+        """Read a list or a tuple as a list, and `(value)` as the value."""
         closing = "]" if opening == "[" else ")"
         items: list[Any] = []
         yield from self._expect(opening)
@@ -228,7 +187,6 @@ class _Literals:
         return items[0] if bare else items
 
     def _dict(self, depth: int) -> Reading[dict[str, Any]]:
-        """Read a dict whose keys are strings. `depth` is the number of lists and dicts around the dict."""
         items: dict[str, Any] = {}
         yield from self._expect("{")
         while not (yield from self._ends("}", items)):
@@ -240,7 +198,6 @@ class _Literals:
         return items
 
     def _number(self) -> Reading[int | float]:
-        """Read an int or a float."""
         start = self._source.at
         while (char := (yield from self._source.peek())) and (char.isalnum() or char in "+-._"):
             self._source.at += 1
@@ -253,7 +210,6 @@ class _Literals:
         raise Malformed
 
     def _string(self, quote: str) -> Reading[str]:
-        """Read a string, with one or three quotes."""
         source = self._source
         is_long = yield from source.accept(quote * 3)
         end = quote * 3 if is_long else quote
@@ -269,10 +225,7 @@ class _Literals:
         return "".join(chars)
 
     def _escape(self) -> Reading[str]:
-        r"""Read an escape after its backslash and return its characters.
-
-        Unknown escapes, and octal escapes other than \0, are returned unchanged with the backslash.
-        """
+        r"""Read an escape after its backslash. Unknown ones, and octal ones but \0, keep their backslash."""
         source = self._source
         char = yield from source.peek()
         source.at += 1

@@ -53,27 +53,14 @@ _UNLISTED = "\n"  # no parameter has this name
 class Qwen3CoderParser(ToolCallParser):
     """Parser for Qwen3-Coder, Qwen 3.5 and Nemotron 3.
 
-    The tag `<tool_call>` around the function is optional, because these models sometimes omit it. The JSON schema of
-    a tool names the type of each parameter. If this type is not a string, but the value that the model wrote is not
-    valid JSON, the value is passed on as a string. The tool will then refuse this argument.
+    The tag `<tool_call>` around the function is optional, because these models sometimes omit it. A value that
+    should not be a string, but is not valid JSON, is passed on as a string. The tool will then refuse it.
     """
 
     name = "qwen3_coder"
     tags = (OPEN, FUNCTION)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """Read one call and its closing tags.
-
-        Args:
-            source: Cursor directly after the opening tag. It is moved past the call.
-            tag: The opening tag, `<tool_call>` or `<function=`.
-            tools: Function name -> JSON schema of the arguments. None accepts any name. An unknown function is accepted
-                only after `<tool_call>`.
-
-        Returns:
-            A generator for `yield from`, which yields while more text is needed. Its result is a list with one tuple
-            (name, arguments as JSON text), or None if the text is not a call.
-        """
         if tag == OPEN:
             yield from source.skip_space()
             if not (yield from source.accept(FUNCTION)):
@@ -111,7 +98,7 @@ class Qwen3CoderParser(ToolCallParser):
         return in_tags(lark, call, many)
 
     def _name(self, source: Cursor) -> Reading[str | None]:
-        """Read a name and the `>` after it. Return None if the name is empty or malformed."""
+        """Read a name and the `>` after it."""
         start = source.at
         while (char := (yield from source.peek())) != ">":
             if char == "" or char in "<\n":
@@ -121,11 +108,11 @@ class Qwen3CoderParser(ToolCallParser):
         return source.text[start : source.at - 1].strip() or None
 
     def _value(self, source: Cursor, names: set[str] | None) -> Reading[str | None]:
-        """Read a parameter's value and its closing tag, and return the value as text.
+        """Read a parameter's value and its closing tag, None without one.
 
-        Returns None if no closing tag is found. A closing tag ends the value only if the next parameter or the end of
-        the function follows. If the closing tag is missing, the value ends before a line with the opening tag of a
-        parameter in `names`. None is any name.
+        A closing tag ends the value only if the next parameter or the end of the function follows. If it is
+        missing, the value ends before a line with the opening tag of a parameter in `names`, where None is any
+        name.
         """
         start = source.at
         while (tag := (yield from source.until_one_of((END_PARAMETER, PARAMETER)))) is not None:
@@ -148,8 +135,6 @@ def _unframed(value: str) -> str:
 
 
 class _Parameters:
-    """The types of a function's parameters."""
-
     def __init__(self, document: Document | None):
         self._document = document
         found = [] if document is None else document.alternatives([document.root])
@@ -173,10 +158,9 @@ class _Parameters:
     def typed(self, key: str, text: str) -> Any:
         """Convert the text of a parameter's value to the type that the schema names.
 
-        The result is the value in `enum` or `const` whose JSON is the text, if there is one. If the schema names no
-        type, the result is the text. If it allows a string, the result is the text, or None for "null" where null is
-        allowed, too. Otherwise the text is parsed as JSON, and a list or an object also as a literal of Python. Other
-        text stays a string.
+        A value in `enum` or `const` whose JSON is the text comes first. Without a type, or with one that allows
+        a string, the text stays as it is, but for "null" where null is allowed. Otherwise it is read as JSON,
+        and a list or an object also as a Python literal.
         """
         try:
             kinds, values = self.types(key)
@@ -205,7 +189,6 @@ def _named_kinds(document: Document, alternative: Alternative) -> frozenset[str]
 
 
 def _as_json(text: str) -> Any:
-    """Return the JSON value of a text, or the text itself if it is not JSON."""
     try:
         dump_json(value := load_json(text))
     except ValueError:
@@ -290,7 +273,6 @@ class _Values(JsonRules):
         return self._lark.ended(f"({' & '.join([*terms, _NO_TAGS, *(f'~{each}' for each in others)])})", end)
 
     def other(self, form: ObjectForm) -> str | None:
-        """Return the rule of a parameter that is not listed."""
         value = None if form.others is None or form.patterns else self.property_value(_UNLISTED, form.others)
         if value is None:
             return None

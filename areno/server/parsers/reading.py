@@ -1,9 +1,7 @@
-"""Reading of text and JSON schemas for the tool-call parsers.
+"""Reading of text that is still being sampled, and of tools' schemas, for the tool-call parsers.
 
-`Cursor` reads a text that is still being sampled. Most of its methods are generators for `yield from`. Such a method
-yields while its result depends on text that has not arrived. So a parser is written once, as if it had the whole
-text, and gives the same result for a stream. The functions after `Cursor` read the JSON of calls and the schemas of
-tools.
+Methods that return `Reading` are generators for `yield from`. They yield while their result depends on text that has
+not arrived. So a parser is written once, as if it had the whole text, and gives the same result for a stream.
 """
 
 from __future__ import annotations
@@ -14,35 +12,19 @@ from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
 Reading = Generator[None, None, Answer]
-"""A generator that yields while text has not arrived, and returns its result to `yield from`."""
 
 _JSON_PAIRS = {"}": "{", "]": "["}
 _JSON_OUTSIDE_STRINGS = frozenset(" \t\r\n,:+-.0123456789truefalsenullE")
 
 
 def after_space(text: str, at: int) -> int:
-    """Return the index of the first character from `at` on that is not whitespace, or len(text).
-
-    Args:
-        text: Any text.
-        at: Index of the first character to look at.
-    """
     while at < len(text) and text[at].isspace():
         at += 1
     return at
 
 
 def partial_tag(text: str, tags: tuple[str, ...], at: int = 0) -> int:
-    """Find the beginning of a tag that may be cut off by the end of the text.
-
-    Args:
-        text: Any text.
-        tags: The tags.
-        at: Index of the first character to look at.
-
-    Returns:
-        The smallest index such that text[index:] is the beginning of a tag. len(text) if there is no such index.
-    """
+    """Return the smallest index such that text[index:] is the beginning of a tag, else len(text)."""
     longest = max(map(len, tags), default=1) - 1
     for start in range(max(at, len(text) - longest), len(text)):
         if any(tag.startswith(text[start:]) for tag in tags):
@@ -51,16 +33,7 @@ def partial_tag(text: str, tags: tuple[str, ...], at: int = 0) -> int:
 
 
 class Cursor:
-    """A reading position in a text that is still being sampled.
-
-    All methods but `forget` are generators for `yield from`. Such a method yields while its result needs text that has
-    not arrived.
-
-    Attributes:
-        text: All text so far, without the text dropped by `forget`.
-        at: Index of the next character to read.
-        ended: Whether no more text will arrive.
-    """
+    """`text` has what was sampled so far, and `at` is the index of the next character to read."""
 
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False
@@ -70,61 +43,34 @@ class Cursor:
         self.text, self.at = self.text[self.at :], 0
 
     def peek(self) -> Reading[str]:
-        """Return the next character, or "" at the end of the text.
-
-        This is a generator for `yield from`, which yields until the next character arrives or the text ends.
-        """
+        """Return the next character, "" at the end of the text."""
         while self.at == len(self.text) and not self.ended:
             yield
         return self.text[self.at : self.at + 1]
 
     def skip_space(self) -> Reading[None]:
-        """Skip whitespace.
-
-        This is a generator for `yield from`, which yields while more whitespace may arrive.
-        """
         while (yield from self.peek()).isspace():
             self.at = after_space(self.text, self.at)
 
     def skip_newlines(self) -> Reading[None]:
-        """Skip newlines.
-
-        This is a generator for `yield from`, which yields while more newlines may arrive.
-        """
         while (yield from self.peek()) == "\n":
             self.at += 1
 
     def looks_at(self, word: str) -> Reading[bool]:
-        """Return whether `word` comes next.
-
-        This is a generator for `yield from`, which yields until the result is certain.
-
-        Args:
-            word: The text to look for.
-        """
+        """Return whether `word` comes next."""
         while not self.ended and len(self.text) - self.at < len(word) and word.startswith(self.text[self.at :]):
             yield
         return self.text.startswith(word, self.at)
 
     def accept(self, word: str) -> Reading[bool]:
-        """Skip `word` if it comes next, and return whether it was skipped.
-
-        This is a generator for `yield from`, which yields until the result is certain.
-
-        Args:
-            word: The text to look for.
-        """
+        """Skip `word` if it comes next, and return whether it did."""
         found = yield from self.looks_at(word)
         if found:
             self.at += len(word)
         return found
 
     def until_one_of(self, marks: tuple[str, ...]) -> Reading[str | None]:
-        """Move the cursor past the next of some marks, and return this mark.
-
-        Returns None, and does not move the cursor, if the text ends without one. This is a generator for `yield from`,
-        which yields until a mark arrives or the text ends.
-        """
+        """Move past the next of some marks and return it. Without one, return None and stay."""
         searched = self.at
         while not (found := [(at, mark) for mark in marks if (at := self.text.find(mark, searched)) >= 0]):
             if self.ended:
@@ -136,14 +82,7 @@ class Cursor:
         return mark
 
     def json_object(self) -> Reading[str | None]:
-        """Return the text of the JSON object at the cursor, and move the cursor past the object.
-
-        This is a generator for `yield from`, which yields until the end of the object arrives. Only brackets and
-        strings are checked, so the result may be invalid JSON.
-
-        Returns:
-            The text, or None if the text at the cursor cannot be a JSON object.
-        """
+        """Read a JSON object, None if there is none. Only brackets and strings are checked, so it may be invalid."""
         start, brackets = self.at, []
         while True:
             char = yield from self.peek()
@@ -162,11 +101,7 @@ class Cursor:
                 return self.text[start : self.at] if char == "}" else None
 
     def _json_string(self) -> Reading[bool]:
-        """Move the cursor past a JSON string whose opening quote has been read.
-
-        Return False if the string is invalid, else True. This is a generator for `yield from`, which yields until
-        the closing quote arrives.
-        """
+        """Move past a JSON string whose opening quote has been read. Return whether it is valid."""
         while (char := (yield from self.peek())) != '"':
             if char < " ":  # the end, or a control character, which JSON does not allow in a string
                 return False
@@ -186,14 +121,7 @@ _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boole
 
 
 def load_json(text: str) -> Any:
-    """Parse a JSON text.
-
-    Args:
-        text: Text of one JSON value.
-
-    Raises:
-        ValueError: If the text is not JSON, has NaN or infinity, or is nested too deeply.
-    """
+    """Parse one JSON value. Raises ValueError also for NaN, infinity and values nested too deeply."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError as error:
@@ -201,14 +129,7 @@ def load_json(text: str) -> Any:
 
 
 def dump_json(value: Any) -> str:
-    """Return a value as JSON text.
-
-    Args:
-        value: Any value.
-
-    Raises:
-        ValueError: If JSON cannot express the value, such as infinity.
-    """
+    """Raise ValueError if JSON cannot express the value, such as infinity."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -220,20 +141,11 @@ def dump_json(value: Any) -> str:
 
 
 def _refuse(name: str) -> Any:
-    """Raise ValueError for a constant that JSON lacks, such as NaN or Infinity."""
     raise ValueError(f"JSON has no {name}")
 
 
 def schemas_of(tools: Sequence[Any] | None) -> dict[str, Schema] | None:
-    """Return the JSON schema of each tool's arguments.
-
-    Args:
-        tools: Tools as {"type": "function", "function": {...}}, or as the inner object alone. Other entries are
-            skipped.
-
-    Returns:
-        Function name -> JSON schema of the arguments. None if `tools` is None.
-    """
+    """Return function name -> JSON schema of the arguments. Entries that are no tools are skipped."""
     if tools is None:
         return None
     schemas: dict[str, Schema] = {}
@@ -246,10 +158,6 @@ def schemas_of(tools: Sequence[Any] | None) -> dict[str, Schema] | None:
 
 
 def json_type(name: str) -> str:
-    """Return the JSON Schema name of a type, such as "integer" for "int, optional".
-
-    Args:
-        name: Name of a type in JSON Schema or Python.
-    """
+    """Return the JSON Schema name of a type in JSON Schema or Python, such as "integer" for "int, optional"."""
     word = name.partition(",")[0].strip()
     return _ALIASES.get(word, word)
