@@ -96,7 +96,7 @@ class SessionProxy:
     async def _prefetch(self, n_requests: int, conversations: list[list[Message]]) -> None:
         """Tell the engine to expect `n_requests` requests, and tokenize the conversations."""
         self.server.sampler.engine.batcher.announce(n_requests)
-        await self.server.chat.conversations.prefetch(conversations)
+        await self.server.chat.prompts.prefetch(conversations)
 
     def stop(self) -> None:
         """Abort all requests in progress and close the server's port."""

@@ -26,7 +26,7 @@ from areno.agents.trajectories import (
 from areno.config.rollout import SamplingConfig
 from areno.errors import DataError
 from areno.schema.values import show
-from areno.server.conversations import Conversations
+from areno.server.conversations import PromptBuilder
 from areno.server.detokenize import TextStream
 from areno.server.errors import ApiError
 from areno.server.messages import conversation_keys, read_messages
@@ -44,7 +44,7 @@ class RowBuilder:
     """Builds trajectories, with their training rows, from the turns of agents.
 
     Args:
-        conversations: Renders messages with the chat template, to compare them with the prompts that the model read.
+        prompts: Renders messages with the chat template, to compare them with the prompts that the model read.
         policy: Selects the kinds of tokens that are trained.
         vocab_size: The number of token ids of the model.
         session: The name of the session that all responses must come from. None accepts responses of any session.
@@ -53,13 +53,13 @@ class RowBuilder:
 
     def __init__(
         self,
-        conversations: Conversations,
+        prompts: PromptBuilder,
         policy: LossMaskPolicy,
         vocab_size: int,
         session: str | None = None,
         context: int | None = None,
     ):
-        self._conversations, self._policy, self._session = conversations, policy, session
+        self._prompts, self._policy, self._session = prompts, policy, session
         self._vocab_size, self._context = vocab_size, context
         self._trained_sources = [
             int(source)
@@ -131,7 +131,7 @@ class RowBuilder:
             raise BadTrajectory(f"turn {number}: {self._difference(messages, turn, tokens.prompt)}")
         if changed := changed_parts(turn["message"], tokens.message):
             shown = {name: turn["message"].get(name) for name in changed}
-            sampled = self._conversations.tokenizer.decode(tokens.sampled, skip_special_tokens=False)
+            sampled = self._prompts.tokenizer.decode(tokens.sampled, skip_special_tokens=False)
             raise BadTrajectory(
                 f"turn {number}: the message of its response was changed after it was sampled: it has {show(shown)}, "
                 f"and the sampled text is {show(sampled)}; return the response unchanged"
@@ -143,10 +143,10 @@ class RowBuilder:
 
         `messages` are the checked messages of `turn`. `prompt` has the token ids of the prompt that the model read.
         """
-        read = self._conversations.tokenizer.decode(prompt, skip_special_tokens=False)
+        read = self._prompts.tokenizer.decode(prompt, skip_special_tokens=False)
         start = f"its messages are not those of the request ({len(messages)} messages): "
         try:
-            text = self._conversations.text(messages, turn["tools"])
+            text = self._prompts.text(messages, turn["tools"])
         except DataError as error:
             return f"{start}{error}"
         if text == read:
@@ -179,11 +179,11 @@ class RowBuilder:
 
         `tokens` are the ids of the sampled tokens of a turn.
         """
-        stream, ends, text = TextStream(self._conversations.tokenizer, frozenset()), [], ""
+        stream, ends, text = TextStream(self._prompts.tokenizer, frozenset()), [], ""
         for token in tokens:
             text += stream.feed([token])
             ends.append(len(text))
-        start = call_start(self._conversations.parser, text + stream.finish())
+        start = call_start(self._prompts.parser, text + stream.finish())
         return next((place for place, end in enumerate(ends) if end > start), len(tokens))
 
 

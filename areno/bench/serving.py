@@ -341,7 +341,7 @@ def run_agents(settings: Settings, folder: str, random_init: bool) -> dict[str, 
         limits = ours.begin_rollout(work.n_rows, 2 * max(work.row_lens) + 64)  # a text may have more tokens than words
         proxy = SessionProxy(engine, limits, tokenizer, SamplingParams(), timeout_s=_TIMEOUT_S, seed=0, thinking=None)
         context = AgentContext(proxy.base_url, proxy.api_key, proxy.session, _TIMEOUT_S)
-        conversations = proxy.server.chat.conversations
+        conversations = proxy.server.chat.prompts
         gc.freeze()  # as runs do; otherwise a garbage collection scans all imported modules for 0.1 s
         for repeat in range(-1, settings.repeats):
             # Each way gets prompts of its own, so that neither finds the other's in the prefix cache.

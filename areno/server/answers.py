@@ -21,7 +21,7 @@ TokenScore = tuple[int, float | None, TokenScores]
 ScoredText = tuple[TokenScore, TokenText]
 
 
-def scores_of(output: GenerationOutput) -> list[TokenScore]:
+def token_scores(output: GenerationOutput) -> list[TokenScore]:
     top = output.top_logprobs or [[]] * len(output.tokens)
     return list(zip(output.tokens, output.raw_logprobs or output.logprobs, top, strict=True))
 
@@ -54,7 +54,9 @@ def chat_logprobs(texts: TokenTextCache, scores: Iterable[ScoredText]) -> dict[s
     content = []
     for (token, logprob, top), token_text in scores:
         own = token_text.text, token_text.data
-        others = [named(*(own if one == token else texts.of(one, token_text.is_first)), value) for one, value in top]
+        others = [
+            named(*(own if one == token else texts.lookup(one, token_text.is_first)), value) for one, value in top
+        ]
         content.append({**named(*own, logprob or 0.0), "top_logprobs": others})
     return {"content": content, "refusal": None}
 
@@ -120,7 +122,7 @@ class TokenFieldWriter:
         start = 0 if output.finish_reason is None else self._n_written
         numbers: list[Any] = []
         for name, field in self._LISTS:
-            if numbers := tail(output, field, start):
+            if numbers := values_from(output, field, start):
                 self._pieces[name].append(to_json(numbers)[1:-1])
         self._n_written += len(numbers)
 
@@ -134,7 +136,7 @@ def with_token_field(body: dict[str, Any], prompt: bytes, choices: Sequence[byte
     return b'%b,"areno":%b,"choices":[%b]}}' % (to_json(body)[:-1], prompt[:-1], b",".join(choices))
 
 
-def tail(output: GenerationOutput, field: str, start: int) -> list[Any]:
+def values_from(output: GenerationOutput, field: str, start: int) -> list[Any]:
     """Return the values of a per-token field from index `start` on. No earlier one becomes a Python object."""
     numbers = vars(output)[field][start:]
     return numbers if isinstance(numbers, list) else numbers.tolist()

@@ -24,7 +24,7 @@ from areno.server import answers
 from areno.server.access import PageGuard
 from areno.server.chat import ChatCompletions
 from areno.server.completions import Completions
-from areno.server.conversations import Conversations, prompt_threads
+from areno.server.conversations import PromptBuilder, prompt_threads
 from areno.server.errors import ApiError
 from areno.server.fields import decompress, read_json, too_large
 from areno.server.parsers import parser_for_template
@@ -90,7 +90,7 @@ class Server:
         try:
             self._check_key(request)
             if (response := self._check_page(request)) is None:
-                with self._until_over():
+                with self._shutdown_as_error():
                     response = await handler(request)
             status = response.status
             return response
@@ -169,7 +169,7 @@ class Server:
             task.cancel()
 
     @contextmanager
-    def _until_over(self) -> Iterator[None]:
+    def _shutdown_as_error(self) -> Iterator[None]:
         """Raise ApiError in place of the CancelledError by which `_end_answers` ends a request."""
         try:
             yield
@@ -183,18 +183,18 @@ class Server:
         body = await self._body(request)
         return read(body) if len(body) <= SMALL_BODY else await self.threads.run(lambda: read(body))
 
-    def _chat_of(self, body: bytes) -> ChatRequest:
+    def _read_chat(self, body: bytes) -> ChatRequest:
         # The agents of all samples of a prompt begin with the same request, so small requests are cached.
-        return self._cached_chat_of(body) if len(body) <= SMALL_BODY else self._parse_chat(body)
+        return self._read_small_chat(body) if len(body) <= SMALL_BODY else self._parse_chat(body)
 
     @cached_property
-    def _cached_chat_of(self) -> Callable[[bytes], ChatRequest]:
+    def _read_small_chat(self) -> Callable[[bytes], ChatRequest]:
         return lru_cache(_MAX_CACHED_REQUESTS)(self._parse_chat)
 
     def _parse_chat(self, body: bytes) -> ChatRequest:
         return read_chat(read_json(body), self.defaults, self.sampler.limits.max_messages)
 
-    def _completion_of(self, body: bytes) -> CompletionRequest:
+    def _read_completion(self, body: bytes) -> CompletionRequest:
         return read_completion(read_json(body), self.defaults)
 
     def _check_model(self, name: str) -> None:
@@ -228,26 +228,26 @@ class Server:
         return web.json_response(self._model_object(name))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        given = await self._read(request, self._chat_of)
+        given = await self._read(request, self._read_chat)
         self._check_model(given.model)
         with self.sampler.reserve(given.options.n):
             chat = await self.chat.open(given)
-            return await (self._stream(request, chat.chunks()) if given.options.stream else _whole(chat.answer()))
+            return await (self._stream(request, chat.chunks()) if given.options.stream else _respond(chat.answer()))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        given = await self._read(request, self._completion_of)
+        given = await self._read(request, self._read_completion)
         self._check_model(given.model)
         with self.sampler.reserve(given.options.n * len(given.prompts)):
             completion = await self.completions.open(given)
             stream = given.options.stream
-            return await (self._stream(request, completion.chunks()) if stream else _whole(completion.answer()))
+            return await (self._stream(request, completion.chunks()) if stream else _respond(completion.answer()))
 
     async def _stream(self, request: web.Request, chunks: AsyncIterator[Any]) -> web.StreamResponse:
         """Send server-sent events. An error before the first is an HTTP error response, a later one is an event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         async with aclosing(chunks) as stream:  # type: ignore[type-var]
             try:
-                with self._until_over():
+                with self._shutdown_as_error():
                     async for chunk in stream:
                         if not response.prepared:
                             await response.prepare(request)
@@ -261,7 +261,7 @@ class Server:
         return response
 
 
-async def _whole(answer: Awaitable[bytes]) -> web.Response:
+async def _respond(answer: Awaitable[bytes]) -> web.Response:
     return web.Response(body=await answer, headers=_JSON)
 
 
@@ -295,7 +295,7 @@ def build_server(
     limits = limits or ServerLimits()
     sampler = Sampler(engine, request_limits, limits, seed, stop_ids, raw_logprobs)
     threads = prompt_threads(tokenizer)
-    conversations = Conversations(
+    prompts = PromptBuilder(
         tokenizer,
         parser_for_template(tokenizer.chat_template),
         thinking=thinking,
@@ -304,7 +304,7 @@ def build_server(
         max_prompt_tokens=sampler.max_prompt_tokens,
     )
     return Server(
-        chat=ChatCompletions(conversations, sampler, session=session, enforces_calls=session is None),
+        chat=ChatCompletions(prompts, sampler, session=session, enforces_calls=session is None),
         completions=Completions(tokenizer, sampler, threads, returns_tokens=session is not None),
         sampler=sampler,
         threads=threads,

@@ -18,11 +18,11 @@ from pydantic_core import to_json
 
 from areno.errors import ArenoError, DataError
 from areno.server import answers
-from areno.server.conversations import Conversations, Prompt, is_first, template_names
+from areno.server.conversations import Prompt, PromptBuilder, is_first_turn, template_names
 from areno.server.detokenize import TextStream, TokenText, TokenTextCache, TokenTextStream, special_ids
 from areno.server.errors import ApiError, PromptTooLong, bad_field
 from areno.server.messages import read_messages
-from areno.server.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, message_of
+from areno.server.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, join_deltas
 from areno.server.parsers.message import END_THINK, THINK
 from areno.server.requests import ChatRequest
 from areno.server.responses import message_digest, sampled_with
@@ -41,14 +41,14 @@ class ChatCompletions:
     """
 
     def __init__(
-        self, conversations: Conversations, sampler: Sampler, *, session: str | None = None, enforces_calls: bool = True
+        self, prompts: PromptBuilder, sampler: Sampler, *, session: str | None = None, enforces_calls: bool = True
     ):
-        self.conversations, self.sampler = conversations, sampler
+        self.prompts, self.sampler = prompts, sampler
         self._session, self._enforces_calls = session, enforces_calls
-        tokenizer = conversations.tokenizer
+        tokenizer = prompts.tokenizer
         self._grammars = Threads(1, "areno-grammars")  # one thread, since the compiler is not thread-safe
         self._texts = TokenTextCache(tokenizer)
-        self._special = special_ids(tokenizer, keep={*conversations.parser.tags, THINK, END_THINK})
+        self._special = special_ids(tokenizer, keep={*prompts.parser.tags, THINK, END_THINK})
 
     async def open(self, request: ChatRequest) -> _Chat:
         """Return the request in progress. Raises ApiError 400 for a request that cannot be served."""
@@ -57,8 +57,8 @@ class ChatCompletions:
             if (prompt := request.prompt()) is None:
                 definitions, template = [tool.definition for tool in request.tools], self._template(request)
                 with self.sampler.engine.batcher.expecting():
-                    prompt = await self.conversations.prompt_async(request.messages, definitions, template)
-                if is_first(request.messages):
+                    prompt = await self.prompts.prompt_async(request.messages, definitions, template)
+                if is_first_turn(request.messages):
                     request.prompt = weakref.ref(prompt)
         except PromptTooLong as error:
             raise _about_messages(error, request) from error
@@ -73,7 +73,7 @@ class ChatCompletions:
             # finish at once.
             more = {
                 "pieces": not request.options.stream,
-                "draft_scope": task_of(request.messages, prompt),
+                "draft_scope": task_hash(request.messages, prompt),
                 **constraint,
             }
             sampled = self.sampler.request(prompt.tokens, request.options, digest=prompt.digest, **more)
@@ -89,7 +89,7 @@ class ChatCompletions:
         effort = request.reasoning_effort
         if effort is None:
             return request.template
-        known = template_names(self.conversations.tokenizer.chat_template)
+        known = template_names(self.prompts.tokenizer.chat_template)
         if effort == "none" and "enable_thinking" in known:
             name, value = "enable_thinking", False
         else:
@@ -109,7 +109,7 @@ class ChatCompletions:
         if request.requires_call and self._enforces_calls:
             named = {"type": "function", "function": {"name": request.named}}
             choice = "required" if request.named is None else named
-        tokenizer, parser = self.conversations.tokenizer, self.conversations.parser
+        tokenizer, parser = self.prompts.tokenizer, self.prompts.parser
         constraint = Constraint(
             response_format=request.response_format,
             tools=[tool.definition for tool in request.tools],
@@ -127,7 +127,7 @@ class ChatCompletions:
         return None if grammar is None else grammar.text
 
 
-def task_of(messages: Sequence[Message], prompt: Prompt) -> int:
+def task_hash(messages: Sequence[Message], prompt: Prompt) -> int:
     """Return a 60-bit hash of the messages before the first answer, which all turns of a conversation share."""
     n_before = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return int(prompt.keys[max(0, n_before - 1)][:15], 16)
@@ -207,7 +207,7 @@ class _Chat:
                 name: sent_back[name] for name in ("content", "reasoning_content") if name in sent_back
             }
         ends = self.endpoint.sampler.stop_ids
-        self.endpoint.conversations.remember(self.prompt, output.tokens, ends, message, self.hidden)
+        self.endpoint.prompts.remember(self.prompt, output.tokens, ends, message, self.hidden)
 
     def finish_reason(self, output: GenerationOutput, has_calls: bool) -> str:
         """Return "stop", "length" or "tool_calls". As in OpenAI's API, a call that `tool_choice` named has "stop"."""
@@ -271,8 +271,8 @@ class _Choice:
 
     def __init__(self, chat: _Chat, index: int):
         request, endpoint = chat.request, chat.endpoint
-        self._text = TextStream(endpoint.conversations.tokenizer, chat.hidden, request.options.params.stop or ())
-        self._message: MessageStream = endpoint.conversations.parser.stream(
+        self._text = TextStream(endpoint.prompts.tokenizer, chat.hidden, request.options.params.stop or ())
+        self._message: MessageStream = endpoint.prompts.parser.stream(
             [tool.definition for tool in request.tools],
             in_reasoning=chat.prompt.opens_reasoning,
             message_id=f"{chat.head['id'].removeprefix('chatcmpl-')}{index or ''}",
@@ -305,10 +305,10 @@ class _Choice:
 
     def _new_tokens(self, output: GenerationOutput, start: int) -> list[int]:
         """Return the tokens from index `start` on, and record their log-probabilities if needed."""
-        tokens = answers.tail(output, "tokens", start)
+        tokens = answers.values_from(output, "tokens", start)
         self._n_taken += len(tokens)
         if self._n_top is not None:
-            self._scores += answers.scores_of(output)[start:]
+            self._scores += answers.token_scores(output)[start:]
             self._token_texts.feed(tokens)
         return tokens
 
@@ -329,7 +329,7 @@ class _Choice:
         return kept
 
     def parsed(self) -> ParsedMessage:
-        return message_of(self._deltas)
+        return join_deltas(self._deltas)
 
     def message(self) -> Json:
         parsed = self.parsed()

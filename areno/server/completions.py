@@ -97,14 +97,14 @@ class _Completion:
         return text, token_texts.finish(len(text))
 
     async def answer(self) -> bytes:
-        found = await _all_of([self._endpoint._sampler.finished(one) for one in self._sampled])
+        found = await _gather_or_cancel([self._endpoint._sampler.finished(one) for one in self._sampled])
         n_tokens = sum(len(one.prompt) for one in self._sampled) + sum(
             len(one.tokens) for all_ in found for one in all_
         )
         is_large = n_tokens > _LONG
-        return await self._endpoint._threads.run(lambda: self._written(found)) if is_large else self._written(found)
+        return await self._endpoint._threads.run(lambda: self._response(found)) if is_large else self._response(found)
 
-    def _written(self, found: Sequence[Sequence[GenerationOutput]]) -> bytes:
+    def _response(self, found: Sequence[Sequence[GenerationOutput]]) -> bytes:
         choices = []
         for number, outputs in enumerate(found):
             echo = self._echo(number) if self._request.echo else ("", [])
@@ -120,7 +120,7 @@ class _Completion:
             text = stream.finish(output.tokens)
             if request.options.n_top is not None:
                 token_texts.feed(output.tokens)
-                scores += zip(answers.scores_of(output), token_texts.finish(len(text)), strict=True)
+                scores += zip(answers.token_scores(output), token_texts.finish(len(text)), strict=True)
         logprobs = None
         if request.options.n_top is not None:
             logprobs = answers.text_logprobs(self._endpoint._texts, scores, request.options.n_top)
@@ -156,7 +156,7 @@ class _Completion:
         found: list[list[GenerationOutput]] = []
         for number, sampled in enumerate(self._sampled):
             done: list[Any] = [None] * options.n
-            parts = [_Part(self, number) for _ in range(options.n)]
+            parts = [_StreamedChoice(self, number) for _ in range(options.n)]
             async with aclosing(self._endpoint._sampler.outputs(sampled)) as stream:  # type: ignore[type-var]
                 async for output in stream:
                     for choice in parts[output.sample].take(output):
@@ -168,7 +168,7 @@ class _Completion:
             yield {**base, "choices": [], "usage": self._usage(found)} | self._token_field(found)
 
 
-class _Part:
+class _StreamedChoice:
     """Incremental decoder of one streamed choice."""
 
     def __init__(self, completion: _Completion, number: int):
@@ -209,7 +209,7 @@ class _Part:
         self._n_characters += len(text)
         if self._completion._request.options.n_top is None:
             return text, [], 0
-        self._scores += answers.scores_of(output)[start:]
+        self._scores += answers.token_scores(output)[start:]
         self._token_texts.feed(tokens)
         token_texts, n = self._token_texts, self._n_characters
         found_texts, offset = token_texts.finish(n) if is_last else token_texts.take(n), self._offset
@@ -218,7 +218,7 @@ class _Part:
         return text, found, offset
 
 
-async def _all_of(waiting: list[Any]) -> list[Any]:
+async def _gather_or_cancel(waiting: list[Any]) -> list[Any]:
     """Await all coroutines. On an exception or cancellation, cancel the unfinished ones."""
     tasks = [asyncio.ensure_future(one) for one in waiting]
     try:

@@ -26,14 +26,15 @@ from areno.data.row_schema import bad_text
 from areno.data.turn_ends import turn_ends
 from areno.errors import DataError
 from areno.server.errors import PromptTooLong, check_prompt_length, is_larger
-from areno.server.messages import conversation_keys, form_key, next_key
+from areno.server.messages import conversation_keys, extended_key, template_inputs_key
 from areno.server.parsers import ParsedMessage, ToolCallParser
 from areno.server.parsers.message import END_THINK, THINK
 from areno.server.threads import Threads
-from areno.server.tokens import SOURCE_OF_ROLE, Runs, Source, digest_of, source_runs
+from areno.server.tokens import SOURCE_OF_ROLE, Runs, Source, source_runs, token_digest
 from areno.types import Message
 
 Key = tuple[str, str]  # of the tools and template variables, of the conversation
+_Span = tuple[int, int, int]  # start and end in characters, source
 _ENTRY_OVERHEAD = 256  # tokens that take about as much memory as an entry without its tokens: 1 to 2 KB
 
 
@@ -79,20 +80,20 @@ class Prompt:
     """A rendered and encoded prompt.
 
     If a message contains the text of a special token, such as <|im_end|>, `text` has the random marker `BREAK` in
-    it, so that it is not encoded as the special token. `keys` are those of `conversation_keys`, `form` is that of
-    `form_key`.
+    it, so that it is not encoded as the special token. `keys` are those of `conversation_keys`, `inputs_key` is that of
+    `template_inputs_key`.
     """
 
     text: str
     tokens: list[int]
     sources: Runs
     keys: list[str]
-    form: str = ""
+    inputs_key: str = ""
 
     @cached_property
     def digest(self) -> int:
         """A 64-bit hash of the token ids, computed once for all samples of the prompt."""
-        return digest_of(self.tokens)
+        return token_digest(self.tokens)
 
     @property
     def opens_reasoning(self) -> bool:
@@ -105,9 +106,9 @@ class _Draft:
     """A rendered prompt whose text from character `start` on is not encoded yet."""
 
     text: str
-    form: str
+    inputs_key: str
     keys: list[str]
-    places: list[tuple[int, int, int]] = field(default_factory=list)  # as returned by `_places`
+    spans: list[_Span] = field(default_factory=list)  # of contents, without those of the assistant
     start: int = 0
     turn: _Turn | None = None  # the cached turn that the prompt continues
 
@@ -143,7 +144,7 @@ class _PendingPrompt:
     n_waiting: int = 0
 
 
-class Conversations:
+class PromptBuilder:
     """Builder of prompts for one tokenizer. `prompt` is for any thread, the async methods are for one event loop.
 
     `cache` maps a conversation (a hash of its messages, tools and template variables) to the sampled turn with
@@ -179,10 +180,10 @@ class Conversations:
 
         Raises DataError if there is no chat template or it refuses the messages, and PromptTooLong.
         """
-        form, keys = form_key(tools, template), conversation_keys(messages)
-        if isinstance(known := self.cache.get((form, keys[-1])), Prompt):  # a cached turn is no prompt
+        inputs_key, keys = template_inputs_key(tools, template), conversation_keys(messages)
+        if isinstance(known := self.cache.get((inputs_key, keys[-1])), Prompt):  # a cached turn is no prompt
             return known
-        return self._cached(self._encoded(self._draft(messages, tools, template, form, keys)), messages)
+        return self._cached(self._encoded(self._draft(messages, tools, template, inputs_key, keys)), messages)
 
     async def prompt_async(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
@@ -195,19 +196,19 @@ class Conversations:
         is_large = is_larger([list(messages), tools, template], _LARGE)
 
         def key_parts() -> tuple[str, list[str]]:
-            return form_key(tools, template), conversation_keys(messages)
+            return template_inputs_key(tools, template), conversation_keys(messages)
 
-        form, keys = await self._threads.run(key_parts) if is_large else key_parts()
-        key = form, keys[-1]
+        inputs_key, keys = await self._threads.run(key_parts) if is_large else key_parts()
+        key = inputs_key, keys[-1]
         if isinstance(known := self.cache.get(key), Prompt):  # a cached turn is no prompt
             return known
         if (pending := self._pending.get(key)) is None:
-            is_prefetched = form == "" and keys[-1] in self._prefetched
-            self._has_others = self._has_others or (is_first(messages) and not is_prefetched)
-            draft = None if is_large else self._draft(messages, tools, template, form, keys)
+            is_prefetched = inputs_key == "" and keys[-1] in self._prefetched
+            self._has_others = self._has_others or (is_first_turn(messages) and not is_prefetched)
+            draft = None if is_large else self._draft(messages, tools, template, inputs_key, keys)
             if draft is not None and len(draft.text) - draft.start < _LONG and self.tokenizer.is_fast:
                 return self._cached(self._encoded(draft), messages)
-            work = partial(self._build, draft, messages, tools, template, form, keys)
+            work = partial(self._build, draft, messages, tools, template, inputs_key, keys)
             pending = self._pending[key] = _PendingPrompt(asyncio.ensure_future(self._build_in_thread(work, messages)))
         pending.n_waiting += 1
         try:
@@ -253,8 +254,8 @@ class Conversations:
     def _cached(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         """Cache the prompt of a first turn if it is not too long, and return it."""
         limit = self._max_prompt_tokens
-        if is_first(messages) and (limit is None or len(prompt.tokens) <= limit):
-            self.cache.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
+        if is_first_turn(messages) and (limit is None or len(prompt.tokens) <= limit):
+            self.cache.put((prompt.inputs_key, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
         return prompt
 
     def text(self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None) -> str:
@@ -269,29 +270,33 @@ class Conversations:
             raise DataError(f"the text that the chat template renders {problem}")
         return text
 
-    def _draft(self, messages: Sequence[Message], tools: Any, template: Any, form: str, keys: list[str]) -> _Draft:
+    def _draft(
+        self, messages: Sequence[Message], tools: Any, template: Any, inputs_key: str, keys: list[str]
+    ) -> _Draft:
         """Render the messages, and find the cached turn that they continue. Raises PromptTooLong."""
         control, in_form = control_tokens(self.tokenizer), template_messages(self.tokenizer, messages)
         escaped = control.escape_messages(in_form), control.escape(tools), control.escape(template)
         text = self.text(*escaped)
         variables = {"enable_thinking": self._thinking, **(template or {})}
         check_rendered(self.tokenizer, in_form, tools or None, variables.pop("enable_thinking"), True, **variables)
-        draft = self._draft_after_turn(text, messages, form, keys) or _Draft(text, form, keys)
+        draft = self._draft_after_turn(text, messages, inputs_key, keys) or _Draft(text, inputs_key, keys)
         if self._max_prompt_tokens is not None:
             n_before = 0 if draft.turn is None else len(draft.turn.prompt.tokens) + len(draft.turn.tokens)
             new_text = text[draft.start :].replace(BREAK, "")
             check_prompt_length(self.tokenizer, new_text, self._max_prompt_tokens, n_before)
-        draft.places = self._places(text, *escaped)
+        draft.spans = self._content_spans(text, *escaped)
         return draft
 
-    def _draft_after_turn(self, text: str, messages: Sequence[Message], form: str, keys: list[str]) -> _Draft | None:
+    def _draft_after_turn(
+        self, text: str, messages: Sequence[Message], inputs_key: str, keys: list[str]
+    ) -> _Draft | None:
         """Return a draft after the last cached turn that the template rendered as sampled, if any."""
         for number in range(len(messages) - 1, 0, -1):
-            key = form, keys[number - 1]
+            key = inputs_key, keys[number - 1]
             if messages[number - 1]["role"] == "assistant" and (turn := self.cache.get(key)):
                 start = self._end_of_turn(turn, text)
                 if start is not None:
-                    return _Draft(text, form, keys, start=start, turn=turn)
+                    return _Draft(text, inputs_key, keys, start=start, turn=turn)
         return None
 
     def _encoded(self, draft: _Draft) -> Prompt:
@@ -299,7 +304,7 @@ class Conversations:
         if (turn := draft.turn) is not None:
             tokens = turn.prompt.tokens + turn.tokens + tokens
             sources = [*turn.prompt.sources, (int(Source.SAMPLED), len(turn.tokens)), *sources]
-        return Prompt(draft.text, tokens, sources, draft.keys, draft.form)
+        return Prompt(draft.text, tokens, sources, draft.keys, draft.inputs_key)
 
     def remember(
         self,
@@ -310,7 +315,7 @@ class Conversations:
         hidden: frozenset[int] = frozenset(),
     ) -> None:
         """Cache a sampled turn. `message` is what a client will send back for it, as read by `read_messages`."""
-        key = prompt.form, next_key(prompt.keys[-1], message)
+        key = prompt.inputs_key, extended_key(prompt.keys[-1], message)
         turn = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids, hidden)
         self.cache.put(key, turn, len(prompt.tokens) + len(tokens), prompt.text)
 
@@ -324,11 +329,11 @@ class Conversations:
         n_written = turn.body.count(end)  # the model may have written the end token as plain text
         while at >= 0 and text[start:at].replace(BREAK, "").count(end) < n_written:
             at = text.find(end, at + len(end))
-        if at < 0 or not self._is_same(turn, text[start:at].replace(BREAK, "")):
+        if at < 0 or not self._has_same_meaning(turn, text[start:at].replace(BREAK, "")):
             return None
         return at + len(turn.end)
 
-    def _is_same(self, turn: _Turn, body: str) -> bool:
+    def _has_same_meaning(self, turn: _Turn, body: str) -> bool:
         """Return whether a rendered turn means what was sampled.
 
         Whitespace around content and reasoning and the formatting of JSON arguments may differ.
@@ -338,12 +343,12 @@ class Conversations:
         if any((tag in body) != (tag in turn.body) for tag in (THINK, END_THINK)):
             return False  # the template has dropped the reasoning, which may be empty
         opened = turn.prompt.opens_reasoning
-        written, sampled = (_meaning(self.parser.parse(one, in_reasoning=opened)) for one in (body, turn.body))
+        written, sampled = (_comparable(self.parser.parse(one, in_reasoning=opened)) for one in (body, turn.body))
         return written == sampled
 
     def _encode_new_text(self, draft: _Draft) -> tuple[list[int], Runs]:
         """Encode the text from character `draft.start` on. Any thread may call it."""
-        text, start, places = draft.text, draft.start, draft.places
+        text, start, spans = draft.text, draft.start, draft.spans
         control = control_tokens(self.tokenizer)
         if not self.tokenizer.is_fast:
             tokens = control.encode(text[start:])
@@ -354,10 +359,10 @@ class Conversations:
             start, n_known = start - len(draft.turn.end), 1  # so that no space is added after the end of the turn
         tokens, span_of = control.encode_with_spans(text[start:])
         note_unknown(self.tokenizer, text[start:], tokens)
-        return tokens[n_known:], source_runs(places, len(tokens) - n_known, lambda at: span_of(at + n_known), start)
+        return tokens[n_known:], source_runs(spans, len(tokens) - n_known, lambda at: span_of(at + n_known), start)
 
-    def _places(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[tuple[int, int, int]]:
-        """Return (start, end, source) of the messages' contents in the rendered text, without those of the assistant.
+    def _content_spans(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[_Span]:
+        """Return the spans of the messages' contents in the rendered text, without those of the assistant.
 
         They are found by rendering a second time with random marks around each content. The list is empty if
         the marks change the rest of the text.
@@ -372,14 +377,14 @@ class Conversations:
             for each in messages
         ]
         pieces = self.text(marked, tools, template).split(opening)
-        places, at = [], len(pieces[0])
+        spans, at = [], len(pieces[0])
         if len(pieces) != len(others) + 1 or "".join(pieces).replace(closing, "") != text:
             return []
         for piece, message in zip(pieces[1:], others, strict=True):
             words, _, after = piece.partition(closing)
-            places.append((at, at + len(words), int(SOURCE_OF_ROLE[message["role"]])))
+            spans.append((at, at + len(words), int(SOURCE_OF_ROLE[message["role"]])))
             at += len(words) + len(after)
-        return places
+        return spans
 
 
 @lru_cache
@@ -397,7 +402,7 @@ def prompt_threads(tokenizer: Any) -> Threads:
     return Threads(2 if tokenizer.is_fast else 1, "areno-prompts")
 
 
-def is_first(messages: Sequence[Message]) -> bool:
+def is_first_turn(messages: Sequence[Message]) -> bool:
     return not any(message["role"] == "assistant" for message in messages)
 
 
@@ -418,7 +423,7 @@ def _marked(content: str, opening: str, closing: str) -> str:
     return f"{before}{opening}{words}{closing}{after}"
 
 
-def _meaning(message: ParsedMessage) -> tuple[Any, ...]:
+def _comparable(message: ParsedMessage) -> tuple[Any, ...]:
     """Return what two renderings of a turn must share."""
     calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
     return (message.content or "").strip(), (message.reasoning_content or "").strip(), calls

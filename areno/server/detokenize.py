@@ -157,17 +157,17 @@ _BYTES = _byte_of_character()
 
 
 class TokenTextCache:
-    """LRU cache: `of(token, is_first)` returns (text, bytes).
+    """LRU cache: `lookup(token, is_first)` returns (text, bytes).
 
     `is_first` means that no text precedes the token. SentencePiece then drops its space.
     """
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self.of = lru_cache(maxsize=100_000)(self._of)
+        self.lookup = lru_cache(maxsize=100_000)(self._lookup)
         self._letter = tokenizer.encode("a", add_special_tokens=False)[-1:]
 
-    def _of(self, token: int, is_first: bool) -> tuple[str, bytes]:
+    def _lookup(self, token: int, is_first: bool) -> tuple[str, bytes]:
         before = [] if is_first else self._letter
         text = decode(self.tokenizer, [*before, token]).removeprefix(decode(self.tokenizer, before) if before else "")
         if PART_OF_A_CHARACTER not in text:
@@ -186,7 +186,7 @@ class TokenTextCache:
 
         It is the text, "bytes:\xNN..." for a part of a character, or "token_id:N" if that is empty or taken.
         """
-        text, data = self.of(token, is_first)
+        text, data = self.lookup(token, is_first)
         if PART_OF_A_CHARACTER in text:
             text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
         return text if text and text not in taken else f"token_id:{token}"
@@ -237,7 +237,7 @@ class TokenTextStream:
         """Split the decoded text of all waiting tokens into theirs."""
         if self._waiting:
             found = self._by_bytes(self._waiting)
-            self._known += found if _text_of(found) == text else self._by_groups()
+            self._known += found if _join_texts(found) == text else self._by_groups()
             self._before, self._partial = [*self._before, *self._partial, *self._waiting][-_KEPT:], ()
             self._waiting = []
 
@@ -246,7 +246,7 @@ class TokenTextStream:
         found, is_first = list[TokenText](), self._hidden.issuperset(self._before)
         data = list[bytes]()
         for token in tokens:
-            data.append(b"" if token in self._hidden else self._texts.of(token, is_first)[1])
+            data.append(b"" if token in self._hidden else self._texts.lookup(token, is_first)[1])
             found.append(TokenText("", b"", is_first))
             is_first = is_first and token in self._hidden
         decoder, at = codecs.getincrementaldecoder("utf-8")("replace"), 0
@@ -275,14 +275,14 @@ class TokenTextStream:
             elif not stream.is_settled:
                 continue
             found = self._by_bytes(group)
-            if _text_of(found) != text:
+            if _join_texts(found) != text:
                 found = [TokenText("", b"", one.is_first) for one in found]
                 found[-1] = TokenText(text, text.encode(), found[-1].is_first)
             known, group = known + found, []
         return known
 
 
-def _text_of(tokens: Iterable[TokenText]) -> str:
+def _join_texts(tokens: Iterable[TokenText]) -> str:
     return "".join(one.text for one in tokens)
 
 

@@ -108,13 +108,13 @@ def has_more_tokens(tokenizer: Any, text: str, max_tokens: int) -> bool:
         return False
     n = 0
     for start in range(0, len(text), PIECE):
-        n += _tokens_of(tokenizer, text[start : start + PIECE])
+        n += _count_tokens(tokenizer, text[start : start + PIECE])
         if n - n // _OVERCOUNT > max_tokens:
             return True
     return False
 
 
-def _tokens_of(tokenizer: Any, text: str) -> int:
+def _count_tokens(tokenizer: Any, text: str) -> int:
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

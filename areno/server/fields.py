@@ -136,10 +136,10 @@ def read_json(body: bytes) -> Any:
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         n_parts = text.count('"') // 2 + sum(map(text.count, ("[", "{", "null", "true", "false")))
-        decoder: type[json.JSONDecoder] = _Interruptible if n_parts > MAX_PARTS else json.JSONDecoder
+        decoder: type[json.JSONDecoder] = _InterruptibleDecoder if n_parts > MAX_PARTS else json.JSONDecoder
         # With parse functions in Python, other threads can run between two numbers.
         numbers: dict[str, Any] = {"parse_int": lambda digits: int(digits), "parse_float": lambda text: float(text)}
-        value = decoder(**numbers, parse_constant=_refuse).decode(text)
+        value = decoder(**numbers, parse_constant=_reject_constant).decode(text)
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
@@ -149,7 +149,7 @@ def read_json(body: bytes) -> Any:
     return value
 
 
-class _Interruptible(json.JSONDecoder):
+class _InterruptibleDecoder(json.JSONDecoder):
     """A JSON decoder written in Python. It is ten times as slow as that in C, but other threads can run."""
 
     def __init__(self, **options: Any):
@@ -174,5 +174,5 @@ def _too_deep() -> ApiError:
     return ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
 
 
-def _refuse(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"JSON has no {name}")

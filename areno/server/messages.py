@@ -218,20 +218,20 @@ def conversation_keys(messages: Sequence[Message]) -> list[str]:
     """Return, for each message, a hash of the conversation up to and including this message."""
     key, keys = "", []
     for message in messages:
-        key = next_key(key, message)
+        key = extended_key(key, message)
         keys.append(key)
     return keys
 
 
-def form_key(tools: Any, template: Any) -> str:
+def template_inputs_key(tools: Any, template: Any) -> str:
     """Return a hash of the tools and the template variables of a prompt, "" if there are none."""
-    return next_key("", [tools or None, template or None]) if tools or template else ""
+    return extended_key("", [tools or None, template or None]) if tools or template else ""
 
 
 _as_text = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
 
 
-def next_key(key: str, value: Any) -> str:
+def extended_key(key: str, value: Any) -> str:
     """Return the hash of a conversation with one more message."""
     long: dict[str, str] = {}
     if isinstance(value, dict):  # long texts are hashed without JSON, whose encoder blocks other threads

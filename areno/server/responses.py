@@ -16,7 +16,7 @@ from areno.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from areno.schema.values import show
 from areno.server.errors import BadTrajectory, is_deeper
 from areno.server.fields import MAX_DEPTH
-from areno.server.messages import next_key
+from areno.server.messages import extended_key
 from areno.server.tokens import Runs, Source
 from areno.types import SamplingParams
 
@@ -51,7 +51,7 @@ class TurnTokens:
             prompt=prompt,
             sources=_sources(values.get("sources"), len(prompt)),
             sampled=sampled,
-            message=_digest(choice),
+            message=_checked_digest(choice),
             logprobs=_logprobs(choice, len(sampled)),
             versions=_whole_numbers(choice, "versions", _MAX_VERSION, len(sampled)),
             temperature=_temperature(values.get("temperature")),
@@ -105,16 +105,16 @@ def message_digest(message: Mapping[str, Any]) -> dict[str, str]:
     parts = {
         "content": message.get("content") or "",
         _REASONING: message.get(_REASONING) or message.get("reasoning") or "",
-        "tool_calls": [_call(call) for call in message.get("tool_calls") or []],
+        "tool_calls": [_comparable_call(call) for call in message.get("tool_calls") or []],
     }
-    return {name: next_key("", {name: value}) for name, value in parts.items()}
+    return {name: extended_key("", {name: value}) for name, value in parts.items()}
 
 
 _REASONING = "reasoning_content"
 _EMPTY = message_digest({})
 
 
-def _call(call: Any) -> Any:
+def _comparable_call(call: Any) -> Any:
     """Return (name, arguments) of a tool call. Arguments are compared as JSON values if they are JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
@@ -133,7 +133,7 @@ def changed_parts(message: Mapping[str, Any], sampled: Mapping[str, str]) -> lis
     return [name for name in changed if name != _REASONING or digest[name] != _EMPTY[name]]
 
 
-def _digest(choice: Mapping[str, Any]) -> dict[str, str]:
+def _checked_digest(choice: Mapping[str, Any]) -> dict[str, str]:
     digest = choice.get("message")
     if not isinstance(digest, dict) or digest.keys() != _EMPTY.keys():
         raise BadTrajectory(f"message is {show(digest)}; the hashes of {', '.join(_EMPTY)} are expected")

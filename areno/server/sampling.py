@@ -16,7 +16,7 @@ from areno.engine.requests import RequestLimits, RequestRefused
 from areno.errors import ArenoError, EngineError
 from areno.server.errors import CONTEXT_FULL, ApiError
 from areno.server.requests import MAX_MESSAGES, SampleOptions
-from areno.server.tokens import digest_of
+from areno.server.tokens import token_digest
 from areno.types import GenerationOutput, GenerationRequest
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -133,7 +133,7 @@ class Sampler:
     ) -> GenerationRequest:
         """Build the engine's request. Raises ApiError 400 if the engine cannot serve it.
 
-        `digest` is `digest_of(prompt)`, computed if a seed needs it and it is None. `more` are fields of
+        `digest` is `token_digest(prompt)`, computed if a seed needs it and it is None. `more` are fields of
         `GenerationRequest`.
         """
         request = GenerationRequest(
@@ -152,12 +152,12 @@ class Sampler:
             self.request_limits.max_new(request)
         except RequestRefused as error:
             too_long = len(prompt) >= min(self.request_limits.context_len, options.params.max_context_len or 1 << 60)
-            raise _of_client(error, CONTEXT_FULL if too_long else None) from error
+            raise _client_error(error, CONTEXT_FULL if too_long else None) from error
         return request
 
     def next_seed(self, prompt: list[int], digest: int | None) -> int:
         # Requests arrive in any order, so a seed derived from a counter would differ between runs.
-        digest = digest_of(prompt) if digest is None else digest
+        digest = token_digest(prompt) if digest is None else digest
         n_seen = self._seen[digest] = self._seen.pop(digest, 0) + 1
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
@@ -208,11 +208,11 @@ class Sampler:
         except TimeoutError:
             raise ApiError(408, f"no answer within {self.limits.timeout_s:g} s") from None
         except RequestRefused as error:
-            raise _of_client(error) from error
+            raise _client_error(error) from error
         except EngineError as error:  # the message names settings of the server, so it goes into the log only
             raise ApiError(503, "the server has stopped sampling; its log says why") from error
         except ArenoError as error:
-            raise ApiError(400, str(error.renamed(_name_of))) from error
+            raise ApiError(400, str(error.renamed(_api_field))) from error
         finally:
             self.metrics.aborted += not done
             self.metrics.whole.observe(time.monotonic() - started)
@@ -236,12 +236,12 @@ class Sampler:
         ]
 
 
-def _of_client(error: RequestRefused, code: str | None = None) -> ApiError:
+def _client_error(error: RequestRefused, code: str | None = None) -> ApiError:
     """Convert the engine's refusal to an ApiError that names the field of the client's request."""
     advice = "; shorten the prompt" if code == CONTEXT_FULL else _ADVICE.get(error.field, "")
-    return ApiError(400, error.why + advice, param=_name_of(error.field), code=code)
+    return ApiError(400, error.why + advice, param=_api_field(error.field), code=code)
 
 
-def _name_of(key: str) -> str:
+def _api_field(key: str) -> str:
     name = key.rpartition(".")[2]
     return _NAMES.get(name, name)

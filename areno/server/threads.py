@@ -63,13 +63,13 @@ class Threads:
                         return
                     future, work = self._waiting.popleft()
                 if not future.cancelled():
-                    _finish(future, work)
+                    _call_and_settle(future, work)
                 del future, work  # so that the next piece of work keeps no objects of this one alive
         finally:
             _running.discard(thread)
 
 
-def _finish(future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
+def _call_and_settle(future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
     """Call `work`, and set its result in the thread of the future's event loop."""
     try:
         settled = partial(_settle, future, work(), None)
@@ -100,12 +100,12 @@ def _wait_at_exit() -> None:
 _logger = logging.getLogger("areno.server.http")
 
 
-def _is_not_about_a_client(record: logging.LogRecord) -> bool:
+def _is_about_the_server(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | ConnectionError)
 
 
-_logger.addFilter(_is_not_about_a_client)  # the tracebacks would fill the log
+_logger.addFilter(_is_about_the_server)  # the tracebacks would fill the log
 END_ANSWERS: web.AppKey[Callable[[], object]] = web.AppKey("end_answers")
 """The function of an application that ends requests in progress with an error, after the time for a shutdown."""
 _MIN_GRACE_S = 0.01  # aiohttp takes 0 for no limit at all

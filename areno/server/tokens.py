@@ -24,7 +24,7 @@ _AT_ONCE = 1 << 16  # tokens
 SOURCE_OF_ROLE = {"system": Source.SYSTEM, "user": Source.USER, "tool": Source.TOOL, "function": Source.TOOL}
 
 
-def digest_of(tokens: list[int]) -> int:
+def token_digest(tokens: list[int]) -> int:
     hashed = hashlib.blake2b(digest_size=8)
     for at in range(0, len(tokens), _AT_ONCE):  # in pieces, so that other threads can run in between
         hashed.update(np.array(tokens[at : at + _AT_ONCE], dtype=np.int64).tobytes())

@@ -37,7 +37,7 @@ from areno.plan.plan import sampling_params
 from areno.run.groups import AgentSample, Choice, Group
 from areno.run.live_agents import LiveAgents
 from areno.run.setup import PolicySetup
-from areno.server.conversations import Conversations
+from areno.server.conversations import PromptBuilder
 from areno.server.parsers import parser_for_template
 from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import IN_FULL
@@ -120,7 +120,7 @@ def score_missing(
 
 def _parse(trainer: Trainer, trajectories: Any, policy: LossMaskPolicy | None) -> list[tuple[AgentItem, Trajectory]]:
     tokenizer = trainer.get_tokenizer()
-    conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     policy, info = policy or trainer.loss_mask_policy, trainer.engine.info
     builder = RowBuilder(conversations, policy, info.vocab_size, context=info.context_len)
     return read_trajectories(trajectories, builder)
@@ -227,7 +227,7 @@ def _mask_policy(setup: PolicySetup) -> LossMaskPolicy:
 
 
 def _row_builder(setup: PolicySetup, server: SessionProxy) -> RowBuilder:
-    info, conversations = setup.trainer.engine.info, server.server.chat.conversations
+    info, conversations = setup.trainer.engine.info, server.server.chat.prompts
     return RowBuilder(conversations, _mask_policy(setup), info.vocab_size, server.session, info.context_len)
 
 

@@ -66,7 +66,7 @@ def after(n: int, file: Path) -> Callable[..., object]:
 
 
 def builder(session: RolloutSession) -> RowBuilder:
-    return RowBuilder(session.proxy.server.chat.conversations, LossMaskPolicy(), VOCAB, session.proxy.session)
+    return RowBuilder(session.proxy.server.chat.prompts, LossMaskPolicy(), VOCAB, session.proxy.session)
 
 
 def test_a_failing_agent_leaves_the_others_alone(session: RolloutSession) -> None:

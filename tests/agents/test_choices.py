@@ -57,7 +57,7 @@ def trajectory(proxy: SessionProxy, *turns: AgentTrajectoryTurn) -> Trajectory:
     [plain] = plain_results(AgentTrajectory(list(turns)), [ITEM])
     if isinstance(plain, BadTrajectory):
         raise plain
-    conversations = proxy.server.chat.conversations
+    conversations = proxy.server.chat.prompts
     return RowBuilder(conversations, LossMaskPolicy(), VOCAB, proxy.session).trajectory(plain)
 
 

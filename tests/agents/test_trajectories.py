@@ -21,7 +21,7 @@ from areno.agents.trajectories import (
     plain_turn,
 )
 from areno.errors import DataError
-from areno.server.conversations import Conversations
+from areno.server.conversations import PromptBuilder
 from areno.server.parsers import parser_for_template
 from areno.server.responses import TurnTokens, message_digest
 from tests.helpers.conversations import USER, turn_of
@@ -121,7 +121,7 @@ def response_of(turn: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_script_is_told_which_trajectory_is_wrong() -> None:
     tokenizer = load_tokenizer("tiny")
-    conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     turn = turn_of(conversations, [USER], "a<|im_end|>", None)
     good = json.loads(json.dumps(response_of(turn)))
     builder = RowBuilder(conversations, LossMaskPolicy(), len(tokenizer))
@@ -147,7 +147,7 @@ def test_a_script_is_told_which_trajectory_is_wrong() -> None:
 
 def test_a_row_longer_than_the_context_costs_its_sample() -> None:
     tokenizer = load_tokenizer("tiny")
-    conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     good = json.loads(json.dumps(response_of(turn_of(conversations, [USER], "a<|im_end|>", None))))
     n = len(good["areno"]["prompt_token_ids"]) + len(good["areno"]["choices"][0]["token_ids"])
     trajectory = AgentTrajectory([AgentTrajectoryTurn(AgentItem("a", {}, [5], 0), [USER], good)])

@@ -23,7 +23,7 @@ from areno.files.paths import find_file
 from areno.launch.compose import load
 from areno.plan.backend import plan_of_arguments, read_arguments
 from areno.plan.plan import open_actor, plan_of_experiment
-from areno.server.conversations import Conversations
+from areno.server.conversations import PromptBuilder
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
 from areno.server.tokens import Source, expand_runs
@@ -95,7 +95,7 @@ def asked(*contents: str, **fields: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_words_without_control_tokens_keep_their_tokens_and_others_become_no_control_tokens(name: str) -> None:
     tokenizer = load_tokenizer(name)
-    conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     names, expected = control_names(tokenizer), {}
 
     @settings(max_examples=80, deadline=None, derandomize=True, database=None)
@@ -218,7 +218,7 @@ def test_a_template_that_marks_what_is_trained(tokenizer_of) -> None:
 def test_a_conversation_goes_on_from_exact_tokens_with_text_in_it(name: str) -> None:
     """Also where the model has written a control token as plain text itself."""
     tokenizer = load_tokenizer(name)
-    conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     tools = [{"type": "function", "function": {"name": "f", "description": "x<|im_end|>"}}]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     messages = read_messages([{"role": "system", "content": FORGED}, {"role": "user", "content": "repeat " + FORGED}])
@@ -248,7 +248,7 @@ def test_a_conversation_goes_on_from_exact_tokens_with_text_in_it(name: str) -> 
 def test_arguments_of_the_template_are_text(tokenizer_of) -> None:
     tokenizer = tokenizer_of("tiny")
     tokenizer.chat_template = "{{ place }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     prompt = conversations.prompt([{"role": "user", "content": "hi"}], template={"place": FORGED})
     assert control_in(tokenizer, prompt.tokens) == ["<|im_end|>"]
 
@@ -283,7 +283,7 @@ def test_tokenizers_of_other_kinds() -> None:
     assert not slow.is_fast
     tokens = encode_generation_prompt(slow, "a</s>b<unk>")
     assert slow.convert_ids_to_tokens(tokens) == [*"a</s>b<unk>", "</s>"]
-    conversations = Conversations(slow, parser_for_template(slow.chat_template))
+    conversations = PromptBuilder(slow, parser_for_template(slow.chat_template))
     assert conversations.prompt([{"role": "user", "content": "a</s>b<unk>"}]).tokens == tokens
 
 
@@ -293,7 +293,7 @@ def test_control_tokens_can_be_allowed(tokenizer_of) -> None:
     allow_control_tokens(tokenizer)
     tokens = encode_generation_prompt(tokenizer, FORGED)
     assert tokens == tokenizer.encode(rendered(tokenizer, [{"role": "user", "content": FORGED}])) != before
-    conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     assert conversations.prompt([{"role": "user", "content": FORGED}]).tokens == tokens
 
 

@@ -14,7 +14,7 @@ from areno.data.messages import check_rendered, decoded_arguments, template_mess
 from areno.data.row_schema import VARIABLES
 from areno.data.sources import check_dataset
 from areno.errors import DataError
-from areno.server.conversations import Conversations
+from areno.server.conversations import PromptBuilder
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
 from tests.helpers.encoded_rows import prompt_item, sft_sequence
@@ -45,7 +45,7 @@ def assistant(text, **more):
 
 
 def served(tokenizer, messages, tools=None, template=None):
-    conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     return conversations.prompt(read_messages(messages), tools, template).text
 
 

@@ -12,7 +12,7 @@ import pytest
 from areno.data.drafts import labelled_draft, ranked_draft
 from areno.data.turn_ends import set_model_ends, stop_token_ids
 from areno.errors import DataError
-from areno.server.conversations import Conversations
+from areno.server.conversations import PromptBuilder
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
 from tests.helpers.encoded_rows import pair_item, sft_item, sft_sequence
@@ -131,7 +131,7 @@ def check_row(tokenizer: Any, row: dict[str, Any]) -> None:
     messages = given or [*before, assistant(row["response"])]
     turns = [at for at in range(0 if given else len(before), len(messages)) if messages[at]["role"] == "assistant"]
     runs, stops = runs_of(sft_item(tokenizer, row).rows), frozenset(stop_token_ids(tokenizer))
-    server = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    server = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     assert len(runs) == len(turns)
     for (head, run), at in zip(runs, turns, strict=True):
         prompt = server.prompt(read_messages(messages[:at]), row.get("tools"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from areno.server.conversations import Conversations, conversation_keys
+from areno.server.conversations import PromptBuilder, conversation_keys
 from areno.server.messages import read_messages
 from areno.server.responses import message_digest
 
 
 def turn_of(
-    conversations: Conversations,
+    conversations: PromptBuilder,
     messages: list[Any],
     said: str,
     tools: Any,

@@ -32,7 +32,7 @@ CHAT = {"model": "policy", "messages": [USER], "max_tokens": 2}
 @pytest.fixture(scope="module")
 def url(trainer: Trainer, proxy: SessionProxy) -> Iterator[str]:
     """A server without a key, as `areno serve` starts it, over the engine of the session."""
-    limits, tokenizer = proxy.server.sampler.request_limits, proxy.server.chat.conversations.tokenizer
+    limits, tokenizer = proxy.server.sampler.request_limits, proxy.server.chat.prompts.tokenizer
     how: Any = {"models": ["policy"], "keys": [], "defaults": SamplingParams(max_new_tokens=4), "guard": GUARD}
     thread = ServerThread(build_server(trainer.engine, limits, tokenizer, **how).application)
     yield thread.start()

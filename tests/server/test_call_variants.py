@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areno.server.parsers import ParsedMessage, message_of, parser_for
+from areno.server.parsers import ParsedMessage, join_deltas, parser_for
 
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}}
 TOOLS = [{"name": "get_weather", "parameters": {"type": "object", "properties": PROPERTIES}}]
@@ -43,7 +43,7 @@ def test_a_closing_tag_of_a_parameter_may_be_missing(tools: Any) -> None:
     for text in (in_xml(city, days, end, unit, end), in_xml(city, end, days, unit, end), in_xml(city, days, unit, end)):
         for cut in range(len(text)):
             stream = parser.stream(tools)
-            found = message_of(stream.feed(text[:cut]) + stream.finish(text[cut:]))
+            found = join_deltas(stream.feed(text[:cut]) + stream.finish(text[cut:]))
             assert calls_of(found) == [("get_weather", expected)], text
     # What is no parameter of the function, or stands amid a line, belongs to the value.
     for inner in ("\n<parameter=>", " <parameter=days>", "\n<parameter=" + ("other>" if tools else "a\nb>")):

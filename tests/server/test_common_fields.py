@@ -29,7 +29,7 @@ def chat(client: OpenAI, **fields: Any) -> Any:
 
 
 def prompt_of(proxy: SessionProxy, client: OpenAI, **fields: Any) -> str:
-    tokenizer = proxy.server.chat.conversations.tokenizer
+    tokenizer = proxy.server.chat.prompts.tokenizer
     return tokenizer.decode(chat(client, **fields).areno["prompt_token_ids"])
 
 
@@ -102,7 +102,7 @@ def test_the_effort_of_reasoning_is_the_templates(
 ) -> None:
     content = f"hello {zlib.crc32(template.encode())}: "  # the prompts of other templates are cached
     own = "{% for message in messages %}{{ message.content }}{% endfor %}" + template
-    monkeypatch.setattr(proxy.server.chat.conversations.tokenizer, "chat_template", own)
+    monkeypatch.setattr(proxy.server.chat.prompts.tokenizer, "chat_template", own)
     fields: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     fields["messages"] = [{"role": "user", "content": content}]
     if rendered is None:

@@ -18,7 +18,7 @@ from areno.agents.trajectories import AgentItem, BadTrajectory, LossMaskPolicy
 from areno.data.chat_template import render
 from areno.errors import DataError
 from areno.server import errors
-from areno.server.conversations import Conversations, Prompt, TokenCache
+from areno.server.conversations import Prompt, PromptBuilder, TokenCache
 from areno.server.errors import PromptTooLong
 from areno.server.messages import conversation_keys, read_messages
 from areno.server.parsers import parser_for_template
@@ -52,9 +52,9 @@ def real_conversations() -> Iterator[tuple[list[Any], list[Any]]]:
         yield messages, tools
 
 
-def made(name: str) -> Conversations:
+def made(name: str) -> PromptBuilder:
     tokenizer = load_tokenizer(name)
-    return Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    return PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_rows_of_real_conversations_are_what_the_template_renders(name: str, eve
 
 
 def test_tokens_that_were_sampled_are_kept_however_their_text_would_be_encoded(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     first = conversations.prompt([USER])
     odd = [tiny.encode(letter, add_special_tokens=False)[0] for letter in "hello"]  # not how "hello" is encoded
     assert tiny.decode(odd) == "hello"
@@ -129,7 +129,7 @@ def test_a_request_that_ends_with_the_sampled_turn_gets_a_prompt(tiny: Any) -> N
 
 
 def test_an_answer_that_was_cut_off_is_closed_by_the_template(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     first = conversations.prompt([USER])
     tokens, answer = tiny.encode("hel"), {"role": "assistant", "content": "hel"}
     conversations.remember(first, tokens, frozenset([384]), answer)
@@ -139,7 +139,7 @@ def test_an_answer_that_was_cut_off_is_closed_by_the_template(tiny: Any) -> None
 
 
 def test_reasoning_that_the_template_drops_begins_a_new_row(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     answer = {"role": "assistant", "content": "hi", "reasoning_content": "think hard"}
     said = "<think>\nthink hard\n</think>\n\nhi<|im_end|>"
     first = turn_of(conversations, [USER], said, None, answer)
@@ -151,7 +151,7 @@ def test_reasoning_that_the_template_drops_begins_a_new_row(tiny: Any) -> None:
 
 
 def test_a_call_whose_json_the_template_writes_otherwise_stays_one_row(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     said = '<tool_call>{"name":"add",  "arguments":{"a":1}}</tool_call><|im_end|>'
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -176,7 +176,7 @@ def test_a_call_whose_json_the_template_writes_otherwise_stays_one_row(tiny: Any
 
 @pytest.mark.parametrize("argument", ['"\\ud83d"', "[" * 2000 + "]" * 2000])
 def test_a_call_that_no_template_could_write_stays_the_text_that_it_is(tiny: Any, argument: str) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     arguments = f'{{"a": {argument}}}'
     said = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call><|im_end|>'
@@ -190,7 +190,7 @@ def test_a_call_that_no_template_could_write_stays_the_text_that_it_is(tiny: Any
 
 
 def test_a_turn_with_messages_that_the_template_refuses(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     turn = turn_of(conversations, [USER], "a<|im_end|>", None)
     known = list(conversations.cache._entries)
     builder = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer))
@@ -203,7 +203,7 @@ def test_a_turn_with_messages_that_the_template_refuses(tiny: Any, monkeypatch: 
 
 
 def test_each_token_of_a_prompt_knows_where_it_comes_from(chatml: Any) -> None:
-    conversations = Conversations(chatml, parser_for_template(chatml.chat_template))
+    conversations = PromptBuilder(chatml, parser_for_template(chatml.chat_template))
     system = {"role": "system", "content": " be\nkind "}
     answer = {"role": "assistant", "content": "hello", "tool_calls": [{"function": {"name": "user", "arguments": {}}}]}
     result = {"role": "tool", "tool_call_id": "c", "content": "user"}
@@ -227,7 +227,7 @@ def test_each_token_of_a_prompt_knows_where_it_comes_from(chatml: Any) -> None:
     ],
 )
 def test_a_policy_says_which_spans_are_trained(tiny: Any, policy: LossMaskPolicy, expected: str) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     call = '{"name": "add", "arguments": {}}'
     function = {"name": "add", "arguments": "{}"}
@@ -241,7 +241,7 @@ def test_a_policy_says_which_spans_are_trained(tiny: Any, policy: LossMaskPolicy
 
 
 def test_several_conversations_of_one_agent_are_rows_of_their_own(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     one = turn_of(conversations, [USER], "a<|im_end|>", None)
     other = turn_of(conversations, [OTHER], "b<|im_end|>", None)
     further = turn_of(conversations, [USER, one["message"], OTHER], "c<|im_end|>", None)
@@ -252,7 +252,7 @@ def test_several_conversations_of_one_agent_are_rows_of_their_own(tiny: Any) -> 
 
 
 def test_the_samples_of_a_prompt_share_its_tokens(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), max_cached_tokens=1500)
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template), max_cached_tokens=1500)
     tool = {"type": "function", "function": {"name": "f"}}
     first = conversations.prompt([USER])
     assert conversations.prompt([dict(USER)]) is first
@@ -266,7 +266,7 @@ def test_the_samples_of_a_prompt_share_its_tokens(tiny: Any) -> None:
 
 
 def test_a_long_text_becomes_tokens_beside_the_event_loop(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     long, short = [{"role": "user", "content": "hello " * 400}], [USER]
     encode, threads = conversations._encode_new_text, []
 
@@ -289,7 +289,7 @@ def test_a_long_text_becomes_tokens_beside_the_event_loop(tiny: Any, monkeypatch
     among, *same = asyncio.run(all_of_them())
     assert sorted(thread is threading.main_thread() for thread in threads) == [False, True]
     assert all(each is same[0] for each in same)
-    fresh = Conversations(tiny, parser_for_template(tiny.chat_template))
+    fresh = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     assert [among, same[0]] == [fresh.prompt(short), fresh.prompt(long)]
 
     answer = {"role": "assistant", "content": "hi " * 600}
@@ -299,7 +299,7 @@ def test_a_long_text_becomes_tokens_beside_the_event_loop(tiny: Any, monkeypatch
 
 
 def test_an_error_in_the_thread_reaches_all_who_wait(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     long = [{"role": "user", "content": "hello " * 400}]
 
     def broken(draft: Any) -> Any:
@@ -315,7 +315,7 @@ def test_an_error_in_the_thread_reaches_all_who_wait(tiny: Any, monkeypatch: pyt
 
 
 def test_a_prompt_that_nobody_waits_for_any_more_is_given_up(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), threads=Threads(1, "one"))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template), threads=Threads(1, "one"))
     encode, made, go_on = conversations._encode_new_text, [], threading.Event()
 
     def noted(draft: Any) -> Any:
@@ -348,7 +348,7 @@ def test_a_prompt_that_nobody_waits_for_any_more_is_given_up(tiny: Any, monkeypa
 def test_a_prompt_that_is_too_long_is_refused_before_it_is_made(
     n_words: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), max_prompt_tokens=200)
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template), max_prompt_tokens=200)
     n_characters = 0
 
     def counted(draft_or_text: Any, *asked: Any, **how: Any) -> Any:
@@ -357,7 +357,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_made(
         return tiny(draft_or_text, *asked, **how)
 
     monkeypatch.setattr(conversations, "_encode_new_text", None)  # would be called for a prompt that fits
-    monkeypatch.setattr(errors, "_tokens_of", lambda tokenizer, text: len(counted(text)["input_ids"]))
+    monkeypatch.setattr(errors, "_count_tokens", lambda tokenizer, text: len(counted(text)["input_ids"]))
     long = [{"role": "user", "content": "hello " * n_words}]
     with pytest.raises(PromptTooLong, match="more than 200 tokens"):
         conversations.prompt(long)
@@ -368,7 +368,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_made(
 
 
 def test_what_a_turn_leaves_room_for_is_counted(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), max_prompt_tokens=900)
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template), max_prompt_tokens=900)
     turn_of(conversations, [USER], "hello " * 300 + "<|im_end|>", None)
     later = [USER, {"role": "assistant", "content": "hello " * 300}]
     assert len(conversations.prompt([*later, {"role": "user", "content": "hello " * 100}]).tokens) > 800
@@ -377,7 +377,7 @@ def test_what_a_turn_leaves_room_for_is_counted(tiny: Any) -> None:
 
 
 def test_private_use_characters_of_a_message_do_not_hide_where_it_stands(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     plain, marked = ({"role": "user", "content": f"one {mark} two"} for mark in ("", "\ue002\ue003\ue002 12"))
     for message in (plain, marked):
         prompt = conversations.prompt([message])
@@ -405,7 +405,7 @@ def test_long_texts_count_for_the_key_of_a_conversation() -> None:
 
 
 def test_what_is_remembered_has_a_limit(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), max_cached_tokens=3000)
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template), max_cached_tokens=3000)
     for number in range(10):
         turn_of(conversations, [{"role": "user", "content": f"hello {number}"}], "a<|im_end|>", None)
     remembered = conversations.cache
@@ -419,11 +419,11 @@ def test_what_is_remembered_has_a_limit(tiny: Any) -> None:
 
 def test_a_tokenizer_without_a_template_cannot_chat(plain: Any) -> None:
     with pytest.raises(DataError, match="no chat template"):
-        Conversations(plain, parser_for_template(None)).prompt([USER])
+        PromptBuilder(plain, parser_for_template(None)).prompt([USER])
 
 
 def test_expected_prompts_are_made_until_somebody_asks_for_another(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     rows = [[{"role": "user", "content": f"prompt {number}"}] for number in range(8)]
 
     async def begun(other: bool) -> int:

@@ -215,7 +215,7 @@ def asked() -> Iterator[Asked]:
         server = build_server(
             trainer.engine,
             room,
-            session.proxy.server.chat.conversations.tokenizer,
+            session.proxy.server.chat.prompts.tokenizer,
             models=["model"],
             keys=[KEY],
             defaults=replace(params, max_context_len=96),

@@ -61,7 +61,7 @@ def test_the_event_loop_is_not_held_up(proxy: SessionProxy, name: str, monkeypat
     body = json.dumps({"model": "policy", "max_tokens": 1, **fields}).encode()
     headers = {"Authorization": f"Bearer {proxy.api_key}"}
     monkeypatch.setattr(asyncio.Handle, "_run", timed)
-    remembered = proxy.server.chat.conversations.cache
+    remembered = proxy.server.chat.prompts.cache
     n_before = remembered.n_tokens
     answer = httpx2.post(f"{proxy.base_url}/{path}", content=body, headers=headers, timeout=60)
     assert answer.status_code == (200 if "echo" in fields else 400), answer.text

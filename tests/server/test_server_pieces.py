@@ -14,7 +14,7 @@ from areno import SamplingParams
 from areno.agents.trajectories import AgentItem
 from areno.engine.decoder import decoder
 from areno.server import answers, app
-from areno.server.conversations import Conversations
+from areno.server.conversations import PromptBuilder
 from areno.server.requests import read_chat
 from areno.server.responses import message_digest
 from areno.types import GenerationOutput, GenerationRequest
@@ -115,7 +115,7 @@ def turn(text: str) -> list[Any]:
 def test_prompts_of_agents_that_begin_are_made_before_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     with made() as trainer, trainer.rollout_session(sampling_params=SamplingParams(max_new_tokens=4)) as session:
         client = OpenAI(base_url=session.proxy.base_url, api_key=session.proxy.api_key, max_retries=0)
-        conversations = session.proxy.server.chat.conversations
+        conversations = session.proxy.server.chat.prompts
         rows: list[Any] = [[{"role": "system", "content": "be brief"}, *HELLO], [{"role": "tool"}], None]
         items = [
             AgentItem(f"text {number}", {}, [], number, sample, messages)
@@ -128,4 +128,4 @@ def test_prompts_of_agents_that_begin_are_made_before_they_ask(monkeypatch: pyte
         monkeypatch.setattr(conversations, "_draft", None)  # would be called for a prompt that is not there
         for messages in (rows[0], [{"role": "user", "content": "text 2"}]):
             told = chat(client, messages=messages).areno["prompt_token_ids"]
-            assert told == Conversations(conversations.tokenizer, conversations.parser).prompt(messages).tokens
+            assert told == PromptBuilder(conversations.tokenizer, conversations.parser).prompt(messages).tokens

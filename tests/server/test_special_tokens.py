@@ -8,7 +8,7 @@ import pytest
 from openai import OpenAI
 
 from areno import Trainer
-from areno.server.conversations import Conversations
+from areno.server.conversations import PromptBuilder
 from areno.server.detokenize import special_ids
 from areno.server.parsers import parser_for_template
 from tests.helpers.conversations import OTHER, USER, turn_of
@@ -30,7 +30,7 @@ from tests.helpers.tokenizers import load_tokenizer
 )
 def test_special_tokens_that_the_client_does_not_see_stay_in_the_prompt(name: str, end: str, said: str) -> None:
     tokenizer = load_tokenizer(name)
-    conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     special = special_ids(tokenizer, keep=conversations.parser.tags)
     sampled = said.format("<|im_start|>", "<|endoftext|>") + end
     shown = said.format("", "")

@@ -14,7 +14,7 @@ from areno.files.paths import root
 from areno.server.parsers import (
     ParsedMessage,
     ToolCallParser,
-    message_of,
+    join_deltas,
     parser_for,
     parser_for_template,
     parser_names,
@@ -60,7 +60,7 @@ def in_pieces(parser: ToolCallParser, pieces: list[str], **how: Any) -> ParsedMe
     deltas = [delta for piece in pieces for delta in stream.feed(piece)]
     for delta in deltas:
         assert [delta.content, delta.reasoning_content, delta.tool_call].count(None) == 2
-    return message_of(deltas + stream.finish())
+    return join_deltas(deltas + stream.finish())
 
 
 def written(family: str, calls: list[tuple[str, dict[str, Any]]]) -> str:

@@ -10,7 +10,7 @@ from areno.server.parsers.message import (
     ParsedMessage,
     ToolCall,
     ToolCallParser,
-    message_of,
+    join_deltas,
 )
 from areno.server.parsers.pythonic import PythonicParser
 from areno.server.parsers.qwen3_coder import Qwen3CoderParser
@@ -21,7 +21,7 @@ __all__ = [
     "ParsedMessage",
     "ToolCall",
     "ToolCallParser",
-    "message_of",
+    "join_deltas",
     "parser_for",
     "parser_for_template",
     "parser_names",

@@ -28,7 +28,7 @@ class HermesParser(ToolCallParser):
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
         yield from source.skip_space()
         text = yield from source.json_object()
-        if text is None or (call := call_of(text, ("arguments", "parameters"))) is None:
+        if text is None or (call := parse_call(text, ("arguments", "parameters"))) is None:
             return None
         yield from source.skip_space()
         if not (yield from source.accept(CLOSE)) and (yield from source.peek()):
@@ -54,7 +54,7 @@ def call_object(lark: Lark, functions: dict[str, Document], arguments_key: str) 
     return f"({' | '.join(calls)})"
 
 
-def call_of(text: str, argument_keys: tuple[str, ...]) -> RawCall | None:
+def parse_call(text: str, argument_keys: tuple[str, ...]) -> RawCall | None:
     """Parse the JSON object of a tool call. None if it is none.
 
     The first of `argument_keys` that is there holds the arguments, as an object or its JSON text.
@@ -82,19 +82,19 @@ class LlamaJsonParser(ToolCallParser):
     name = "llama3_json"
     tags = (PYTHON_TAG,)
 
-    def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
+    def find_opening(self, text: str, at: int, at_boundary: bool, after_call: bool) -> tuple[int, int | None]:
         """Accept the brace of a JSON object in place of a tag, and a `;` before it after a call."""
-        if is_fresh:
+        if at_boundary:
             start = after_space(text, at)
             brace = after_space(text, start + 1) if after_call and text.startswith(";", start) else start
             if brace == len(text) or text.startswith("{", brace):
                 return start, None if brace == len(text) else brace
-        return super().opening(text, at, is_fresh, after_call)
+        return super().find_opening(text, at, at_boundary, after_call)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
         yield from source.skip_space()
         text = yield from source.json_object()
-        call = None if text is None else call_of(text, ("parameters", "arguments"))
+        call = None if text is None else parse_call(text, ("parameters", "arguments"))
         return None if call is None or (tools is not None and call[0] not in tools) else [call]
 
     def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from areno.data.chat_template import END_THINK, THINK
 from areno.errors import GrammarError
 from areno.server.parsers.lark import Lark
-from areno.server.parsers.reading import Cursor, Reading, Schema, partial_tag, schemas_of
+from areno.server.parsers.reading import Cursor, Reading, Schema, partial_tag, schemas_by_name
 from areno.server.parsers.schemas import Document
 
 
@@ -69,19 +69,19 @@ class ToolCallParser:
     ) -> ParsedMessage:
         """Parse a finished text."""
         stream = self.stream(tools, in_reasoning=in_reasoning, message_id=message_id)
-        return message_of(stream.feed(text) + stream.finish())
+        return join_deltas(stream.feed(text) + stream.finish())
 
     def stream(
         self, tools: Sequence[Any] | None = None, *, in_reasoning: bool = False, message_id: str | None = None
     ) -> MessageStream:
         """Return an incremental parser, whose deltas add up to the result of `parse`."""
-        return MessageStream(self, schemas_of(tools), in_reasoning, message_id or uuid.uuid4().hex)
+        return MessageStream(self, schemas_by_name(tools), in_reasoning, message_id or uuid.uuid4().hex)
 
-    def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
+    def find_opening(self, text: str, at: int, at_boundary: bool, after_call: bool) -> tuple[int, int | None]:
         """Return (index of the next opening tag, index after this tag), searching from `at`.
 
         Without a complete tag, return (index, None), where the text from this index on may be the beginning of a tag.
-        `is_fresh` means that `at` is the start of the content or directly after a call.
+        `at_boundary` means that `at` is the start of the content or directly after a call.
         """
         found = [(start, -len(tag)) for tag in self.tags if (start := text.find(tag, at)) >= 0]
         if found:
@@ -163,17 +163,18 @@ class MessageStream:
         source.forget()
 
     def _content(self) -> Reading[None]:
-        source, is_fresh = self._source, True
+        source, at_boundary = self._source, True
         while True:
-            if self._n_calls and is_fresh:
+            if self._n_calls and at_boundary:
                 at = source.at
                 yield from source.skip_space()
                 self._space += source.text[at : source.at]
-            start, after_tag = self._family.opening(source.text, source.at, is_fresh, bool(self._n_calls) and is_fresh)
+            after_call = bool(self._n_calls) and at_boundary
+            start, after_tag = self._family.find_opening(source.text, source.at, at_boundary, after_call)
             if after_tag is None and source.ended:
                 start = len(source.text)
             words_end = source.at + len(source.text[source.at : start].rstrip())
-            is_fresh = is_fresh and words_end == source.at
+            at_boundary = at_boundary and words_end == source.at
             self._emit_to(words_end)
             if after_tag is None and source.ended:
                 if not self._n_calls:
@@ -183,7 +184,7 @@ class MessageStream:
                 yield
                 continue
             # `_emit_to` dropped the text before the cursor, so positions have moved.
-            is_fresh = yield from self._calls(start - words_end, after_tag - words_end)
+            at_boundary = yield from self._calls(start - words_end, after_tag - words_end)
 
     def _calls(self, start: int, after_tag: int) -> Reading[bool]:
         """Read the calls after the tag from `start` to `after_tag`. Without one, the tag becomes content."""
@@ -215,7 +216,7 @@ class MessageStream:
         source.forget()
 
 
-def message_of(deltas: Iterable[MessageDelta]) -> ParsedMessage:
+def join_deltas(deltas: Iterable[MessageDelta]) -> ParsedMessage:
     """Join all deltas of a message."""
     deltas = list(deltas)
     content = "".join(delta.content or "" for delta in deltas)

@@ -35,13 +35,13 @@ class PythonicParser(ToolCallParser):
     name = "pythonic"
     tags = tuple(TAGS)
 
-    def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
+    def find_opening(self, text: str, at: int, at_boundary: bool, after_call: bool) -> tuple[int, int | None]:
         """Accept the `[` at the start of the answer in place of a tag."""
-        if is_fresh and not after_call:
+        if at_boundary and not after_call:
             at = after_space(text, at)
             if text.startswith("[", at):
                 return at, at
-        return super().opening(text, at, is_fresh, after_call)
+        return super().find_opening(text, at, at_boundary, after_call)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
         yield from source.skip_space()
@@ -76,7 +76,7 @@ def _call_grammar(lark: Lark, name: str, document: Document) -> str:
     return lark.rule(f"{lark.literal(f'{name}(')} {content} {lark.literal(')')}")
 
 
-def literal_of(text: str) -> Any:
+def parse_literal(text: str) -> Any:
     """Return the value of a Python literal. Raises ValueError for other text."""
     source = Cursor()
     source.text, source.ended = text, True

@@ -24,7 +24,7 @@ from areno.server.parsers.json_rules import JsonRules, Style, times
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
 from areno.server.parsers.patterns import FORMATS, decimal, escaped, slashed, whole
-from areno.server.parsers.pythonic import literal_of
+from areno.server.parsers.pythonic import parse_literal
 from areno.server.parsers.reading import Cursor, Reading, Schema, dump_json, load_json
 from areno.server.parsers.schemas import (
     Alternative,
@@ -68,7 +68,7 @@ class Qwen3CoderParser(ToolCallParser):
         name = yield from self._name(source)
         if name is None or (tag == FUNCTION and tools is not None and name not in tools):
             return None
-        known = _Parameters.of((tools or {}).get(name, {}))
+        known = _Parameters.from_schema((tools or {}).get(name, {}))
         arguments: dict[str, Any] = {}
         while True:
             yield from source.skip_space()
@@ -120,17 +120,17 @@ class Qwen3CoderParser(ToolCallParser):
             if tag == END_PARAMETER:
                 yield from source.skip_space()
                 if (yield from source.looks_at(PARAMETER)) or (yield from source.looks_at(END_FUNCTION)):
-                    return _unframed(source.text[start : after - len(tag)])
+                    return _without_outer_newlines(source.text[start : after - len(tag)])
             elif source.text[start : after - len(tag)].endswith("\n"):
                 name = yield from self._name(source)
                 if name is not None and (names is None or name in names):
                     source.at = after - len(tag)
-                    return _unframed(source.text[start : source.at])
+                    return _without_outer_newlines(source.text[start : source.at])
             source.at = after
         return None
 
 
-def _unframed(value: str) -> str:
+def _without_outer_newlines(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
@@ -141,7 +141,7 @@ class _Parameters:
         self.names = {name for each in found for one in parts(each) for name in one.get("properties", ())}
 
     @classmethod
-    def of(cls, schema: Schema) -> _Parameters:
+    def from_schema(cls, schema: Schema) -> _Parameters:
         try:
             return cls(arguments_of(schema, strict=False))
         except GrammarError:  # a schema that means nothing tells no types
@@ -198,7 +198,7 @@ def _as_json(text: str) -> Any:
 
 def _as_python(text: str) -> Any:
     try:
-        dump_json(value := literal_of(text))
+        dump_json(value := parse_literal(text))
     except ValueError:
         return text
     return value if isinstance(value, list | dict) else text
@@ -206,7 +206,7 @@ def _as_python(text: str) -> Any:
 
 def _call_grammar(lark: Lark, name: str, document: Document) -> str:
     """Return the rule of a call, with the parameters in the order of the schema."""
-    values = _Values(lark, document)
+    values = _ParameterRules(lark, document)
 
     def parameter(key: str, value: str) -> str:
         if set(key + name) & set("<>\n"):
@@ -219,7 +219,7 @@ def _call_grammar(lark: Lark, name: str, document: Document) -> str:
     return lark.rule(f"{lark.literal(f'{FUNCTION}{name}>' + chr(10))} {content} {lark.literal(END_FUNCTION)}")
 
 
-class _Values(JsonRules):
+class _ParameterRules(JsonRules):
     """Rules of values with their closing tags. What may be a string is written as a string, without quotes."""
 
     def __init__(self, lark: Lark, document: Document):
@@ -240,7 +240,7 @@ class _Values(JsonRules):
         for each in found:
             literals = document.literals(each)
             if literals is None:
-                text = self._text_of(each, others) if "string" in document.kinds(each) else None
+                text = self._string_rule(each, others) if "string" in document.kinds(each) else None
                 terms += [] if text is None else [text]
                 literals = [None] if "null" in kinds and has_null else []
             for value in (value for value in literals if self.may_be(value, each)):
@@ -253,7 +253,7 @@ class _Values(JsonRules):
                     terms.append(self._lark.literal(text + _END))
         return f"({' | '.join(dict.fromkeys(terms))})" if terms else None
 
-    def _text_of(self, alternative: Alternative, others: list[str]) -> str | None:
+    def _string_rule(self, alternative: Alternative, others: list[str]) -> str | None:
         """Return the expression of a string that is no literal and not in `others`, and its closing tag."""
         patterns, formats = self.text_words(alternative)
         terms = [f"({slashed(FORMATS[each])})" for each in formats]

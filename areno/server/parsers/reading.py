@@ -123,7 +123,7 @@ _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boole
 def load_json(text: str) -> Any:
     """Parse one JSON value. Raises ValueError also for NaN, infinity and values nested too deeply."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_reject_constant)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -140,11 +140,11 @@ def dump_json(value: Any) -> str:
     return text
 
 
-def _refuse(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"JSON has no {name}")
 
 
-def schemas_of(tools: Sequence[Any] | None) -> dict[str, Schema] | None:
+def schemas_by_name(tools: Sequence[Any] | None) -> dict[str, Schema] | None:
     """Return function name -> JSON schema of the arguments. Entries that are no tools are skipped."""
     if tools is None:
         return None
