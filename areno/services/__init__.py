@@ -32,29 +32,14 @@ SERVICES: dict[str, type[Service]] = {
 
 @cache
 def installed_services() -> dict[str, EntryPoint]:
-    """Return the services of other packages, as name -> entry point.
-
-    The first call reads the metadata of all installed packages.
-    """
+    """Return the services of other packages, from the metadata of all installed packages."""
     from importlib.metadata import entry_points
 
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
 def installed_service(name: str) -> type[Service]:
-    """Import a service of another package.
-
-    Args:
-        name: Name of its entry point in the group "areno.trackers".
-
-    Returns:
-        The class of the service.
-
-    Raises:
-        KeyError: If there is no entry point with this name.
-        TypeError: If the entry point names something other than a subclass of `Service`.
-        Exception: Any error that the service's module raises when it is imported.
-    """
+    """Import a service of another package. Raises KeyError if there is none, TypeError if it is no Service."""
     service = installed_services()[name].load()
     if not (isinstance(service, type) and issubclass(service, Service)):
         raise TypeError(f"{installed_services()[name].value} is no subclass of areno.services.service.Service")

@@ -37,15 +37,12 @@ class MlflowConfig(Section):
 
     @forbid("tracking_uri", "is {self.tracking_uri}, but mode is local; set mode=online for a server")
     def server_of_local(self) -> bool:
-        """Return whether the settings are wrong because mode=local is combined with the address of a server."""
+        """Return whether mode=local is combined with the address of a server."""
         return self.mode == "local" and (self.tracking_uri or "").startswith("http")
 
 
 class Mlflow(Service):
-    """Connection of a run to MLflow. The setting `project` is the name of the MLflow experiment.
-
-    If a resumed run repeats a step, MLflow keeps the earlier and the later values of this step.
-    """
+    """If a resumed run repeats a step, MLflow keeps the earlier and the later values of this step."""
 
     settings, title, package, install = MlflowConfig, "MLflow", "mlflow", "areno[mlflow]"
     config: MlflowConfig
@@ -53,15 +50,6 @@ class Mlflow(Service):
     _id = ""
 
     def start(self, run: RunInfo, run_id: str | None) -> str:
-        """Begin the run at MLflow, or continue it if `run_id` is given.
-
-        Args:
-            run: Description of the run.
-            run_id: Id that `start` returned before the run was resumed. None for a new run.
-
-        Returns:
-            The id of the run at MLflow.
-        """
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -81,10 +69,7 @@ class Mlflow(Service):
         return self._id
 
     def _uri(self, run: RunInfo) -> str | None:
-        """Return the tracking URI of the server or folder.
-
-        None lets MLflow read the environment variable MLFLOW_TRACKING_URI, or use its own default.
-        """
+        """Return the tracking URI. None lets MLflow read MLFLOW_TRACKING_URI, or use its own default."""
         given = self.config.tracking_uri
         if self.config.mode == "online" or (given is not None and "://" in given):
             return given
@@ -94,28 +79,17 @@ class Mlflow(Service):
         return folder.absolute().as_uri()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send the scalars of a step to MLflow.
-
-        Args:
-            step: Number of the step.
-            scalars: Finite values by name, such as "train/loss".
-        """
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         self._client.log_batch(self._id, metrics=[Metric(allowed(n), v, now, step) for n, v in scalars.items()])
 
     def finish(self) -> None:
-        """Mark the run as finished at MLflow."""
         self._client.set_terminated(self._id)
 
 
 def allowed(name: str) -> str:
-    """Return a scalar's name in the characters that MLflow accepts, such as pass_at_4 for pass@4.
-
-    Args:
-        name: Name of the scalar. "@" becomes "_at_", and every other character that MLflow rejects becomes "_".
-    """
+    """Return a scalar's name in the characters that MLflow accepts, such as pass_at_4 for pass@4."""
     plain = name.replace("@", "_at_")
     return "".join(
         letter if letter.isascii() and (letter.isalnum() or letter in _PUNCTUATION) else "_" for letter in plain

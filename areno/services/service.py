@@ -1,7 +1,4 @@
-"""The base class of experiment trackers, and the description of a run that they receive.
-
-areno calls the trackers services.
-"""
+"""The base class of experiment trackers, which areno calls services, and the description of a run that they receive."""
 
 from __future__ import annotations
 
@@ -16,26 +13,17 @@ from areno.schema.values import flat
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Description of a run for an experiment tracker.
-
-    Attributes:
-        folder: Folder of the run.
-        experiment: The setting `experiment_name`.
-        name: Name of the run's folder. In a sweep, the name of the sweep, "-" and the name of the folder.
-        group: Name of the sweep, or None outside of a sweep.
-        settings: All settings of the run, nested as in config.yaml.
-        fileroot: The setting `cluster.fileroot`, the folder that contains all runs.
-    """
+    """Description of a run for an experiment tracker."""
 
     folder: Path
     experiment: str
-    name: str
-    group: str | None
-    settings: Mapping[str, Any]
-    fileroot: Path
+    name: str  # of the folder; in a sweep, the name of the sweep, "-" and that of the folder
+    group: str | None  # name of the sweep
+    settings: Mapping[str, Any]  # nested as in config.yaml
+    fileroot: Path  # the folder that contains all runs
 
     def flat(self) -> dict[str, Any]:
-        """Return the settings as one dictionary with dotted keys, such as "actor.optimizer.lr"."""
+        """Return the settings with dotted keys, such as "actor.optimizer.lr"."""
         return flat(self.settings)
 
 
@@ -46,43 +34,30 @@ class Service:
     from one thread. If a call raises an exception, the exception is logged, the service is not called again, and the
     run continues.
 
-    Attributes:
-        settings: Dataclass of the settings. A service in areno/services has the setting `mode`, whose value "disabled"
-            turns the service off. A service of another package is on if `stats_logger.trackers` names it.
-        title: Name of the service in help texts.
-        package: Name of the Python module that the service needs.
-        install: Argument of `pip install` that installs this module, such as "areno[wandb]".
-        config: The values of the settings, an instance of `settings`.
+    A service in areno/services has the setting `mode`, whose value "disabled" turns it off. A service of another
+    package is on if `stats_logger.trackers` names it.
     """
 
-    settings: ClassVar[type[Section]]
-    title: ClassVar[str]
-    package: ClassVar[str]
-    install: ClassVar[str]
-    config: Any
+    settings: ClassVar[type[Section]]  # dataclass of the settings
+    title: ClassVar[str]  # in help texts
+    package: ClassVar[str]  # Python module that the service needs
+    install: ClassVar[str]  # argument of `pip install`, such as "areno[wandb]"
+    config: Any  # an instance of `settings`
 
     def __init__(self, config: Any):
         self.config = config
 
     def start(self, run: RunInfo, run_id: str | None) -> str:
-        """Begin the run at the service, or continue it.
+        """Begin the run at the service, or continue the run `run_id`, and return its id there.
 
-        Args:
-            run: Description of the run.
-            run_id: Id that `start` returned before the run was resumed. None for a new run.
-
-        Returns:
-            The id of the run at the service. It is kept in trackers.json in the run's folder.
+        The id is kept in trackers.json in the run's folder.
         """
         raise NotImplementedError
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send the scalars of a step.
+        """Send the finite scalars of a step by name, such as "train/loss".
 
-        Args:
-            step: Number of the step. Steps ascend, except that a resumed run repeats the steps after its last saved
-                state.
-            scalars: Finite values by name, such as "train/loss".
+        Steps ascend, except that a resumed run repeats the steps after its last saved state.
         """
         raise NotImplementedError
 

@@ -30,25 +30,13 @@ class SwanlabConfig(Section):
 
 
 class Swanlab(Service):
-    """Connection of a run to SwanLab.
-
-    If a resumed run repeats a step, SwanLab keeps the earlier values of this step.
-    """
+    """If a resumed run repeats a step, SwanLab keeps the earlier values of this step."""
 
     settings, title, package, install = SwanlabConfig, "SwanLab", "swanlab", "areno[swanlab]"
     config: SwanlabConfig
     _run: Any = None
 
     def start(self, run: RunInfo, run_id: str | None) -> str:
-        """Begin the run at SwanLab, or continue it if `run_id` is given.
-
-        Args:
-            run: Description of the run.
-            run_id: Id that `start` returned before the run was resumed. None for a new run.
-
-        Returns:
-            The id of the run at SwanLab.
-        """
         import secrets
         import string
 
@@ -71,14 +59,7 @@ class Swanlab(Service):
         return run_id
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send the scalars of a step to SwanLab.
-
-        Args:
-            step: Number of the step.
-            scalars: Finite values by name, such as "train/loss".
-        """
         self._run.log(dict(scalars), step=step)
 
     def finish(self) -> None:
-        """End the run at SwanLab."""
         self._run.finish()

@@ -36,9 +36,9 @@ class TrackioConfig(Section):
 
 
 class Trackio(Service):
-    """Connection of a run to Trackio of Hugging Face.
+    """Trackio identifies runs by name, so the id of a run is its name.
 
-    Trackio identifies runs by name, so the id of a run is its name.
+    It changes the name of a new run if the name is taken.
     """
 
     settings, title, package, install = TrackioConfig, "Trackio", "trackio", "areno[trackio]"
@@ -46,16 +46,6 @@ class Trackio(Service):
     _run: Any = None
 
     def start(self, run: RunInfo, run_id: str | None) -> str:
-        """Begin the run at Trackio, or continue it if `run_id` is given.
-
-        Args:
-            run: Description of the run.
-            run_id: Id that `start` returned before the run was resumed. None for a new run.
-
-        Returns:
-            The id of the run at Trackio, which is its name. Trackio changes the name of a new run if the name is
-            taken.
-        """
         import trackio
 
         self._run = trackio.init(
@@ -70,14 +60,7 @@ class Trackio(Service):
         return self._run.name  # trackio changes a name that is taken
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send the scalars of a step to Trackio.
-
-        Args:
-            step: Number of the step.
-            scalars: Finite values by name, such as "train/loss".
-        """
         self._run.log(dict(scalars), step=step)
 
     def finish(self) -> None:
-        """End the run at Trackio."""
         self._run.finish()

@@ -36,10 +36,9 @@ class WandbConfig(Section):
 
 
 class Wandb(Service):
-    """Connection of a run to Weights & Biases.
+    """The horizontal axis of all charts is the scalar `step`.
 
-    The horizontal axis of all charts is the scalar `step`. If a resumed run repeats a step, its later values are drawn
-    in addition to the earlier ones.
+    If a resumed run repeats a step, its later values are drawn in addition to the earlier ones.
     """
 
     settings, title, package, install = WandbConfig, "Weights & Biases", "wandb", "areno[wandb]"
@@ -47,18 +46,6 @@ class Wandb(Service):
     _run: Any = None
 
     def start(self, run: RunInfo, run_id: str | None) -> str:
-        """Begin the run at Weights & Biases, or continue it if `run_id` is given.
-
-        Args:
-            run: Description of the run.
-            run_id: Id that `start` returned before the run was resumed. None for a new run.
-
-        Returns:
-            The id of the run at Weights & Biases.
-
-        Raises:
-            RuntimeError: If wandb has no API key.
-        """
         import secrets
 
         import wandb
@@ -91,14 +78,7 @@ class Wandb(Service):
         return self._run.id
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send the scalars of a step to Weights & Biases.
-
-        Args:
-            step: Number of the step.
-            scalars: Finite values by name, such as "train/loss".
-        """
         self._run.log({"step": step, **scalars})
 
     def finish(self) -> None:
-        """End the run at Weights & Biases."""
         self._run.finish()

@@ -26,18 +26,7 @@ class Progress:
     """Context manager that shows the progress of generation or scoring, the tokens per second and the mean reward.
 
     On a terminal with `stats_logger.console=full`, it shows a bar that disappears at the end. Otherwise it writes a log
-    line from time to time.
-
-    Args:
-        title: The text at the start of the bar and of each line.
-        total: The total amount of work, in `unit`.
-        interval_s: The shortest time between two lines, in seconds.
-        unit: The word for the counted items in a line, such as "prompts".
-
-    Attributes:
-        done: The amount of work done so far, in `unit`.
-        tokens: The number of tokens generated so far.
-        reward: The mean reward, or None if it is not known.
+    line from time to time. `done` and `total` count in `unit`.
     """
 
     done = tokens = 0
@@ -62,13 +51,7 @@ class Progress:
         return self
 
     def update(self, done: int, tokens: int = 0, reward: float | None = None) -> None:
-        """Show the new totals in the bar. If there is no bar, log a line, but at most every `interval_s` seconds.
-
-        Args:
-            done: The work done since the start, in `unit`.
-            tokens: The number of tokens generated since the start.
-            reward: The mean reward. None shows no reward.
-        """
+        """Show the totals since the start in the bar. Without a bar, log a line, at most every `interval_s` seconds."""
         self.done, self.tokens, self.reward = done, tokens, reward
         now, rate = time.monotonic(), self.rate
         if self._bar is not None:
@@ -81,7 +64,6 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Return the mean number of tokens per second since the start."""
         return self.tokens / max(time.monotonic() - self._started, 1e-9)
 
     def __exit__(self, *exc: object) -> None:
@@ -94,16 +76,8 @@ class Progress:
 class RolloutProgress(Progress):
     """Shows the progress of one rollout, with a log line for each data-parallel rank.
 
-    Use it as a context manager, and call it with the new outputs of the engine.
-
-    Args:
-        title: The text at the start of each line.
-        total: The number of prompts.
-        n_samples: The number of samples per prompt.
-        dp_size: The number of data-parallel ranks.
-        reward: The mean reward of the previous rollout, which the lines show because this rollout is not scored yet.
-            None if there is no previous rollout.
-        interval_s: The shortest time between two lines, in seconds.
+    Call it with the new outputs of the engine and the statistics of each rank since the start. `reward` is the mean of
+    the previous rollout, because this one is not scored yet.
     """
 
     def __init__(
@@ -124,12 +98,6 @@ class RolloutProgress(Progress):
         self._before = [RolloutStats()] * dp_size
 
     def __call__(self, outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
-        """Count new outputs, and log the state of each rank if the last lines are at least `interval_s` old.
-
-        Args:
-            outputs: The completions that finished since the last call.
-            stats: The statistics of each data-parallel rank, summed since the start of the rollout.
-        """
         self._samples += len(outputs)
         self.update(self._samples // self.n_samples, sum(rank.generated_tokens for rank in stats), self.reward)
         now = time.monotonic()
@@ -153,45 +121,21 @@ STARTED, RESUMED, DONE, STOPPED = "epoch=", "going on after step", "done: ", "st
 
 
 def log_epoch(epoch: int, stage: str) -> None:
-    """Log that an epoch starts or ends, as in `epoch=0 stage=epoch_start`.
-
-    Args:
-        epoch: The number of the epoch, from 0 on.
-        stage: "start" or "end".
-    """
+    """Log a line such as `epoch=0 stage=epoch_start`."""
     logger.info("%s%d stage=epoch_%s", STARTED, epoch, stage, extra=IN_FULL)
 
 
 def log_start(facts: Mapping[str, str]) -> None:
-    """Log the settings and other facts that a run starts with, as one line. The live display shows a panel instead.
-
-    Args:
-        facts: Texts by name, such as the folder, the model and the data of the run.
-    """
+    """Log what a run starts with, as one line. The live display shows a panel instead."""
     logger.info("%s", "; ".join(f"{name}: {fact}" for name, fact in facts.items()), extra=OF_STEP)
 
 
 def log_done(n_steps: int, seconds: float, changes: str, folder: Path) -> None:
-    """Log the last line of a run that completed.
-
-    Args:
-        n_steps: The number of steps of the run.
-        seconds: The duration of the run, in seconds.
-        changes: A text with the first and the last value of the most important scalars.
-        folder: The folder of the run.
-    """
     logger.info("%s%d steps in %.0f s; %s; files in %s", DONE, n_steps, seconds, changes, folder, extra=OF_STEP)
 
 
 def log_stopped(step: int, saved_step: int | None, state_step: int | None, folder: Path) -> None:
-    """Log the last line of a run that stopped early, with the command-line argument that resumes it.
-
-    Args:
-        step: The step during which the run stopped.
-        saved_step: The step of the last checkpoint, or None if there is no checkpoint.
-        state_step: The step of the last saved training state, from which the run can resume. None if there is no state.
-        folder: The folder of the run.
-    """
+    """Log the last line of a run that stopped early, with the command-line argument that resumes it."""
     kept = f"the run can go on after step {state_step}: --resume {folder}"
     if state_step is None:
         last = "no checkpoint" if saved_step is None else f"the last checkpoint is that of step {saved_step}"
@@ -200,23 +144,12 @@ def log_stopped(step: int, saved_step: int | None, state_step: int | None, folde
 
 
 def log_stage(stage: str, role: str = "policy") -> None:
-    """Log that a stage of a step starts or ends, as in `role=policy stage=rollout_start`.
-
-    Args:
-        stage: The name of the event: rollout_start, rollout_end, train_start, train_end and so on.
-        role: The model that the stage uses, such as "policy".
-    """
+    """Log a line such as `role=policy stage=rollout_start`."""
     logger.info("role=%s stage=%s", role, stage, extra=IN_FULL)
 
 
 class Console(Tracker):
-    """Logs the scalars of a run as lines of `name=value`.
-
-    Args:
-        headline: The names of the scalars in the summary line of a step, such as "rollout/rewards_mean". Scalars that a
-            step lacks are left out.
-        total_steps: Returns the number of steps of the run as currently known. If None, the lines show no total.
-    """
+    """Logs the scalars of a run as lines of `name=value`, with those in `headline` in the summary line of a step."""
 
     def __init__(self, headline: Sequence[str] = (), total_steps: Callable[[], int] | None = None):
         self._headline = headline
@@ -227,16 +160,10 @@ class Console(Tracker):
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log a line for each kind of scalar that is present.
 
-        The kinds are:
-
-            metric=reward_mean value=0.125000                    rollout/rewards_mean, rollout/logprobs_mean and eval/*
-            train_stats={'loss': 0.0, ...}                       all train/*, the loss first
-            time rollout=213.9 train=17.3 total=231.2            the phases in seconds, at the end of the step
-            step=3/60 reward_mean=0.5 seconds=231.29             the headline, at the end of the step
-
-        Args:
-            step: The number of the step.
-            scalars: Values by name. The scalar time/step marks the end of the step.
+        metric=reward_mean value=0.125000                    rollout/rewards_mean, rollout/logprobs_mean and eval/*
+        train_stats={'loss': 0.0, ...}                       all train/*, the loss first
+        time rollout=213.9 train=17.3 total=231.2            the phases in seconds, at the end of the step
+        step=3/60 reward_mean=0.5 seconds=231.29             the headline, at the end of the step
         """
         if step != self._step:
             self._step, self._scalars = step, {}

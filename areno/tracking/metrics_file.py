@@ -20,20 +20,15 @@ _TAIL = 2**20  # bytes in which the last line is looked for
 
 
 class MetricsFile:
-    """The file with the metrics of a run, to which the run may still append. A file that is missing has no lines.
+    """The metrics of a run, to which the run may still append. A missing file has no lines.
 
-    Args:
-        path: The file.
-
-    Raises:
-        ArenoError: For each method: a line that is read is damaged. The message has its number.
+    Methods raise ArenoError with the number of a damaged line. An incomplete last line is left out.
     """
 
     def __init__(self, path: Path):
         self.path = path
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines as dictionaries. An incomplete last line is left out."""
         with open_if_exists(self.path) as file:
             # The run is still writing a last line without its end.
             lines = (line for line in file or () if line.endswith(b"\n"))
@@ -49,7 +44,7 @@ class MetricsFile:
         return record
 
     def ends(self) -> list[dict[str, Any]]:
-        """Return the first and the last line. Fewer if the file has fewer lines."""
+        """Return the first and the last line, fewer if there are fewer lines."""
         with self._content() as content:
             end = content.rfind(b"\n") + 1
             first = content[: content.find(b"\n") + 1].splitlines(keepends=True)
@@ -58,7 +53,6 @@ class MetricsFile:
         return [self._checked(1, record) for record in parsed(self.path, [*first, *last])]
 
     def series(self, name: str) -> Series:
-        """Return the values of one scalar, see `points`."""
         points = list(self.points(name))
         return Series([step for step, _ in points], [value for _, value in points])
 
@@ -89,23 +83,13 @@ class MetricsFile:
 
 
 def _step_of(content: mmap | bytes, start: int, stop: int) -> int:
-    """Return the step of the line from `start` to `stop`."""
     head = content[start : min(start + 32, stop)]
     first, _, _ = head.removeprefix(b'{"step": ').partition(b",")
     return int(first) if first.isdigit() else int(json.loads(content[start:stop])["step"])
 
 
 def parsed(path: Path, lines: Iterable[bytes], first: int = 1) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object in each line.
-
-    Args:
-        path: The file, for error messages.
-        lines: The lines to parse.
-        first: The number of the first line in the file, for error messages.
-
-    Raises:
-        ArenoError: A line is not a JSON object.
-    """
+    """Yield the JSON object of each line. `first` is the number of the first line, for errors."""
     for number, line in enumerate(lines, first):
         try:
             record = json.loads(line)
@@ -117,10 +101,9 @@ def parsed(path: Path, lines: Iterable[bytes], first: int = 1) -> Iterator[dict[
 
 
 def _is_step(value: Any) -> bool:
-    """Return whether a JSON value can be the number of a step."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number that fits a float. Booleans are not numbers here."""
+    """Return whether a JSON value fits a float. Booleans do not count."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**300)

@@ -4,8 +4,6 @@ Reports, plots and tests use it, as in this example:
 
     run = RunReader("outputs/quickstart/trial0")
     run.series("train/loss").values
-
-`headlines` returns the first, the best and the last value of the most important scalars.
 """
 
 from __future__ import annotations
@@ -33,19 +31,10 @@ Status = Literal["completed", "stopped", "unfinished"]
 
 
 class RunReader:
-    """Reads the folder of a run. The run may still be in progress.
+    """Reads the folder of a run, which may still be in progress.
 
-    Each method reads its files again at every call. The properties `config`, `overrides` and `versions` are read once.
-
-    Args:
-        path: The folder of the run.
-
-    Attributes:
-        file: The file with its metrics.
-
-    Raises:
-        ArenoError: `path` is not the folder of a run. The methods raise ArenoError for a damaged file, with the file
-            and the line.
+    Each method reads its files again at every call, and raises ArenoError for a damaged file, with the file and the
+    line. `config`, `overrides` and `versions` are read once.
     """
 
     def __init__(self, path: str | Path):
@@ -65,38 +54,33 @@ class RunReader:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return the settings of the run as nested dictionaries, or {} if the folder has no config.yaml."""
+        """The settings as nested dictionaries, {} without a config.yaml."""
         return settings_of(self.path)
 
     @cached_property
     def overrides(self) -> list[str]:
-        """Return the settings given on the command line of the run, such as "seed=2"."""
+        """The settings given on the command line, such as "seed=2"."""
         return overrides_of(self.path)
 
     @cached_property
     def versions(self) -> dict[str, str | None]:
-        """Return the version of each package, and the git commit of areno, by name. {} without versions.json."""
+        """The version of each package, and the git commit of areno, by name. {} without versions.json."""
         return versions_of(self.path)
 
     @property
     def sweep(self) -> Path | None:
-        """Return the folder of the sweep that the run belongs to, or None if it belongs to no sweep."""
+        """The folder of the sweep that the run belongs to."""
         return self.path.parent if is_sweep(self.path.parent) else None
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the lines of logs/metrics.jsonl as dictionaries, in order.
+        """Return the lines of logs/metrics.jsonl: "step", "time" (in seconds since 1970) and the scalars by name.
 
-        Returns:
-            Dictionaries with "step", "time" (in seconds since 1970) and the scalars by name. A scalar that was NaN or
-            infinite is None. Empty if the file does not exist. An incomplete last line is left out.
-
-        Raises:
-            ArenoError: A line is not valid JSON, has no step or has a value that is not a number.
+        A scalar that was NaN or infinite is None. An incomplete last line is left out.
         """
         return list(self.file.records())
 
     def metrics(self) -> dict[str, Series]:
-        """Return all recorded values of every scalar, by the name of the scalar."""
+        """Return all recorded values of every scalar."""
         found: dict[str, Series] = {}
         for step, scalars in self._scalars():
             for name, value in scalars.items():
@@ -106,10 +90,10 @@ class RunReader:
         return found
 
     def curves(self) -> dict[str, Series]:
-        """Return the values of every scalar as people look at them, by the name of the scalar.
+        """Return the values of every scalar as people look at them, thinned as in `Curves`.
 
-        Long curves are thinned, see `areno.tracking.series.Curves`. If a reward was above 1, the metrics that count
-        right answers are left out, because a reward of 1 is not that of a right answer then.
+        If a reward was above 1, the metrics that count right answers are left out, because a reward of 1 is not that of
+        a right answer then.
         """
         found = Curves()
         for record in self.file.records():
@@ -117,35 +101,23 @@ class RunReader:
         return that_tell(found.by_name())
 
     def series(self, name: str) -> Series:
-        """Return the recorded values of one scalar.
-
-        Args:
-            name: The name of the scalar, such as "train/loss".
-
-        Raises:
-            ArenoError: The run has no scalar of this name. The message lists the names that exist.
-        """
+        """Return the values of one scalar, such as "train/loss". An ArenoError lists the scalars that exist."""
         metrics = self.metrics()
         if name not in metrics:
             raise ArenoError("{} has no scalar {}; it has {}", self.path, name, ", ".join(sorted(metrics)) or "none")
         return metrics[name]
 
     def steps(self) -> dict[int, dict[str, float]]:
-        """Return the scalars of each step: step number -> scalar name -> value."""
+        """Return step -> scalar -> value."""
         found: dict[int, dict[str, float]] = {}
         for step, scalars in self._scalars():
             found.setdefault(step, {}).update(scalars)
         return found
 
     def forecast(self) -> list[dict[str, Any]]:
-        """Return the predicted and the measured time and memory of each phase, and of the whole step as the last entry.
+        """Return "name", "seconds" and "gib" of each phase, and of the whole step as the last entry.
 
-        Returns:
-            Dictionaries with "name", "seconds" and "gib". Both values are lists [predicted, measured]. Empty if the run
-            has not ended.
-
-        Raises:
-            ArenoError: The file is not valid JSON.
+        Both values are [predicted, measured]. Empty if the run has not ended.
         """
         content = read_if_exists(self.path / FORECAST)
         try:
@@ -154,17 +126,10 @@ class RunReader:
             raise ArenoError("{} is not valid JSON: {}", self.path / FORECAST, error) from error
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        """Return the recorded samples of a training step, with their rewards.
+        """Return the recorded samples of a training step as written to rollouts/<step>.jsonl, with their rewards.
 
-        Args:
-            step: The number of the step.
-
-        Returns:
-            One dictionary per sample, as written to rollouts/<step>.jsonl. An incomplete last line is skipped with a
-            warning.
-
-        Raises:
-            ArenoError: The run has no samples for this step, see the setting rollout.dump_n_samples.
+        An incomplete last line is skipped with a warning. Raises ArenoError if there are none, see
+        rollout.dump_n_samples.
         """
         path = self.path / "rollouts" / f"{step:06d}.jsonl"
         content = read_if_exists(path)
@@ -174,59 +139,42 @@ class RunReader:
         return _samples(path, content)
 
     def sampled_steps(self) -> list[int]:
-        """Return the training steps that have recorded samples, in ascending order."""
+        """Return the training steps that have recorded samples, ascending."""
         names = (name.removesuffix(".jsonl") for name in list_folder(self.path / "rollouts") if name.endswith(".jsonl"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def eval_samples(self, step: int, name: str | None = None) -> list[dict[str, Any]]:
-        """Return the recorded samples of an evaluation, with their rewards.
-
-        Args:
-            step: The last training step before the evaluation.
-            name: The name of the validation set. None returns the samples of all sets.
-
-        Returns:
-            One dictionary per sample, as written to eval/<step>.jsonl or eval/<set>/<step>.jsonl.
-
-        Raises:
-            ArenoError: The run has no evaluation after this step.
-        """
+        """Return the samples of the evaluation after `step`, of one validation set or of all, with their rewards."""
         found = [path for at, path in self._evaluations(name) if at == step]
         if not found:
             raise ArenoError("{} has no evaluation of step {}{}", self.path, step, f" on {name}" if name else "")
         return [sample for path in found for sample in _samples(path, read_if_exists(path) or b"")]
 
     def evaluated_steps(self) -> list[int]:
-        """Return the steps after which the run was evaluated, in ascending order."""
+        """Return the steps after which the run was evaluated, ascending."""
         return sorted({step for step, _ in self._evaluations()})
 
     def _evaluations(self, name: str | None = None) -> Iterator[tuple[int, Path]]:
-        """Yield (step, file) for each evaluation.
-
-        Args:
-            name: The name of the validation set. None yields the files of all sets.
-        """
+        """Yield (step, file) for each evaluation of one validation set or of all."""
         for path in sorted(self.path.glob(f"eval/{name or '**'}/*.jsonl")):
             if path.stem.isdecimal():
                 yield int(path.stem), path
 
     def checkpoints(self) -> dict[int, Path]:
-        """Return the folder of each checkpoint by its step, in ascending order."""
+        """Return the folder of each checkpoint by its step, ascending."""
         given = value_at(self.config, "saver.path")
         folder = Path(given if isinstance(given, str) else self.path / "checkpoints").expanduser()
         numbers = (name.removeprefix("step-") for name in list_folder(folder) if name.startswith("step-"))
         return {step: folder / name for step, name in sorted((int(n), f"step-{n}") for n in numbers if n.isdecimal())}
 
     def latest_checkpoint(self) -> Path | None:
-        """Return the folder of the last checkpoint, or None if there is no checkpoint."""
+        """Return the folder of the last checkpoint, if there is one."""
         return next(reversed(self.checkpoints().values()), None)
 
     def status(self) -> Status | None:
-        """Return the status of the run according to logs/run.log.
+        """Return the status according to logs/run.log, None if it has none.
 
-        Returns:
-            "completed"; "stopped" if an error or the user stopped the run; "unfinished" if the run is still in
-            progress or was killed; None if the log does not exist or has no line about the status.
+        "stopped" means by an error or the user, "unfinished" that the run is in progress or was killed.
         """
         path = self.path / "logs" / "run.log"
         lines = (read_if_exists(path) or b"").decode("utf-8", "replace").splitlines()
@@ -238,24 +186,14 @@ class RunReader:
         return None
 
     def _scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield (step, scalars by name) for each record. A value of null becomes NaN."""
+        """Yield (step, scalars) of each record. A value of null becomes NaN."""
         for record in self.file.records():
             scalars = ((name, value) for name, value in record.items() if name not in ("step", "time"))
             yield record["step"], {name: math.nan if value is None else value for name, value in scalars}
 
 
 def list_runs(root: str | Path) -> list[RunReader]:
-    """Return the runs in a folder and all folders below it, including the runs of sweeps.
-
-    Args:
-        root: The folder to search, such as "outputs".
-
-    Returns:
-        A reader for each run, sorted by path. Folder names that are numbers are sorted by value.
-
-    Raises:
-        ArenoError: `root` is not a folder.
-    """
+    """Return the runs in a folder and all folders below it, sorted by path. Numbers are sorted by value."""
     root = Path(root).expanduser()
     if not root.is_dir():
         raise ArenoError("{} {}", root, "is not a folder" if os.path.exists(root) else "does not exist")
@@ -271,11 +209,7 @@ def list_runs(root: str | Path) -> list[RunReader]:
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
     """Return the folders of the runs that a user has named, without duplicates.
 
-    Args:
-        paths: Folders of runs, or folders that stand for all runs below them, such as that of a sweep.
-
-    Returns:
-        The folders of the runs, in the order of `paths`. A path without any run is returned unchecked.
+    A path stands for all runs below it, such as those of a sweep. A path without any run is returned unchecked.
     """
     found: list[Path] = []
     for path in (Path(path).expanduser() for path in paths):
@@ -290,7 +224,6 @@ def is_run(folder: Path) -> bool:
 
 
 def _steps_text(steps: Sequence[int]) -> str:
-    """Describe the steps that have samples, for an error message."""
     if not steps:
         return "none of any step (rollout.dump_n_samples)"
     if len(steps) <= 8:
@@ -299,7 +232,7 @@ def _steps_text(steps: Sequence[int]) -> str:
 
 
 def _samples(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """Return the samples in the content of a file. An incomplete last line is skipped with a warning."""
+    """Return the samples in a file. An incomplete last line is skipped with a warning."""
     *lines, last = content.split(b"\n")
     samples = list(parsed(path, lines))
     if last:
@@ -333,33 +266,19 @@ NAMES_OF_TRAINING: Names = {"train/accuracy": ("accuracy", max), "train/loss": (
 
 
 class Headline(NamedTuple):
-    """A summary of the values of one scalar.
+    """A summary of the finite values of one scalar."""
 
-    Attributes:
-        title: The name of the scalar in tables.
-        first: The first finite value.
-        best: The best value, or None if neither high nor low values of the scalar are better.
-        last: The last finite value.
-        step: The step of the best value, or None if `best` is None.
-    """
-
-    title: str
+    title: str  # in tables
     first: float
-    best: float | None
+    best: float | None  # None: neither high nor low values are better
     last: float
-    step: int | None
+    step: int | None  # of the best value
 
 
 def headlines(metrics: Mapping[str, Series], names: Names = NAMES) -> dict[str, Headline]:
-    """Return the first, the best and the last value of the most important scalars.
+    """Return the first, the best and the last value of the most important scalars, without those that have no values.
 
-    Args:
-        metrics: The recorded values of each scalar, as returned by `RunReader.metrics`.
-        names: Scalar to summarize -> (title, function). The function is `max` or `min` and chooses the best value. It
-            is None if neither high nor low values are better.
-
-    Returns:
-        Scalar -> summary, in the order of `names`. Scalars without a finite value are left out.
+    `names` are scalar -> (title, `max` or `min`, which chooses the best value, or None).
     """
     names = {name: how for name, how in names.items() if name != "train/loss" or loss_tells(metrics)}
     found = {name: headline(metrics.get(name, NOTHING), *how) for name, how in names.items()}
@@ -370,30 +289,17 @@ def loss_tells(names: Container[str]) -> bool:
     """Return whether train/loss says how good a model is.
 
     The loss of a policy does not: at the first update of a batch it is 0 up to rounding in GRPO and GSPO.
-
-    Args:
-        names: Names of the recorded scalars.
     """
     return "rollout/rewards_mean" not in names or "train/distill_loss" in names
 
 
 def policy_waits(names: Container[str]) -> bool:
-    """Return whether only the critic has been trained so far, see critic.warmup_steps.
-
-    Args:
-        names: Names of the recorded scalars.
-    """
+    """Return whether only the critic has been trained so far, see critic.warmup_steps."""
     return "train/critic_loss" in names and "train/loss" not in names
 
 
 def headline(series: Series, title: str, choose: Callable[..., float] | None) -> Headline | None:
-    """Return the first, the best and the last value of a scalar, or None without a finite value.
-
-    Args:
-        series: The recorded values.
-        title: The name of the scalar in tables.
-        choose: The function that chooses the best value, see `headlines`.
-    """
+    """Return the summary of a scalar, None without a finite value."""
     finite = [(value, step) for step, value in zip(*series, strict=True) if math.isfinite(value)]
     if not finite:
         return None
@@ -403,23 +309,12 @@ def headline(series: Series, title: str, choose: Callable[..., float] | None) ->
 
 
 def last_step(run: RunReader) -> int:
-    """Return the step of the last record of a run, or 0 if there is none.
-
-    Args:
-        run: The reader of the run.
-    """
+    """Return the step of the last record of a run, 0 without records."""
     return max((record["step"] for record in run.file.ends()), default=0)
 
 
 def seconds(run: RunReader) -> float | None:
-    """Return the duration of a run in seconds, from the start of its first step to its last record.
-
-    Args:
-        run: The reader of the run.
-
-    Returns:
-        The duration in seconds, or None if the run has fewer than two records.
-    """
+    """Return the seconds from the start of the first step to the last record, None with fewer than two records."""
     times = [record["time"] for record in run.file.ends() if "time" in record]
     if len(times) < 2:
         return None
@@ -428,14 +323,7 @@ def seconds(run: RunReader) -> float | None:
 
 
 def began(run: RunReader) -> str:
-    """Return the local date and time at which a run began, such as "2025-01-31 09:30".
-
-    Args:
-        run: The reader of the run.
-
-    Returns:
-        The date and time, or "-" if they are not recorded.
-    """
+    """Return the local time at which a run began, such as "2025-01-31 09:30", or "-"."""
     times = [record["time"] for record in run.file.ends() if "time" in record]
     if not times and not is_described(run.path):
         return "-"

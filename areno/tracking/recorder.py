@@ -1,7 +1,6 @@
-"""Opens the trackers of a run, and defines a tracker that sends the run's scalars to a service such as W&B.
+"""Opens the trackers of a run. Services such as W&B work in a thread each.
 
-Each service works in its own thread. So a slow service does not delay the run, and an error in a service does not
-end the run.
+So a slow service does not delay the run, and an error in a service does not end the run.
 """
 
 from __future__ import annotations
@@ -32,22 +31,14 @@ from areno.tracking.tracker import END_OF_STEP, Tracker, Trackers
 
 logger = logging.getLogger("areno")
 
-FILE = "trackers.json"
-"""The file in the run's folder with the id that each service has given to the run."""
+FILE = "trackers.json"  # in the run's folder, with the id that each service has given to the run
 RESUMED = "run/resumed_after"
 """The scalar that marks where a run resumed. Its value is the last step of the earlier session that is kept."""
 _END_S = 60.0  # how long the end of a run waits for scalars that are still being sent
 
 
 def check_services(config: StatsLoggerConfig) -> None:
-    """Raise ConfigError if a service is enabled whose package is not installed.
-
-    Args:
-        config: The section stats_logger of the settings.
-
-    Raises:
-        ConfigError: A package is missing. The error names each missing package and the command that installs it.
-    """
+    """Raise ConfigError if a service is enabled whose package is not installed."""
     missing = {name: service for name, service in config.services().items() if find_spec(service.package) is None}
     text = "needs the package {}: pip install '{}', or {}"
     problems = [
@@ -63,13 +54,8 @@ def check_services(config: StatsLoggerConfig) -> None:
 class ServiceTracker(Tracker):
     """Sends the scalars of a run to a service from a thread. The thread starts at the first complete step.
 
-    If the service raises an exception, the exception is logged as a warning. After that the service receives nothing
-    more, and the run continues.
-
-    Args:
-        name: The name of the service in the settings, as in stats_logger.<name>. Warnings and trackers.json use it too.
-        service: The service.
-        run: The name, the folder and the settings of the run, for the service.
+    If the service raises an exception, it is logged as a warning. After that the service receives nothing more. `name`
+    is that of the settings, as in stats_logger.<name>.
     """
 
     def __init__(self, name: str, service: Service, run: RunInfo):
@@ -80,12 +66,7 @@ class ServiceTracker(Tracker):
         self._step, self._scalars = 0, {}  # the step and its scalars so far
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Collect the finite scalars of a step, and queue them for the service when the step is complete.
-
-        Args:
-            step: The number of the step. The first call with a new number also completes the previous step.
-            scalars: Values by name. The scalar END_OF_STEP marks the end of the step.
-        """
+        """Collect the finite scalars of a step, and queue them once it is complete or another step begins."""
         if step != self._step:
             self._hand_on()
         self._step = step
@@ -94,11 +75,7 @@ class ServiceTracker(Tracker):
             self._hand_on()
 
     def resume(self, step: int) -> None:
-        """Drop the scalars of the incomplete step, and send the scalar RESUMED to mark where the run resumes.
-
-        Args:
-            step: The last step that the training state contains. The run repeats the later steps.
-        """
+        """Drop the scalars of the incomplete step, and send the scalar RESUMED."""
         self._scalars = {}
         self.log(step, {RESUMED: step})
         self._hand_on()
@@ -139,10 +116,7 @@ class ServiceTracker(Tracker):
             logger.warning("stats_logger.%s: %s; the run goes on without it", self._name, text)
 
     def _start(self) -> None:
-        """Start the service, and write the run id that it returns to trackers.json.
-
-        If trackers.json already has a run id of this service, the service continues the run with this id.
-        """
+        """Start the service with the run id in trackers.json, if any, and write the one that it returns."""
         file = self._run.folder / FILE
         ids: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         found = self._service.start(self._run, ids.get(self._name))
@@ -164,22 +138,10 @@ def open_trackers(
     token_text: Callable[[int], str] = str,
     given: Sequence[Tracker] = (),
 ) -> Trackers:
-    """Open the trackers that the settings of a run ask for.
+    """Open the trackers that the settings of a run ask for, and those `given` by a script, as one tracker.
 
-    Args:
-        config: The settings of the run.
-        run_dir: The folder of the run.
-        headline: The names of the scalars in the summary line of a step, such as "train/loss".
-        total_steps: Returns the number of steps of the run as currently known. If None, lines show no total.
-        display: The live display, which is also a tracker. None if the run has no live display.
-        token_text: Returns the text for a token id.
-        given: Further trackers, which a script passed to the loop.
-
-    Returns:
-        All trackers as one tracker.
-
-    Raises:
-        ArenoError: A folder cannot be written. The error names the setting for the folder.
+    `headline` names the scalars in the summary line of a step, and `total_steps` returns the number of steps of the run
+    as currently known. `token_text` returns the text for a token id.
     """
     files, run = RunFiles(run_dir, config.stats_logger.tensorboard.path), _run_info(config, run_dir)
     trackers: list[Tracker] = [
@@ -198,7 +160,6 @@ def open_trackers(
 
 
 def _run_info(config: ExperimentConfig, run_dir: Path) -> RunInfo:
-    """Describe the run for a service."""
     sweep = run_dir.parent.name if is_sweep(run_dir.parent) else None
     return RunInfo(
         folder=run_dir,

@@ -10,22 +10,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-RIGHT = 1.0 - 1e-6
-"""The least reward of a right answer."""
+RIGHT = 1.0 - 1e-6  # the least reward of a right answer
 _MOST = 1.0 + 1e-6
 
 
 def exceed_one(rewards: Iterable[float]) -> bool:
-    """Return whether a reward is above 1."""
     return any(reward > _MOST for reward in rewards)
 
 
 def counts_right(name: str) -> bool:
-    """Return whether a metric of a rollout or an evaluation counts right answers."""
     space, _, last = name.rpartition("/")
     return not space.startswith("train") and (last == "accuracy" or last.startswith(("pass@", "avg@")))
 
 
 def without_right(metrics: Mapping[str, T]) -> dict[str, T]:
-    """Leave out the metrics that count right answers."""
     return {name: value for name, value in metrics.items() if not counts_right(name)}

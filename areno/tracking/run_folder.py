@@ -1,8 +1,7 @@
 """The folder of a run or a sweep: functions that make it, write its settings and versions, and read them again.
 
 The files may come from another machine or another version of areno, or be damaged. So each function that reads a file
-checks its content, and raises ArenoError with the name of the file. `RunFiles` truncates growing files, such as logs,
-to their size at an earlier step.
+checks its content, and raises ArenoError with the name of the file.
 """
 
 from __future__ import annotations
@@ -42,46 +41,18 @@ CLASS = "# Settings: "  # of a run that a script started: the class of its setti
 
 
 def settings_of(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
-    """Return the settings in a file of a run as nested dictionaries, or {} if the file does not exist.
-
-    Args:
-        folder: The folder of the run.
-        name: Name of the file: config.yaml or tuned.yaml.
-
-    Raises:
-        ArenoError: The file cannot be read.
-    """
+    """Return the settings in config.yaml or tuned.yaml as nested dictionaries, {} without the file."""
     found = _mapping(folder / name, _yaml(folder / name))
     return {name: value for name, value in found.items() if name != "defaults"}  # an entry of Hydra, and no setting
 
 
 def overrides_of(folder: Path) -> list[str]:
-    """Return the settings given on the command line of a run, such as "seed=2".
-
-    Args:
-        folder: The folder of the run.
-
-    Returns:
-        The settings. Empty if the folder has no overrides.yaml.
-
-    Raises:
-        ArenoError: overrides.yaml cannot be read.
-    """
+    """Return the settings given on the command line, such as "seed=2"."""
     return _lines(folder / OVERRIDES, _yaml(folder / OVERRIDES))
 
 
 def sweep_of(folder: Path) -> list[str]:
-    """Return the settings given on the command line of a sweep, as Hydra received them, such as "seed=1,2".
-
-    Args:
-        folder: The folder of the sweep.
-
-    Returns:
-        The settings. Empty if the folder has no multirun.yaml.
-
-    Raises:
-        ArenoError: multirun.yaml cannot be read.
-    """
+    """Return the settings given on the command line of a sweep, as Hydra received them, such as "seed=1,2"."""
     found = _yaml(folder / SWEEP)
     for name in ("hydra", "overrides", "task"):
         found = _mapping(folder / SWEEP, found).get(name)
@@ -89,17 +60,7 @@ def sweep_of(folder: Path) -> list[str]:
 
 
 def versions_of(folder: Path) -> dict[str, str | None]:
-    """Return the recorded version of each package, and the git commit of areno.
-
-    Args:
-        folder: The folder of the run.
-
-    Returns:
-        Versions by name. A value is None if it was not known. {} if the folder has no versions.json.
-
-    Raises:
-        ArenoError: versions.json cannot be read.
-    """
+    """Return the version of each package, None where it was not known, and the git commit of areno."""
     path = folder / VERSIONS
     content = read_if_exists(path)
     try:
@@ -110,37 +71,24 @@ def versions_of(folder: Path) -> dict[str, str | None]:
 
 
 def recipe_of(folder: Path) -> str:
-    """Return the name of the algorithm that a run was started with, such as "grpo". "" if a script started the run.
-
-    Args:
-        folder: The folder of the run. The name is in the first line of its config.yaml.
-    """
+    """Return the algorithm that a run was started with, such as "grpo". "" if a script started the run."""
     first, _, _ = read_start(folder / SETTINGS).decode("utf-8", "replace").partition("\n")
     return first.removeprefix(RECIPE).strip() if first.startswith(RECIPE) else ""
 
 
 def script_of(folder: Path) -> str:
-    """Return the user's file that defines the algorithm of a run or started the run, or "" if there is none.
-
-    Args:
-        folder: The folder of the run. The path is in the first lines of its config.yaml.
-    """
+    """Return the user's file that defines the algorithm of a run or started the run, or ""."""
     lines = read_start(folder / SETTINGS).decode("utf-8", "surrogateescape").splitlines()[:2]
     return next((line.removeprefix(SCRIPT).strip() for line in lines if line.startswith(SCRIPT)), "")
 
 
 def algorithm_shown(folder: Path) -> str:
-    """Return the name of a run's algorithm for people, or of its settings if a script started the run.
-
-    Args:
-        folder: The folder of the run. The name is in the first lines of its config.yaml.
-    """
+    """Return a run's algorithm for people, or that of its settings if a script started the run."""
     lines = read_start(folder / SETTINGS).decode("utf-8", "replace").splitlines()[:2]
     return recipe_of(folder) or next((line.removeprefix(CLASS) for line in lines if line.startswith(CLASS)), "")
 
 
 def _yaml(path: Path) -> Any:
-    """Return the content of a YAML file, or None if there is no such file. Raises ArenoError if reading fails."""
     try:
         return plain_yaml(path)
     except YamlFault as error:
@@ -148,10 +96,6 @@ def _yaml(path: Path) -> Any:
 
 
 def _mapping(path: Path, found: Any) -> dict[str, Any]:
-    """Return `found`, which was read from `path`, as a dictionary with text keys. None becomes {}.
-
-    Raises ArenoError if `found` is neither a mapping nor None.
-    """
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -160,10 +104,6 @@ def _mapping(path: Path, found: Any) -> dict[str, Any]:
 
 
 def _lines(path: Path, found: Any) -> list[str]:
-    """Return `found`, which was read from `path`, as a list of texts. None becomes [].
-
-    Raises ArenoError if `found` is neither None nor a list of scalars.
-    """
     if found is None:
         return []
     if not isinstance(found, list) or any(isinstance(line, (list, dict)) for line in found):
@@ -193,27 +133,13 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class NewFolder:
-    """A folder that was made for a new run or a sweep, with a list of the files that were there before.
-
-    Attributes:
-        path: The folder.
-        before: Paths that existed before the folder was made: the folder itself, its parents, or entries in the folder.
-            `discard` does not remove these paths.
-    """
+    """A folder that was made for a new run or a sweep."""
 
     path: Path
-    before: frozenset[Path]
+    before: frozenset[Path]  # paths that existed: the folder, its parents or entries, which `discard` keeps
 
     def of_run(self, run_dir: Path) -> NewFolder:
-        """Return a NewFolder for one run, and make the folder of the run if it does not exist.
-
-        Args:
-            run_dir: The folder of the run: `self.path` for a single run, or a folder inside `self.path` for a run of a
-                sweep. Hydra may have made it already.
-
-        Raises:
-            ConfigError: The folder cannot be made, or holds an earlier run.
-        """
+        """Return the folder of one run, which lies in that of a sweep. Hydra may have made it already."""
         if run_dir == self.path:
             return self
         found = make(run_dir)
@@ -223,18 +149,9 @@ class NewFolder:
     def describe(
         self, config: Section, overrides: list[str], recipe: str = "", script: str | Path | None = None
     ) -> None:
-        """Write config.yaml, overrides.yaml and versions.json.
+        """Write config.yaml, overrides.yaml and versions.json. `script` is the user's file with the algorithm.
 
         The same run can then be started again with `--config-dir=<path> --config-name=config` and another trial_name.
-
-        Args:
-            config: The settings of the run.
-            overrides: The settings given on its command line, such as "seed=2".
-            recipe: The name of the algorithm, or "" if a script starts the run.
-            script: The user's file that defines the algorithm, or None if the algorithm is installed.
-
-        Raises:
-            ConfigError: The folder cannot be written, or another run has started in it.
         """
         try:
             with locked(self.path):
@@ -269,8 +186,6 @@ class NewFolder:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Return all files and folders below a folder. Raises OSError if a folder cannot be read."""
-
     def refuse(error: OSError) -> None:
         raise error
 
@@ -279,18 +194,10 @@ def _below(folder: Path) -> list[Path]:
 
 
 def make(run_dir: Path, new: bool = False) -> NewFolder | None:
-    """Make the folder of a run or a sweep.
+    """Make the folder of a run or a sweep. Raises ConfigError if it holds an earlier one.
 
-    Args:
-        run_dir: The folder to make, with its parents.
-        new: If True, the folder must not exist yet, and an existing folder gives None. The caller can then try another
-            name, so that two runs that start in the same second get different folders.
-
-    Returns:
-        The folder, or None if `new` is True and the folder exists.
-
-    Raises:
-        ConfigError: The folder cannot be made, or holds an earlier run or sweep.
+    With `new`, an existing folder gives None. The caller can then try another name, so that two runs that start in the
+    same second get different folders.
     """
     try:
         if not new and (is_described(run_dir) or is_sweep(run_dir)):
@@ -306,17 +213,7 @@ def make(run_dir: Path, new: bool = False) -> NewFolder | None:
 
 
 def for_script(config: ExperimentConfig) -> Path:
-    """Make the folder of a run that a script starts, and write its settings and versions into it.
-
-    Args:
-        config: The settings of the run. Without trial_name, the folder is named for the current date and time.
-
-    Returns:
-        The path <fileroot>/<experiment_name>/<trial_name or time>.
-
-    Raises:
-        ConfigError: The folder cannot be made, or holds an earlier run.
-    """
+    """Make the folder <fileroot>/<experiment_name>/<trial_name or time>, and write settings and versions into it."""
     name = config.trial_name or time.strftime("%Y%m%d-%H%M%S")
     run_dir, count = folder_of(config, name), 1
     while (folder := make(run_dir, new=config.trial_name is None)) is None:
@@ -328,83 +225,36 @@ def for_script(config: ExperimentConfig) -> Path:
 
 
 def folder_of(config: ExperimentConfig, name: str) -> Path:
-    """Return the path <fileroot>/<experiment_name>/<name> for a run. The folder need not exist.
-
-    Args:
-        config: The settings of the run.
-        name: The name of the run, such as its trial_name.
-    """
     return Path(config.cluster.fileroot).expanduser().absolute() / config.experiment_name / name
 
 
 def is_described(folder: Path) -> bool:
-    """Return whether a folder holds a run, which is the case if config.yaml exists.
-
-    `NewFolder.describe` writes config.yaml after all other files.
-
-    Args:
-        folder: The folder. It need not exist.
-    """
+    """Return whether a folder holds a run: config.yaml, which `NewFolder.describe` writes last, exists."""
     return os.path.exists(folder / SETTINGS)  # unlike Path.exists, no error for a name that is too long
 
 
 def is_sweep(folder: Path) -> bool:
-    """Return whether a folder holds a sweep, which is a set of runs started by one command.
-
-    Args:
-        folder: The folder. It need not exist.
-    """
     return os.path.exists(folder / SWEEP)
 
 
 def begun_at(folder: Path) -> float:
-    """Return the time at which a run or a sweep started, or last resumed with changed settings.
-
-    Args:
-        folder: The folder of the run or the sweep.
-
-    Returns:
-        The time in seconds since 1970.
-
-    Raises:
-        OSError: The folder has no config.yaml and no multirun.yaml.
-    """
+    """Return the time (seconds since 1970) at which a run or a sweep started, or last resumed with changed settings."""
     return (folder / (SWEEP if is_sweep(folder) else SETTINGS)).stat().st_mtime
 
 
 def has_results(folder: Path) -> bool:
-    """Return whether a run has any file besides its settings, versions and log.
-
-    Args:
-        folder: The folder of the run.
-
-    Raises:
-        OSError: A folder in it cannot be read.
-    """
+    """Return whether a run has any file besides its settings, versions and log."""
     files = (path for path in _below(folder) if path.is_file() and not path.name.startswith(UNFINISHED))
     return any(path.name not in _NO_RESULTS for path in files)
 
 
 def has_metrics(folder: Path) -> bool:
-    """Return whether a run has metrics, which is the case after its first step or evaluation.
-
-    Args:
-        folder: The folder of the run.
-    """
+    """Return whether a run has metrics, which is the case after its first step or evaluation."""
     return bool(read_start(folder / METRICS))
 
 
 def describe_again(folder: Path, config: Section, overrides: list[str] | None = None) -> None:
-    """Overwrite the settings of a run that resumes, and the versions of its packages.
-
-    Args:
-        folder: The folder of the run.
-        config: The new settings.
-        overrides: The settings given on the command line. None keeps overrides.yaml unchanged.
-
-    Raises:
-        ConfigError: A file cannot be written.
-    """
+    """Overwrite the settings and versions of a run that resumes. `overrides` None keeps overrides.yaml."""
     try:
         for name, content in _description(config, overrides or [], recipe_of(folder), script_of(folder)).items():
             if overrides is not None or name != OVERRIDES:
@@ -414,12 +264,10 @@ def describe_again(folder: Path, config: Section, overrides: list[str] | None = 
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
-    """Return the ConfigError for a folder that cannot be written."""
     return ConfigError(Problem("cluster.fileroot", "cannot write to {}: {}", folder, error.strerror))
 
 
 def _description(config: Section, overrides: list[str], recipe: str, script: str | Path | None) -> dict[str, str]:
-    """Return the content of config.yaml, overrides.yaml and versions.json, by file name."""
     config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | asdict(config)))
     header = f"{RECIPE}{recipe}\n" if recipe else f"{CLASS}{type(config).__name__}\n"
     header += f"{SCRIPT}{script}\n" if script else ""
@@ -430,12 +278,7 @@ def _description(config: Section, overrides: list[str], recipe: str, script: str
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of areno, Python and important packages, and the git commit.
-
-    Returns:
-        Versions by name. The entry "git" is None unless areno runs from a git clone. Packages that are not installed
-        are left out.
-    """
+    """Return the versions of areno, Python and important packages, and "git", which is None without a clone."""
     found: dict[str, str | None] = {"areno": __version__, "git": git_revision(), "python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -455,18 +298,9 @@ def git_revision() -> str | None:
 
 
 class RunFiles:
-    """The log, metrics, event and sample files of a run, which grow with each step.
+    """The log, metrics, event and sample files of a run, which can be truncated to an earlier step.
 
-    The files can be truncated to an earlier step, so that the run can repeat the later steps.
-
-    Args:
-        folder: The folder of the run.
-        tensorboard: The folder of the run's TensorBoard event files. None means tensorboard/ in the folder of the run.
-
-    Attributes:
-        events: The folder of the event files.
-        event_suffix: The end of the names of this run's event files. "" unless `tensorboard` is given, because
-            several runs may share that folder.
+    `event_suffix` ends the names of this run's event files in a folder `tensorboard`, which several runs may share.
     """
 
     def __init__(self, folder: Path, tensorboard: str | Path | None = None):
@@ -477,14 +311,11 @@ class RunFiles:
         self.event_suffix = "" if tensorboard is None else f".{zlib.crc32(os.fsencode(folder.absolute())):08x}"
 
     def sizes(self) -> dict[str, int]:
-        """Return the current size in bytes of metrics.jsonl, run.log and each event file, by file name."""
+        """Return the bytes of metrics.jsonl, run.log and each event file, by file name."""
         return {name: path.stat().st_size for name, path in self._growing()}
 
     def sync(self) -> None:
-        """Flush the files of the run to disk (fsync).
-
-        The files that `sizes` lists are flushed, and the sample files that changed since the last call.
-        """
+        """Flush the files that `sizes` lists to disk (fsync), and the sample files that changed since the last call."""
         for _, path in self._growing():
             sync(path)
         for path in self._samples(unfinished=False):  # the next step may be writing unfinished ones
@@ -496,13 +327,9 @@ class RunFiles:
     def cut_back(self, step: int, sizes: Mapping[str, int], until: Mapping[str, int]) -> None:
         """Remove everything that was written after a step, so that the run can repeat the later steps.
 
-        Log lines that an earlier session wrote after the step move to logs/dropped.log. Log lines of the current
-        session stay. A session begins when the process starts, or when it restarts lost workers.
-
-        Args:
-            step: The step to return to. Sample files of later steps are removed.
-            sizes: The file sizes that `sizes` returned at the end of this step.
-            until: The file sizes that `sizes` returned at the start of the current session.
+        `sizes` are those at the end of this step, `until` those at the start of the current session, which begins when
+        the process starts or restarts lost workers. Log lines in between move to logs/dropped.log, and those of the
+        current session stay.
         """
         for name, path in list(self._growing()):
             size = sizes.get(name, 0)
@@ -515,17 +342,12 @@ class RunFiles:
                 remove(path)
 
     def _samples(self, unfinished: bool = True) -> list[Path]:
-        """Return the sample files, oldest first.
-
-        Args:
-            unfinished: Whether to include files that are still being written.
-        """
+        """Return the sample files, oldest first, with those that are still being written if `unfinished`."""
         found = (*self.folder.glob("rollouts/*"), *self.folder.glob("eval/**/*"))
         found = [path for path in found if (unfinished or path.suffix != ".tmp") and path.is_file()]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
     def _growing(self) -> Iterator[tuple[str, Path]]:
-        """Yield the name and the path of metrics.jsonl, run.log and each event file that exists."""
         for path in (self.folder / METRICS, self.folder / "logs" / "run.log"):
             if path.exists():
                 yield path.name, path
@@ -534,7 +356,7 @@ class RunFiles:
 
 
 def _drop_lines(log: Path, start: int, end: int) -> None:
-    """Move the bytes from offset `start` to `end` of a log to dropped.log. The log may be open for appending."""
+    """Move the bytes from `start` to `end` of a log to dropped.log. The log may be open for appending."""
     text = log.read_bytes()
     if start < end:
         with (log.parent / "dropped.log").open("ab") as dropped:

@@ -1,7 +1,4 @@
-"""Handlers that send the log lines of a run to stderr and logs/run.log.
-
-`RunLog` installs them, and leaves the logging of the host program unchanged.
-"""
+"""Handlers that send the log lines of a run to stderr and logs/run.log, beside the logging of the host program."""
 
 from __future__ import annotations
 
@@ -32,15 +29,8 @@ class RunLog:
     of the host program receives areno's records, areno itself writes nothing to stderr, so that no line appears twice.
     Several RunLogs may be open at once. The last `close` restores stderr and the level.
 
-    Args:
-        log_file: The file for the lines. None writes no file.
-        own_process: Whether the process is a command of areno, without a host program. If True, records do not go to
-            handlers of parent loggers.
-        console: The kind of lines that stderr shows (stats_logger.console). The most recently opened RunLog whose
-            console is not None decides.
-
-    Raises:
-        ConfigError: The file cannot be made.
+    `own_process` means a command of areno, whose records do not go to handlers of parent loggers. The most recently
+    opened RunLog with a `console` decides about stderr.
     """
 
     _open: ClassVar[list[RunLog]] = []  # the open logs, which share the handler for stderr and the level
@@ -78,14 +68,14 @@ class RunLog:
             logger.setLevel(logging.INFO)
 
     def write_earlier(self) -> None:
-        """Write to the log file the lines that were logged before it was opened. Does nothing without a log file."""
+        """Write to the log file the lines that were logged before it was opened."""
         without_file = [log for log in RunLog._open if log._earlier is not None]
         source = next((log for log in without_file if log._own_process), without_file[-1] if without_file else None)
         if self._file is not None and source is not None and source._earlier is not None:
             source._earlier.give_to(self._file)
 
     def close(self) -> None:
-        """Remove the handlers, and restore the level if no other RunLog is open. Later calls do nothing."""
+        """Remove the handlers. Later calls do nothing."""
         if self not in RunLog._open:
             return
         RunLog._open.remove(self)
@@ -110,10 +100,7 @@ class RunLog:
 
 
 class OwnHandler(logging.Handler):
-    """Base class of all logging handlers that areno installs.
-
-    `host_listens` ignores these handlers, because it looks for handlers of the program that imports areno.
-    """
+    """Base class of all logging handlers that areno installs, which `host_listens` ignores."""
 
 
 class _EarlierHandler(OwnHandler):
@@ -127,7 +114,6 @@ class _EarlierHandler(OwnHandler):
         self._records.append(record)
 
     def give_to(self, other: logging.Handler) -> None:
-        """Pass the kept records to another handler, and drop them here."""
         while self._records:
             other.handle(self._records.popleft())
 
@@ -145,7 +131,7 @@ class _StderrHandler(OwnHandler):
 
 
 class _FileHandler(OwnHandler, logging.FileHandler):
-    """File handler that warns once and is removed if its file cannot be written. The run continues."""
+    """Warns once and is removed if its file cannot be written. The run continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -156,8 +142,6 @@ class _FileHandler(OwnHandler, logging.FileHandler):
 
 
 class _Formatter(logging.Formatter):
-    """Formatter that adds the level to warnings and errors."""
-
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.levelno >= logging.WARNING:
             return f"{record.asctime} {record.levelname.lower()}: {record.message}"
@@ -170,10 +154,6 @@ _STDERR.setFormatter(_FORMATTER)
 
 
 def console() -> Console:
-    """Return the kind of lines that stderr shows: "live", "lines", "full" or "quiet".
-
-    The most recently opened RunLog with a console decides. If there is none, the result is "full".
-    """
     for log in reversed(RunLog._open):
         if log.console is not None:
             return log.console
@@ -181,11 +161,7 @@ def console() -> Console:
 
 
 def is_hidden(record: logging.LogRecord) -> bool:
-    """Return whether a record is not shown on stderr. Warnings and errors are always shown.
-
-    Args:
-        record: A record of the logger "areno".
-    """
+    """Return whether stderr does not show a record. Warnings and errors are always shown."""
     if record.levelno >= logging.WARNING:
         return False
     shown = console()

@@ -1,7 +1,7 @@
 """Trackers that write samples in a readable form, to the log (ARENO_LOG_COMPLETIONS) and to files.
 
-Samples from training are in rollouts/<step>.jsonl. Samples from evaluations are in eval/<step>.jsonl or, with
-several validation sets, in eval/<set>/<step>.jsonl.
+Samples from training are in rollouts/<step>.jsonl. Samples from evaluations are in eval/<step>.jsonl or, with several
+validation sets, in eval/<set>/<step>.jsonl. A file appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ _TASK_CHARS = 500
 
 
 class SampleLog(Tracker):
-    """Logs the first samples of each step. The environment variable ARENO_LOG_COMPLETIONS sets how many (default 0).
-
-    Raises:
-        ConfigError: The variable is not a whole number.
-    """
+    """Logs the first samples of each step: ARENO_LOG_COMPLETIONS says how many (default 0)."""
 
     def __init__(self) -> None:
         text = os.environ.get(VARIABLE, "").strip()
@@ -47,7 +43,6 @@ class SampleLog(Tracker):
         self._n_samples = int(text or 0)
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Log the first samples of a step: prompt, completion, reward and, for agents, the trajectory."""
         for number, sample in enumerate(samples[: self._n_samples]):
             outcome = sample.outcome
             reward = outcome.status if outcome.value is None else f"{outcome.value:g}"
@@ -65,16 +60,9 @@ class SampleLog(Tracker):
 
 
 class SampleFiles(Tracker):
-    """Writes samples of each training step to <folder>/<step>.jsonl, one line per sample.
+    """Writes at most `most` samples of each training step, see `chosen`. None writes all.
 
-    A thread writes the file of a step while the models are trained, and the end of the step waits for the thread. A
-    file appears only when it is complete.
-
-    Args:
-        folder: The folder for the files.
-        most: The largest number of samples per step. If a step has more, whole groups (all samples of a prompt) are
-            chosen at random, see `chosen`. None writes all samples.
-        token_text: Returns the text for a token id.
+    A thread writes the file of a step while the models are trained, and the end of the step waits for the thread.
     """
 
     def __init__(self, folder: str | Path, most: int | None, token_text: Callable[[int], str]):
@@ -83,20 +71,16 @@ class SampleFiles(Tracker):
         self._writer = Background("areno-samples")
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Start to write the samples of a step in a thread."""
         self._writer.start(self._write, step, list(samples))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Wait at the end of a step until its file is written. Raises ArenoError if the file cannot be written."""
         if END_OF_STEP in scalars:
             self._writer.wait()
 
     def finish(self) -> None:
-        """Wait until the last file is written."""
         self._writer.close()
 
     def _write(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Write the file of one step. This runs in the thread."""
         kept = None if self._most is None else chosen([sample.group for sample in samples], self._most, step)
         key, advice = "rollout.dump_n_samples", "set it to 0"
         if kept is None:
@@ -105,36 +89,19 @@ class SampleFiles(Tracker):
 
 
 class EvalFiles(Tracker):
-    """Writes all samples of each evaluation to a file, one line per sample.
-
-    The file is <folder>/<set>/<step>.jsonl, where <set> is the name of the validation set. If there is only one set, it
-    is <folder>/<step>.jsonl. A file appears only when it is complete.
-
-    Args:
-        folder: The folder for the files.
-        token_text: Returns the text for a token id.
-    """
-
     def __init__(self, folder: str | Path, token_text: Callable[[int], str]):
         self.folder, self._lines = Path(folder), _Lines(token_text)
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
-        """Write all samples of an evaluation. Raises ArenoError if the file cannot be written."""
         lines = self._lines.of(samples, {"step": step, "set": name or None})
         _write(self.folder / name / f"{step:06d}.jsonl", lines, "cluster.fileroot", "set another folder")
 
 
 def chosen(groups: Sequence[int], most: int, step: int) -> list[bool]:
-    """Choose samples of a step, as whole groups (all samples of a prompt) at random.
+    """Return for each sample whether it is chosen. Whole groups (all samples of a prompt) are chosen at random.
 
-    Args:
-        groups: The group number of each sample.
-        most: The largest number of samples to choose. If the first group that is drawn is larger, only its first `most`
-            samples are chosen.
-        step: The seed for the random choice, so that a step always has the same samples.
-
-    Returns:
-        For each sample, whether it is chosen.
+    If the first group that is drawn is larger than `most`, only its first samples are chosen. `step` is the seed, so
+    that a step always has the same samples.
     """
     sizes = Counter(groups)
     order = list(sizes)
@@ -152,17 +119,7 @@ def chosen(groups: Sequence[int], most: int, step: int) -> list[bool]:
 
 
 def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: str) -> None:
-    """Write JSON lines to a temporary file and rename it to `path`.
-
-    Args:
-        path: The final file.
-        lines: One dictionary for each line.
-        key: The setting that the error names.
-        advice: What the error advises to do with the setting, such as "set it to 0".
-
-    Raises:
-        ArenoError: The file cannot be written.
-    """
+    """Write JSON lines to a temporary file and rename it. Errors name the setting `key` with an advice."""
     unfinished = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +137,6 @@ def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: 
 
 
 def _trajectory_lines(trajectory: Trajectory) -> str:
-    """Return the messages, tool calls, tool results and tokens of an agent's trajectory as log lines."""
     said = {
         "messages": _short(json.dumps(trajectory.messages, ensure_ascii=False, default=str)),
         "final answer": _short(str(trajectory.messages[-1].get("content") or "")),
@@ -203,7 +159,7 @@ def _runs(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _replay(trajectory: Trajectory) -> dict[str, object]:
-    """Return an agent's trajectory as JSON values, from which its training rows can be rebuilt without a model."""
+    """Return a trajectory as JSON values, from which its training rows can be rebuilt without a model."""
     rows = [
         {
             "tokens": row.tokens,
@@ -226,13 +182,7 @@ class _Lines:
     def of(
         self, samples: Sequence[ScoredSample], first: Mapping[str, object], kept: Sequence[bool] | None = None
     ) -> Iterator[dict[str, object]]:
-        """Yield one dictionary per sample, beginning with the fields `first`.
-
-        Args:
-            samples: All samples of a step or an evaluation.
-            first: Fields that every dictionary begins with.
-            kept: For each sample, whether to include it. None includes all samples.
-        """
+        """Yield one dictionary for each sample, or each of those `kept`, beginning with the fields `first`."""
         numbers: Counter[int] = Counter()  # group -> samples so far
         for place, sample in enumerate(samples):
             number = numbers[sample.group]
@@ -241,11 +191,7 @@ class _Lines:
                 yield {**first, "group": sample.group, "sample": number, **_line(sample), **self._tokens(sample)}
 
     def _tokens(self, sample: ScoredSample) -> dict[str, object]:
-        """Return the fields with per-token values: token ids, log-probabilities, weight versions and so on.
-
-        For an agent's sample, the only field is "trajectory", which holds these values for each row of the
-        trajectory.
-        """
+        """Return the fields with a value for each token. Agents' samples have them for each row of their trajectory."""
         if sample.trajectory is not None:
             return {"trajectory": _replay(sample.trajectory)}
         tokens, texts = sample.sequence.resp_tokens, self._texts
@@ -266,15 +212,11 @@ class _Lines:
 
 
 def _rounded(values: Any) -> list[float]:
-    """Round numbers to four decimals.
-
-    This keeps more precision than bfloat16 has, and halves the size of the file.
-    """
+    """Round to four decimals, which is more than bfloat16 has, and halves the size of the file."""
     return np.round(np.asarray(values, dtype=np.float64), 4).tolist()
 
 
 def _line(sample: ScoredSample) -> dict[str, object]:
-    """Return the fields of a sample that belong to the whole sample and not to a token."""
     parts, advantages = sample.outcome.parts, sample.advantages
     return {
         "row": sample.item.index,
@@ -299,16 +241,12 @@ def _line(sample: ScoredSample) -> dict[str, object]:
 
 
 def _task(item: PromptItem) -> str:
-    """Return the beginning of the last user message, or of the prompt if there are no messages.
-
-    The result is "" if this text is not a string, or if it equals `item.text`, the prompt after the chat template.
-    """
+    """Return the beginning of the last user message or of the prompt, "" if it only repeats `item.text`."""
     asked = [message.get("content") for message in item.messages or () if message.get("role") == "user"]
     text = asked[-1] if asked else item.prompt
     return text[:_TASK_CHARS] if isinstance(text, str) and text != item.text else ""
 
 
 def _short(text: str) -> str:
-    """Return a text escaped to one line and cut to _SHOWN_CHARS characters."""
     text = repr(text)[1:-1]
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"

@@ -26,15 +26,7 @@ _HPARAM_TYPES = (bool, int, float, str)
 class _ScalarFile(Tracker):
     """Base class for a file of records. The file is made with the first record, and never holds a partial record.
 
-    Args:
-        path: The file.
-        key: The setting for the file's folder, which errors name.
-
-    Attributes:
-        size: The size of the file, in bytes.
-
-    Raises:
-        ArenoError: The folder cannot be written.
+    `key` is the setting for the file's folder, which errors name. `size` is in bytes.
     """
 
     def __init__(self, path: Path, key: str):
@@ -49,11 +41,7 @@ class _ScalarFile(Tracker):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     def append(self, record: bytes) -> None:
-        """Append a record. If writing fails, as on a full disk, truncate the file to its last complete record.
-
-        Raises:
-            ArenoError: The record cannot be written.
-        """
+        """Append a record. If writing fails, as on a full disk, truncate the file to its last complete record."""
         with self._naming_the_setting():
             if self._file is None:
                 self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # closed by finish()
@@ -73,14 +61,13 @@ class _ScalarFile(Tracker):
         self.size = self.path.stat().st_size if self.path.exists() else 0
 
     def finish(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
         self._file = None
 
     @contextmanager
     def _naming_the_setting(self) -> Iterator[None]:
-        """Convert an OSError inside the `with` block to an ArenoError that names the setting."""
+        """Convert an OSError to an ArenoError that names the setting."""
         try:
             yield
         except OSError as error:
@@ -92,16 +79,12 @@ class Jsonl(_ScalarFile):
     """Writes one JSON line per call of `log`: "step", "time" (in seconds since 1970) and the scalars by name.
 
     A scalar that is NaN or infinite is written as null.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: str | Path):
         super().__init__(Path(path), "cluster.fileroot")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Append one line with the step, the current time and the scalars."""
         finite = {name: float(value) if math.isfinite(value) else None for name, value in scalars.items()}
         self.append((json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n").encode())
 
@@ -109,10 +92,8 @@ class Jsonl(_ScalarFile):
 class TensorBoard(_ScalarFile):
     """Writes scalars and some samples to an event file for TensorBoard. `log` returns after the scalars are written.
 
-    Args:
-        folder: The folder for the event file.
-        suffix: The end of the file's name, which tells apart runs that share a folder.
-        settings: The settings of the run by dotted name, for TensorBoard's tab HPARAMS.
+    `suffix` ends the file's name and tells apart runs that share a folder. `settings` by dotted name are for the tab
+    HPARAMS.
     """
 
     def __init__(self, folder: str | Path, suffix: str = "", settings: Mapping[str, Any] = MappingProxyType({})):
@@ -134,7 +115,6 @@ class TensorBoard(_ScalarFile):
             self._settings = {}
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the scalars of a step."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]  # protobuf makes it
 
         self._append_summary(
@@ -142,22 +122,20 @@ class TensorBoard(_ScalarFile):
         )
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Write a few samples of a step, from different prompts, as text."""
         self._append_texts(step, "samples", samples)
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
-        """Write a few samples of an evaluation, from different prompts, as text."""
         self._append_texts(step, f"eval_samples/{name}" if name else "eval_samples", samples)
 
     def _append_texts(self, step: int, tag: str, samples: Sequence[ScoredSample]) -> None:
-        """Write one sample for each of the first _TEXTS prompts, all together as one text named `tag`."""
+        """Write one sample for each of the first _TEXTS prompts, all together as one text."""
         first = {sample.group: sample for sample in reversed(samples)}
         shown = sorted(first.values(), key=lambda sample: sample.group)[:_TEXTS]
         if shown:
             self._append_summary(step, _text(tag, "\n\n---\n\n".join(map(_markdown, shown))))
 
     def _append_summary(self, step: int, summary: Any) -> None:
-        """Write a summary. If the file is empty, first write the format's version and the settings of the run."""
+        """Write a summary. An empty file first gets the format's version and the settings."""
         from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[attr-defined]  # protobuf makes it
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
@@ -171,7 +149,6 @@ class TensorBoard(_ScalarFile):
         self._append_event(step=step, summary=summary)
 
     def _append_event(self, **fields: Any) -> None:
-        """Write one event with the given protobuf fields."""
         # TensorBoard's own event writer has a thread, which loses errors.
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]  # protobuf makes it
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -182,7 +159,7 @@ class TensorBoard(_ScalarFile):
 
 
 def _text(tag: str, text: str) -> Any:
-    """Return a protobuf summary for TensorBoard's tab TEXT. TensorBoard's own function needs TensorFlow."""
+    """Return a summary for the tab TEXT. TensorBoard's own function needs TensorFlow."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # type: ignore[attr-defined]
     from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[attr-defined]
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # type: ignore[attr-defined]
@@ -199,7 +176,7 @@ def _text(tag: str, text: str) -> Any:
 
 
 def _markdown(sample: ScoredSample) -> str:
-    """Format a sample as Markdown, with prompt and completion as indented blocks, which TensorBoard shows verbatim."""
+    """Format a sample with prompt and completion as indented blocks, which TensorBoard shows verbatim."""
     outcome = sample.outcome
     parts = "".join(f", {name} {value:.4g}" for name, value in outcome.parts.items())
     reward = outcome.status if outcome.value is None else f"{outcome.value:.4g}{parts}"
@@ -209,5 +186,4 @@ def _markdown(sample: ScoredSample) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return a text cut to _TEXT_CHARS characters."""
     return text if len(text) <= _TEXT_CHARS else f"{text[:_TEXT_CHARS]}..."

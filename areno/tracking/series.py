@@ -15,12 +15,7 @@ _MERGED = 4  # points that become two: their minimum and their maximum
 
 
 class Series(NamedTuple):
-    """The recorded values of one scalar, in the order of recording.
-
-    Attributes:
-        steps: The step of each value.
-        values: The values. NaN stands for a value that was NaN or infinite.
-    """
+    """The recorded values of one scalar. NaN stands for a value that was NaN or infinite."""
 
     steps: list[int]
     values: list[float]
@@ -83,7 +78,6 @@ class Curves:
                 self._widths[name] = width = max(_MERGED, 2 * width)
 
     def by_name(self) -> dict[str, Series]:
-        """Return the curve of each scalar. No point is missing if a curve has at most MAX_POINTS."""
         self._read()
         kept = self._kept
         return {
@@ -107,12 +101,9 @@ def _thinned(series: Series, width: int) -> Series:
 
 
 def tell_right_answers(read: Callable[[str], Series]) -> bool:
-    """Return whether the metrics of a run that count right answers say anything.
+    """Return whether the metrics that count right answers say anything: no reward was above 1.
 
-    They do not once a reward was above 1. A run that has seen such a reward records them no more.
-
-    Args:
-        read: Returns the values of a scalar. Empty if the run has not recorded it.
+    A run that has seen such a reward records them no more. `read` returns the values of a scalar, if any.
     """
     for space in ("rollout", "eval"):
         rewards, right = read(f"{space}/rewards_mean").steps, read(f"{space}/accuracy").steps

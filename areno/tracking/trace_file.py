@@ -21,8 +21,7 @@ from areno.errors import ArenoError, Problem
 
 logger = logging.getLogger("areno")
 
-FOLDER = "traces"
-"""Folder of the traces in the folder of a run."""
+FOLDER = "traces"  # of the traces in the folder of a run
 
 _MOST_BYTES = 256 * 2**20  # of one file, so that a browser can show it
 _END = b"\n]\n"
@@ -41,14 +40,7 @@ _FIRST_RANK, _TRACKS = 100, 1000
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Make a folder of traces, and convert an OSError in a `with` block to an ArenoError that names the setting.
-
-    Args:
-        folder: The folder.
-
-    Raises:
-        ArenoError: The folder cannot be written.
-    """
+    """Make a folder of traces, and convert an OSError to an ArenoError that names the setting."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -63,12 +55,6 @@ class TraceFile:
     The file grows, and is complete JSON after each write. A process that is killed while it writes leaves a file
     without its end, which Perfetto and `areno trace` also read. Each process of a run writes a file of its own, and
     begins another file after 256 MiB.
-
-    Args:
-        folder: Folder of the traces. It is made if it does not exist.
-
-    Raises:
-        ArenoError: The folder cannot be written.
     """
 
     def __init__(self, folder: Path):
@@ -90,16 +76,11 @@ class TraceFile:
         self._size = _write(self._file, ("[\n" + ",\n".join(lines)).encode() + _END)
 
     def write(self, events: Sequence[trace.Event]) -> None:
-        """Write events in the background.
-
-        Args:
-            events: The events, of all lanes and in any order. All events of a lane that overlap must be given together.
-        """
+        """Write events in the background, of all lanes in any order. Overlapping events of a lane go in one call."""
         if events and self._file is not None:
             self._writer.submit(self._append, events)
 
     def _append(self, events: Sequence[trace.Event]) -> None:
-        """Write events to the end of the file. Runs in the thread."""
         if self._file is None:
             return
         try:
@@ -164,7 +145,6 @@ class TraceFile:
             yield _metadata("thread_name", pid, tid, {"name": track})
 
     def close(self) -> None:
-        """Write all events that were given to `write`, and close the file."""
         self._writer.shutdown()
         if self._file is not None:
             self._file.close()
@@ -172,15 +152,7 @@ class TraceFile:
 
 
 class SessionFile:
-    """One line of JSON for each agent session, in traces/sessions.jsonl in the folder of the run.
-
-    Args:
-        folder: Folder of the traces. It is made if it does not exist.
-        threshold: Number of lines that are collected before they are written.
-
-    Raises:
-        ArenoError: The folder cannot be written.
-    """
+    """One line of JSON for each agent session, in traces/sessions.jsonl. They are written `threshold` at a time."""
 
     def __init__(self, folder: Path, threshold: int):
         self.path, self._threshold = folder / "sessions.jsonl", threshold
@@ -189,17 +161,11 @@ class SessionFile:
             self.path.touch()
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a finished session.
-
-        Args:
-            record: Facts about the session, as JSON values by name.
-        """
         self._lines.append(json.dumps(record) + "\n")
         if len(self._lines) >= self._threshold:
             self.flush()
 
     def flush(self) -> None:
-        """Write all lines that are not written yet."""
         lines, self._lines = self._lines, []
         try:
             with open(self.path, "a", encoding="utf-8") as file:
@@ -209,26 +175,12 @@ class SessionFile:
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """Return the files of the timeline in a folder of traces, the oldest first.
-
-    Args:
-        folder: The folder. It need not exist.
-    """
+    """Return the files of the timeline, the oldest first."""
     return sorted(path for path in folder.glob("trace-*.json") if path.stem[6:].isdigit())
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Read the events of a file of the timeline, also if the process that wrote it was killed.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The events in the order of the file, in the Chrome trace event format.
-
-    Raises:
-        ArenoError: The file is not a trace of areno.
-    """
+    """Return the events (Chrome trace event format) of a timeline, also if its process was killed meanwhile."""
     events = []
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines):
@@ -248,7 +200,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def _write(file: BinaryIO, content: bytes) -> int:
-    """Write `content` to a file, by several calls of `file.write` if necessary, and return the number of bytes."""
+    """Return the number of bytes. A call of `file.write` may write a part of them."""
     rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) :]
@@ -267,11 +219,7 @@ def _ids(group: str, track: str) -> tuple[int, int]:
 
 
 def _nested(events: list[trace.Event]) -> list[tuple[trace.Event, int]]:
-    """Sort the events of a lane, and cut each event at the end of the event that it lies in.
-
-    Returns:
-        (event, number of events that it lies in) pairs, in the order of time.
-    """
+    """Sort the events of a lane, and cut each at the end of the event that it lies in. Return (event, depth)."""
     found: list[tuple[trace.Event, int]] = []
     around: list[int] = []  # ends of the events that have not ended
     for event in sorted(events, key=lambda event: (event[2], -event[3])):

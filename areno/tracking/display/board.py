@@ -27,9 +27,6 @@ class Trend:
 
     Each point is the mean of equally many consecutive values. When there are too many points, neighbouring points are
     averaged in pairs.
-
-    Attributes:
-        last: The last value, or NaN before the first value.
     """
 
     def __init__(self) -> None:
@@ -51,19 +48,13 @@ class Trend:
 
     @property
     def values(self) -> list[float]:
-        """Return the points, oldest first. The last point may be the mean of fewer values than the others."""
         return self._means + ([_mean(self._open)] if self._open else [])
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draw values as a line of Unicode bars, whose heights range from the smallest to the largest value.
 
-    Args:
-        values: The values, oldest first.
-        width: The largest number of characters. If there are more values, neighbours are averaged.
-
-    Returns:
-        One character for each value or average. NaN and infinite values are spaces. "" if no value is finite.
+    Neighbours are averaged if there are more than `width` values. NaN and infinite values are spaces.
     """
     if width < 1:
         return ""
@@ -81,13 +72,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean of the finite values, or NaN if there are none."""
+    """Return the mean of the finite values, or NaN."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
-SAMPLES_S = 10.0
-"""How long samples are shown before those of a later step replace them, in seconds."""
+SAMPLES_S = 10.0  # seconds for which samples are shown before those of a later step replace them
 N_SAMPLES = 3
 _LAST_STEPS = 50  # the remaining time is estimated from the time of these steps
 _PHASES = {
@@ -107,65 +97,35 @@ _PHASES = {
 
 @dataclass(frozen=True)
 class ShownSample:
-    """The texts of a sample on the live display.
-
-    Attributes:
-        reward: The reward as text, or the status of scoring, such as "timeout", if the sample has no reward.
-        prompt: The text of the prompt.
-        completion: The text of the completion.
-        n_tokens: The length of the completion, in tokens.
-    """
-
-    reward: str
+    reward: str  # or the status of scoring, such as "timeout"
     prompt: str
     completion: str
-    n_tokens: int
+    n_tokens: int  # of the completion
 
 
 @dataclass
 class Snapshot:
-    """A snapshot of the board, which the drawing thread uses. All times are in seconds.
-
-    Attributes:
-        step: The last completed step.
-        total: The number of steps of the run.
-        elapsed: The time since the start of the run.
-        left: The estimated time until the end of the run, or None if it cannot be estimated yet.
-        phase: The current phases of the step, such as "rollout", or "" if none is in progress.
-        work: The progress of the current rollout or scoring as text, such as "12/64 prompts", or "".
-        times: The duration of each phase in the last step, by name, and of the whole step under "step".
-        trends: For each scalar, a tuple of its last value and its course (see Trend.values).
-        samples: The samples to show.
-        samples_step: The step that the samples are from.
-        n_warnings: The number of warnings since the start.
-        warning: The text of the last warning, or "".
-        note: A message to the user, such as that the run will stop soon, or "".
-    """
+    """What the drawing thread shows. All times are in seconds."""
 
     step: int
     total: int
     elapsed: float
-    left: float | None
-    phase: str
-    work: str
-    times: Mapping[str, float]
+    left: float | None  # estimated time until the end of the run
+    phase: str  # current phases of the step
+    work: str  # such as "12/64 prompts"
+    times: Mapping[str, float]  # of each phase of the last step, and of the whole under "step"
     trends: Mapping[str, tuple[float, Sequence[float]]] = field(default_factory=dict)
     samples: Sequence[ShownSample] = ()
     samples_step: int = 0
     n_warnings: int = 0
     warning: str = ""
-    note: str = ""
+    note: str = ""  # a message such as that the run will stop soon
 
 
 class Board(Tracker):
     """Collects the data of the live display. Its methods may be called from any thread.
 
-    Args:
-        total_steps: Returns the number of steps of the run as currently known.
-        seconds: Returns the time since the start of the run, in seconds.
-
-    Attributes:
-        note: A message to the user, which the display shows in place of the current phase. "" shows the phase.
+    `note` is a message that the display shows in place of the current phase.
     """
 
     def __init__(self, total_steps: Callable[[], int], seconds: Callable[[], float]):
@@ -182,7 +142,6 @@ class Board(Tracker):
         self.note = ""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add the scalars of a step to their trends. The scalars time/* become the durations of the phases."""
         with self._lock:
             for name, value in scalars.items():
                 if name.startswith("time/"):
@@ -204,12 +163,7 @@ class Board(Tracker):
             self._samples = []
 
     def recall(self, name: str, value: float) -> None:
-        """Add a value that the run recorded before it was resumed.
-
-        Args:
-            name: The name of the scalar.
-            value: The value. Values are added oldest first.
-        """
+        """Add a value that the run recorded before it was resumed, oldest first."""
         with self._lock:
             self._trends.setdefault(name, Trend()).add(value)
 
@@ -219,25 +173,14 @@ class Board(Tracker):
         return bool(self._trends)
 
     def begin(self, step: int) -> None:
-        """Record that training starts after `step`. The remaining time is estimated only from the steps that follow.
-
-        Args:
-            step: The last completed step, or 0 before the first step.
-        """
+        """Record that training starts after `step`. The remaining time is estimated only from the steps that follow."""
         with self._lock:
             self._step = step
             self._ends.clear()
             self._ends.append((step, time.monotonic()))
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Replace the samples on the display by samples of this step.
-
-        Samples that have been on the display for less than SAMPLES_S seconds are not replaced.
-
-        Args:
-            step: The number of the step.
-            samples: All samples of the step.
-        """
+        """Show samples of this step, unless those on the display are younger than SAMPLES_S seconds."""
         now = time.monotonic()
         if now - self._samples_at < SAMPLES_S:
             return
@@ -246,12 +189,10 @@ class Board(Tracker):
             self._samples, self._samples_step, self._samples_at = chosen, step, now
 
     def warn(self, text: str) -> None:
-        """Record a warning, which replaces the earlier one on the display."""
         self._warnings.append(text)
         self._n_warnings += 1
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of the current data."""
         phase = " · ".join(dict.fromkeys(_PHASES[name] for name, _ in heartbeat.work() if name in _PHASES))
         now = time.monotonic()
         with self._lock:
@@ -273,12 +214,6 @@ class Board(Tracker):
             )
 
     def _left(self, now: float, total: int) -> float | None:
-        """Estimate the time until the end of the run, in seconds. The result is None before a step has completed.
-
-        Args:
-            now: The current time, in seconds.
-            total: The number of steps of the run.
-        """
         if len(self._ends) < 2:
             return None
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
@@ -294,18 +229,13 @@ class Warnings(OwnHandler):
         self._board = board
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass the message of a record to the board."""
         self._board.warn(record.getMessage())
 
 
 def best_middle_worst(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
     """Return the samples with the highest, the median and the lowest reward, without duplicates.
 
-    Args:
-        samples: The samples of a step.
-
-    Returns:
-        At most three samples. If no sample has a reward, the first N_SAMPLES samples.
+    If no sample has a reward, return the first N_SAMPLES samples.
     """
     scored = sorted(
         (sample for sample in samples if sample.outcome.value is not None),
@@ -319,14 +249,13 @@ def best_middle_worst(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
 
 
 def _shown(sample: ScoredSample) -> ShownSample:
-    """Convert a sample to the texts that the display shows."""
     value = sample.outcome.value
     reward = sample.outcome.status if value is None else f"{value:.3g}"
     return ShownSample(reward, sample.item.prompt, sample.completion, sample.sequence.n_tokens)
 
 
 def _work() -> str:
-    """Return the progress of the current rollout or scoring as text, such as "12/64 prompts". "" if there is none."""
+    """Return the progress of the current rollout or scoring, such as "12/64 prompts"."""
     for one in console.under_way[-1:]:
         rate = f", {one.rate:,.0f} tok/s" if one.tokens else ""
         return f"{one.done}/{one.total} {one.unit}{rate}"

@@ -34,14 +34,10 @@ _SETTINGS_LINES = 4  # of the panel at the start
 
 
 def chosen_console(setting: str) -> Console:
-    """Return the kind of console output of a run: "live", "lines", "full" or "quiet".
+    """Return the console of a run: "live", "lines", "full" or "quiet".
 
-    The settings "auto" and "live" both choose "live" if stderr can show the live display, and "lines" otherwise. "auto"
-    also chooses "lines" if a program that imports areno handles areno's log records. Other settings are returned
-    unchanged.
-
-    Args:
-        setting: The value of stats_logger.console.
+    "auto" and "live" become "live" if stderr can show the live display, and "lines" otherwise. "auto" also becomes
+    "lines" if a program that imports areno handles areno's log records.
     """
     if setting in ("auto", "live"):
         return "live" if can_draw(sys.stderr) and (setting == "live" or not host_listens()) else "lines"
@@ -49,14 +45,7 @@ def chosen_console(setting: str) -> Console:
 
 
 class Display(Tracker):
-    """A tracker that shows a run on the terminal of stderr. If drawing fails, log lines are shown from then on.
-
-    Args:
-        folder: The folder of the run.
-        log: The RunLog of the run, with the console "live".
-        total_steps: Returns the number of steps of the run as currently known.
-        seconds: Returns the time since the start of the run, in seconds.
-    """
+    """A tracker that shows a run on the terminal of stderr. If drawing fails, log lines are shown from then on."""
 
     def __init__(self, folder: Path, log: RunLog, total_steps: Callable[[], int], seconds: Callable[[], float]):
         self.board = Board(total_steps, seconds)
@@ -68,11 +57,7 @@ class Display(Tracker):
         self._shows = False
 
     def start(self, facts: Mapping[str, str]) -> None:
-        """Print the start panel, and start the live display below it.
-
-        Args:
-            facts: The texts in the panel by name, such as the model and the data of the run.
-        """
+        """Print the start panel with texts by name, and start the live display below it."""
         with self._harmless():
             self._screen.start()
             self._shows = True
@@ -80,37 +65,22 @@ class Display(Tracker):
             self._screen.print(self._rendered(start_panel(facts, self._width)))
 
     def begin(self, step: int) -> None:
-        """Record that training starts after `step`.
-
-        Args:
-            step: The last completed step, or 0 before the first step.
-        """
         self.board.begin(step)
 
     def tell(self, text: bytes) -> None:
-        """Show a message from a signal handler, such as that the run will stop soon.
-
-        Args:
-            text: The message, in UTF-8.
-        """
+        """Show a message from a signal handler, in UTF-8."""
         self.board.note = text.decode().strip()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Show the scalars of a step."""
         with self._harmless():
             self.board.log(step, scalars)
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Show some samples of a step."""
         with self._harmless():
             self.board.samples(step, samples)
 
     def resume(self, step: int) -> None:
-        """Replace the shown scalars by the values that the run recorded up to and including `step`.
-
-        Args:
-            step: The last step that the training state contains. The run repeats the later steps.
-        """
+        """Replace the shown scalars by the values that the run recorded up to and including `step`."""
         with self._harmless():
             self.board.forget()
             for name, (steps, values) in RunReader(self._folder).curves().items():
@@ -125,10 +95,7 @@ class Display(Tracker):
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Catch an exception in the `with` block, so that the run continues.
-
-        After an exception, the live display ends, and log lines are shown.
-        """
+        """Catch exceptions: the live display ends, log lines are shown, and the run continues."""
         try:
             yield
         except Exception as error:
@@ -136,13 +103,11 @@ class Display(Tracker):
             self._failed(error)
 
     def _stop(self, last: str = "") -> None:
-        """Remove the live display, and print `last` in its place."""
         self._shows = False
         logger.removeHandler(self._handler)
         self._screen.close(last)
 
     def _failed(self, error: Exception) -> None:
-        """Log a warning about `error`, and show log lines from now on."""
         self._shows = False
         self._log.console = "lines"
         logger.removeHandler(self._handler)
@@ -150,15 +115,12 @@ class Display(Tracker):
 
     @property
     def _width(self) -> int:
-        """Return the width of panels and tables, in characters."""
         return min(os.get_terminal_size(self._stream.fileno()).columns or 80, 120) - 1
 
     def _lines(self, width: int, height: int) -> list[Line]:
-        """Return the lines of the display for a terminal of this size, in characters."""
         return draw(self.board.snapshot(), self._title, width, height)
 
     def _final_text(self) -> str:
-        """Return the table of scalars and the path of the last checkpoint as text."""
         run = RunReader(self._folder)
         checkpoint = run.latest_checkpoint()
         said = f"checkpoint:   {os.path.relpath(checkpoint)}\n" if checkpoint else "no checkpoint was saved\n"
@@ -173,15 +135,9 @@ class Display(Tracker):
 
 
 def settings_shown(config: ExperimentConfig, overrides: Sequence[str]) -> dict[str, str]:
-    """Return the settings of a run that differ from the defaults, as texts for the start panel.
+    """Return at most two texts for the start panel: settings "given" on the command line, and other "settings".
 
-    Args:
-        config: The settings of the run.
-        overrides: The settings given on the command line of the run.
-
-    Returns:
-        A mapping with at most two texts. "given" lists the settings from the command line. "settings" lists all
-        other settings that differ from their defaults. An empty text is left out.
+    The latter are those that differ from their defaults.
     """
     known = {"experiment_name", "trial_name", "actor.path", "train_dataset.path"}  # other lines of the panel show them
     known |= {line.partition("=")[0].lstrip("+") for line in overrides}
@@ -191,12 +147,7 @@ def settings_shown(config: ExperimentConfig, overrides: Sequence[str]) -> dict[s
 
 
 def start_panel(facts: Mapping[str, str], width: int) -> Panel:
-    """Return the panel that is shown at the start of a run.
-
-    Args:
-        facts: The texts by name. A text of more than _SETTINGS_LINES lines is cut.
-        width: The width of the panel, in terminal cells.
-    """
+    """Return the start panel. A text of more than _SETTINGS_LINES lines is cut."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold cyan", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -212,10 +163,6 @@ def end_table(run: RunReader, title: str) -> Table:
 
     A scalar that has a best value is left out if its values equal those of an earlier row, as for accuracy and a reward
     of 0 or 1.
-
-    Args:
-        run: The reader of the run.
-        title: The title of the table.
     """
     table = Table(title=title, title_justify="left", border_style="bright_black")
     table.add_column("")

@@ -38,12 +38,8 @@ _COLORS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "true
 class Screen:
     """Shows lines at the bottom of a terminal until `close`. Until then, it replaces sys.stderr and sys.stdout.
 
-    Args:
-        stream: The terminal.
-        lines: Returns the lines to show, given the width and the height in characters. It must return fewer lines than
-            the height.
-        failed: Called with the exception if drawing raises one, after sys.stderr and sys.stdout are restored. It may be
-            called in any thread, and at most once.
+    `lines` returns fewer lines than the height, given width and height in characters. `failed` gets the exception if
+    drawing raises one, after sys.stderr and sys.stdout are restored, in any thread, at most once.
     """
 
     def __init__(self, stream: TextIO, lines: Callable[[int, int], list[Line]], failed: Callable[[Exception], None]):
@@ -60,7 +56,6 @@ class Screen:
         self._thread = threading.Thread(target=self._run, daemon=True, name="areno-display")
 
     def start(self) -> None:
-        """Replace sys.stderr and sys.stdout, and start the drawing thread. Call this once."""
         for name in ("stderr", "stdout"):
             before = vars(sys)[name]
             if before is not None and before.isatty():
@@ -72,11 +67,7 @@ class Screen:
         self._thread.start()
 
     def print(self, text: str) -> None:
-        """Print complete lines above the display. The drawing thread writes them a little later, see `flush`.
-
-        Args:
-            text: The lines. A missing newline at the end is added.
-        """
+        """Print complete lines above the display. The drawing thread writes them a little later, see `flush`."""
         line = text if text.endswith("\n") else text + "\n"
         with self._ending:
             if not self._is_over:
@@ -98,12 +89,9 @@ class Screen:
             self._shown.wait(_FLUSH_S)
 
     def close(self, last: str = "") -> None:
-        """Remove the lines, and restore sys.stderr and sys.stdout. Later calls do nothing.
+        """Print `last` in place of the lines, and restore sys.stderr and sys.stdout. Later calls do nothing.
 
         If Ctrl-S blocks the terminal, this waits at most _END_S seconds.
-
-        Args:
-            last: The text to print in place of the lines.
         """
         if self._ended.is_set():
             return
@@ -116,7 +104,6 @@ class Screen:
             self._thread.join(_END_S)
 
     def _restore(self) -> None:
-        """Restore sys.stderr, sys.stdout and the handler of SIGCONT."""
         for name, before, above in self._streams:
             above.end()
             if vars(sys)[name] is above:
@@ -127,7 +114,7 @@ class Screen:
             self._signal = None
 
     def _note_continued(self, number: int, frame: Any) -> None:
-        """Handle SIGCONT: record that the process was stopped and continued."""
+        """Handle SIGCONT: the process was stopped and continued."""
         self._continued = True
 
     def _run(self) -> None:
@@ -158,11 +145,7 @@ class Screen:
             self._failed(error)
 
     def draw(self, keep: bool = True) -> None:
-        """Write the new output, and redraw the lines below it.
-
-        Args:
-            keep: If False, the lines are erased and not drawn again.
-        """
+        """Write the new output, and redraw the lines below it, or erase them without `keep`."""
         size = os.get_terminal_size(self._stream.fileno())
         width, height = size.columns or 80, size.lines or 24  # 0: a terminal that does not know its size
         here = _in_foreground(self._stream.fileno())
@@ -185,16 +168,13 @@ class Screen:
         self._shown.set()
 
     def _painted(self, text: str, style: str) -> str:
-        """Return a text with the terminal's control sequences for a style."""
         return Style.parse(style).render(text, color_system=self._colors) if style and self._colors else text
 
 
 class Above(io.TextIOBase):
-    """A text stream that replaces sys.stderr or sys.stdout and prints complete lines above the display.
+    """A text stream in place of sys.stderr or sys.stdout that prints complete lines above the display.
 
-    Args:
-        screen: The display.
-        stream: The stream that is replaced.
+    An incomplete last line waits for the next call. After `end`, everything goes to the replaced stream.
     """
 
     def __init__(self, screen: Screen, stream: TextIO):
@@ -202,13 +182,6 @@ class Above(io.TextIOBase):
         self._ended = False
 
     def write(self, text: str, /) -> int:
-        """Print the complete lines of a text above the display, and keep an incomplete last line for the next call.
-
-        After `end`, the text is written to the replaced stream.
-
-        Returns:
-            The number of characters in `text`.
-        """
         if self._ended:  # a caller has kept this object
             return self._stream.write(text)
         with self._lock:
@@ -219,44 +192,37 @@ class Above(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Wait until the complete lines are on the terminal. After `end`, flush the replaced stream instead."""
         if self._ended:
             self._stream.flush()
         else:
             self._screen.flush()
 
     def end(self) -> None:
-        """Print an incomplete last line, and pass all later writes to the replaced stream."""
         rest, self._rest = self._rest.rpartition("\r")[2], ""
         if rest:
             self._screen.print(rest)
         self._ended = True
 
     def isatty(self) -> bool:
-        """Return True, because the stream belongs to a terminal."""
         return True
 
     def fileno(self) -> int:
-        """Return the file descriptor of the replaced stream."""
         return self._stream.fileno()
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Return the encoding of the replaced stream."""
         return self._stream.encoding
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
-        """Return how the replaced stream handles characters that it cannot encode, such as "strict"."""
         return self._stream.errors
 
     @property
     def buffer(self) -> Any:
-        """Return the binary buffer of the replaced stream. Bytes written to it bypass the display."""
+        """Bytes written to it bypass the display."""
         return self._stream.buffer
 
 
@@ -269,11 +235,7 @@ def _in_foreground(terminal: int) -> bool:
 
 
 def can_draw(stream: TextIO | None) -> bool:
-    """Return whether a stream is a terminal that can show the display, with at least 40 columns and Unicode.
-
-    Args:
-        stream: The stream, or None if the process has no such stream.
-    """
+    """Return whether a stream is a terminal that can show the display, with at least 40 columns and Unicode."""
     if stream is None or not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb"):
         return False
     try:

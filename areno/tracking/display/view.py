@@ -18,18 +18,11 @@ _TWO_COLUMNS = 100  # the least width for two columns, in cells
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the display, which shows one scalar.
-
-    Attributes:
-        title: The text before the value.
-        name: The name of the scalar, such as "train/loss".
-        share: True if the value is a fraction, which is shown in percent.
-        is_main: Whether the row is among the important rows at the top.
-    """
+    """A row of the display for one scalar. Main rows are at the top."""
 
     title: str
     name: str
-    share: bool = False
+    share: bool = False  # shown in percent
     is_main: bool = False
 
 
@@ -64,18 +57,7 @@ _PART = "rollout/reward/"  # the beginning of the names of the parts of a reward
 
 
 def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
-    """Return the lines of the display.
-
-    Args:
-        look: The data to show.
-        title: The title of the first line.
-        width: The width of the terminal, in cells.
-        height: The height of the terminal, in rows.
-
-    Returns:
-        Fewer lines than `height`, each narrower than `width`, the most important lines first. A line is a list of
-        (text, style).
-    """
+    """Return fewer lines than `height`, each narrower than `width`, the most important ones first."""
     width -= 1  # after a line of full width, some terminals start another line
     lines = [_rule(title, width), *_head(look, width)]
     if look.n_warnings:
@@ -97,12 +79,9 @@ def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
 
 
 def rows_of(look: Snapshot) -> list[Row]:
-    """Return the rows of the display, one for each scalar that the display knows and the run has recorded.
+    """Return a row for each scalar that the display knows and the run has recorded.
 
     If several scalars have the same values, such as accuracy and a reward of 0 or 1, only the first gets a row.
-
-    Args:
-        look: The data to show.
     """
     found: dict[tuple[object, ...], Row] = {}
     parts = [name for name in look.trends if name.startswith(_PART) and not name.endswith("_std")]
@@ -135,14 +114,7 @@ def _head(look: Snapshot, width: int) -> Iterator[Line]:
 
 
 def _rows(rows: Sequence[Row], look: Snapshot, width: int, trend: int) -> Iterator[Line]:
-    """Yield one line of the display per row: title, value, sparkline and, for a main row, the first value.
-
-    Args:
-        rows: The rows to show.
-        look: The data to show.
-        width: The width of the terminal or of the column, in cells.
-        trend: The largest width of a sparkline, in cells.
-    """
+    """Draw title, value, sparkline (at most `trend` wide) and, for a main row, the first value."""
     for row in rows:
         value, course = look.trends[row.name]
         text = _cut(f" {row.title:<{_TITLE}}{_number(value, row.share):>{_VALUE}}  ", width)
@@ -191,13 +163,11 @@ def _sample(sample: ShownSample, width: int, n_lines: int) -> Iterator[Line]:
 
 
 def _rule(title: str, width: int) -> Line:
-    """Draw a horizontal line with a title."""
     text = _cut(f"── {title} ", width)
     return [(text + "─" * (width - cell_len(text)), "bright_black")]
 
 
 def _fitted(line: Line, width: int) -> Line:
-    """Cut a line to `width` cells."""
     kept: list[tuple[str, str]] = []
     for text, style in line:
         kept.append((text if cell_len(text) <= width else set_cell_size(text, width), style))
@@ -218,7 +188,6 @@ def _end(text: str, width: int) -> str:
 
 
 def _number(value: float, share: bool) -> str:
-    """Format a value as text, in percent if `share` is True."""
     if share:
         return f"{100 * value:.1f} %"
     return f"{value / 1000:,.1f}k" if abs(value) >= 10_000 else f"{value:.4g}"
