@@ -356,7 +356,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
                     return result
                 folder = resume.existing(job.run_dir)
             else:
-                folder = folder.of_run(job.run_dir)
+                folder = folder.for_run(job.run_dir)
                 _tune(config, job, folder, logs)
                 folder.describe(config, job.overrides, algorithm.name, algorithm.file)
             try:

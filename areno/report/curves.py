@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from areno.tracking.reader import loss_tells
+from areno.tracking.reader import loss_is_meaningful
 
 # Unit -> patterns of scalar names. The first match counts.
 _UNITS = {
@@ -125,7 +125,7 @@ def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
     charts show only the whole step, because stacks cannot be drawn over each other.
     """
     there = set(names)
-    loss = _LOSS_OF_POLICY if loss_tells(there) else _LOSS
+    loss = _LOSS_OF_POLICY if loss_is_meaningful(there) else _LOSS
     phases = tuple(sorted(name for name in there if name.startswith(_TIMES) and name != _WHOLE_TIME))
     found: dict[str, list[Chart]] = {}
     for heading, known in _CHARTS.items():

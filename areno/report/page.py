@@ -20,7 +20,7 @@ from areno.files.durable import atomic_write_text
 from areno.report.curves import Chart, charts, is_count, unit_of
 from areno.report.verdict import differences, run_names, settings_today, verdict
 from areno.schema.values import flat
-from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, loss_tells, seconds
+from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, loss_is_meaningful, seconds
 
 SAMPLE_BYTES = 8 * 2**20  # of all compressed samples in the page
 _ROUNDING = 1e-6  # largest absolute value of a loss that is 0 by construction
@@ -90,7 +90,7 @@ def _charts_and_constants(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict
         for name, series in of_run.items():
             values.setdefault(name, []).extend(series.values)
     constant = {name: of[0] for name, of in sorted(values.items()) if len(of) > 1 and all(one == of[0] for one in of)}
-    if not loss_tells(values) and all(abs(value) < _ROUNDING for value in values.get("train/loss", [1.0])):
+    if not loss_is_meaningful(values) and all(abs(value) < _ROUNDING for value in values.get("train/loss", [1.0])):
         constant["train/loss"] = 0.0
         del values["train/loss"]
     shown = charts(values, len(metrics))

@@ -23,7 +23,7 @@ from areno.tracking.reader import (
 )
 from areno.tracking.right_answers import counts_right
 from areno.tracking.run_folder import algorithm_shown
-from areno.tracking.series import tell_right_answers
+from areno.tracking.series import right_answers_are_meaningful
 
 _COLOURS = {"completed": "green", "stopped": "red", "unfinished": "yellow"}
 
@@ -59,6 +59,6 @@ def best_of(run: RunReader) -> Headline | None:
     """
     for name, how in [*NAMES.items(), *NAMES_OF_TRAINING.items()]:
         found = headline(run.file.series(name), *how) if how[1] else None
-        if found is not None and (not counts_right(name) or tell_right_answers(run.file.series)):
+        if found is not None and (not counts_right(name) or right_answers_are_meaningful(run.file.series)):
             return found
     return None

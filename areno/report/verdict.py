@@ -17,7 +17,7 @@ from areno.files.paths import read_if_exists
 from areno.launch.sweep_results import Outcome, Sweep, lead_of, titled
 from areno.schema.build import with_current_names
 from areno.schema.values import flat
-from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, policy_waits, seconds
+from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, only_critic_trained, seconds
 from areno.tracking.run_folder import algorithm_shown, recipe_of, script_of
 
 _LONGEST = 48  # characters of the settings in the name of a run
@@ -114,7 +114,7 @@ def _single_run_verdict(run: RunReader, name: str, metrics: Mapping[str, Series]
     notes = [f"{_number(line.first)} at the start."]
     if line.best is not None:
         notes.append(f"Best: {_number(line.best)} at step {line.step}.")
-    if policy_waits(metrics):
+    if only_critic_trained(metrics):
         notes.append("Only the critic was trained so far (critic.warmup_steps), so the policy is that of the start.")
     about = {"title": line.title, "scalar": scalar, "spread": f"{scalar}, last value"}
     return found | about | {"value": line.last, "notes": notes, "best": 0}

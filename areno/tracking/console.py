@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from areno.engine.spec import RolloutStats
 
 logger = logging.getLogger("areno")
-under_way: list[Progress] = []
+active_progress: list[Progress] = []
 """The Progress objects whose `with` block is open, outermost first. The live display shows the last."""
 Self = TypeVar("Self", bound="Progress")  # typing has it from Python 3.11 on
 
@@ -38,7 +38,7 @@ class Progress:
 
     def __enter__(self: Self) -> Self:
         self._started = self._said_at = time.monotonic()
-        under_way.append(self)
+        active_progress.append(self)
         if console() == "full" and sys.stderr.isatty():
             from rich import progress
             from rich.console import Console
@@ -67,7 +67,7 @@ class Progress:
         return self.tokens / max(time.monotonic() - self._started, 1e-9)
 
     def __exit__(self, *exc: object) -> None:
-        under_way.remove(self)
+        active_progress.remove(self)
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

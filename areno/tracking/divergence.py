@@ -29,11 +29,11 @@ class History:
         self.last = [*self.last, value][-max(LAST, N_FLAT) :]
 
     @property
-    def was(self) -> float:
+    def first_mean(self) -> float:
         return mean(self.first)
 
     @property
-    def is_now(self) -> float:
+    def last_mean(self) -> float:
         return mean(self.last[-LAST:])
 
 
@@ -43,12 +43,12 @@ def entropy_collapsed(entropy: History, accuracy: History) -> str:
     The entropy is then below 0.05 nats and below a tenth of its mean over the first steps. `accuracy` is empty if it is
     not measured.
     """
-    if accuracy.is_now >= 0.95 or not (entropy.is_now < 0.1 * entropy.was and entropy.is_now < 0.05):
+    if accuracy.last_mean >= 0.95 or not (entropy.last_mean < 0.1 * entropy.first_mean and entropy.last_mean < 0.05):
         return ""
     return (
-        f"the entropy of the policy has fallen from {entropy.was:.3g} to {entropy.is_now:.3g} (train/entropy): its "
-        "samples are nearly the same, so it explores no more; lower actor.optimizer.lr, raise actor.eps_clip_higher or "
-        "gconfig.temperature, or go on from an earlier checkpoint"
+        f"the entropy of the policy has fallen from {entropy.first_mean:.3g} to {entropy.last_mean:.3g} "
+        "(train/entropy): its samples are nearly the same, so it explores no more; lower actor.optimizer.lr, raise "
+        "actor.eps_clip_higher or gconfig.temperature, or go on from an earlier checkpoint"
     )
 
 
@@ -93,12 +93,12 @@ def logprobs_apart(difference: History) -> str:
 
     The importance ratios to the rollout policy are then wrong.
     """
-    if not difference.is_now > max(0.1, 10 * difference.was):
+    if not difference.last_mean > max(0.1, 10 * difference.first_mean):
         return ""
     return (
-        f"log-probabilities of rollout and training differ by {difference.is_now:.3g}, at first {difference.was:.3g} "
-        "(train/logp_abs_diff_mean): the policy moves too far in one step; lower actor.optimizer.lr or "
-        "actor.ppo_n_minibatches"
+        f"log-probabilities of rollout and training differ by {difference.last_mean:.3g}, at first "
+        f"{difference.first_mean:.3g} (train/logp_abs_diff_mean): the policy moves too far in one step; lower "
+        "actor.optimizer.lr or actor.ppo_n_minibatches"
     )
 
 

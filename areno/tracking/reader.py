@@ -24,7 +24,7 @@ from areno.schema.values import value_at
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
 from areno.tracking.metrics_file import MetricsFile, parsed
 from areno.tracking.run_folder import FORECAST, begun_at, is_described, is_sweep, overrides_of, settings_of, versions_of
-from areno.tracking.series import NOTHING, Curves, Series, that_tell
+from areno.tracking.series import NOTHING, Curves, Series, drop_meaningless_right_answers
 
 logger = logging.getLogger(__name__)
 Status = Literal["completed", "stopped", "unfinished"]
@@ -98,7 +98,7 @@ class RunReader:
         found = Curves()
         for record in self.file.records():
             found.add(record)
-        return that_tell(found.by_name())
+        return drop_meaningless_right_answers(found.by_name())
 
     def series(self, name: str) -> Series:
         """Return the values of one scalar, such as "train/loss". An ArenoError lists the scalars that exist."""
@@ -280,12 +280,12 @@ def headlines(metrics: Mapping[str, Series], names: Names = NAMES) -> dict[str, 
 
     `names` are scalar -> (title, `max` or `min`, which chooses the best value, or None).
     """
-    names = {name: how for name, how in names.items() if name != "train/loss" or loss_tells(metrics)}
+    names = {name: how for name, how in names.items() if name != "train/loss" or loss_is_meaningful(metrics)}
     found = {name: headline(metrics.get(name, NOTHING), *how) for name, how in names.items()}
     return {name: line for name, line in found.items() if line is not None}
 
 
-def loss_tells(names: Container[str]) -> bool:
+def loss_is_meaningful(names: Container[str]) -> bool:
     """Return whether train/loss says how good a model is.
 
     The loss of a policy does not: at the first update of a batch it is 0 up to rounding in GRPO and GSPO.
@@ -293,7 +293,7 @@ def loss_tells(names: Container[str]) -> bool:
     return "rollout/rewards_mean" not in names or "train/distill_loss" in names
 
 
-def policy_waits(names: Container[str]) -> bool:
+def only_critic_trained(names: Container[str]) -> bool:
     """Return whether only the critic has been trained so far, see critic.warmup_steps."""
     return "train/critic_loss" in names and "train/loss" not in names
 

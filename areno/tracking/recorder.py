@@ -68,21 +68,21 @@ class ServiceTracker(Tracker):
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Collect the finite scalars of a step, and queue them once it is complete or another step begins."""
         if step != self._step:
-            self._hand_on()
+            self._queue_step()
         self._step = step
         self._scalars |= {name: float(value) for name, value in scalars.items() if math.isfinite(value)}
         if END_OF_STEP in scalars:
-            self._hand_on()
+            self._queue_step()
 
     def resume(self, step: int) -> None:
         """Drop the scalars of the incomplete step, and send the scalar RESUMED."""
         self._scalars = {}
         self.log(step, {RESUMED: step})
-        self._hand_on()
+        self._queue_step()
 
     def finish(self) -> None:
         """Send the remaining scalars, and wait at most _END_S seconds until the service has received them."""
-        self._hand_on()
+        self._queue_step()
         if self._thread is None:
             return
         self._calls.put(None)
@@ -92,7 +92,7 @@ class ServiceTracker(Tracker):
             logger.warning(text, self._name, _END_S)
         self._thread = None
 
-    def _hand_on(self) -> None:
+    def _queue_step(self) -> None:
         """Queue the scalars of the current step for the thread. The first call starts the thread."""
         scalars, self._scalars = self._scalars, {}
         if not scalars or self._failed:

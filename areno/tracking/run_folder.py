@@ -138,7 +138,7 @@ class NewFolder:
     path: Path
     before: frozenset[Path]  # paths that existed: the folder, its parents or entries, which `discard` keeps
 
-    def of_run(self, run_dir: Path) -> NewFolder:
+    def for_run(self, run_dir: Path) -> NewFolder:
         """Return the folder of one run, which lies in that of a sweep. Hydra may have made it already."""
         if run_dir == self.path:
             return self

@@ -72,7 +72,7 @@ class RunLog:
         without_file = [log for log in RunLog._open if log._earlier is not None]
         source = next((log for log in without_file if log._own_process), without_file[-1] if without_file else None)
         if self._file is not None and source is not None and source._earlier is not None:
-            source._earlier.give_to(self._file)
+            source._earlier.replay_to(self._file)
 
     def close(self) -> None:
         """Remove the handlers. Later calls do nothing."""
@@ -113,7 +113,7 @@ class _EarlierHandler(OwnHandler):
     def emit(self, record: logging.LogRecord) -> None:
         self._records.append(record)
 
-    def give_to(self, other: logging.Handler) -> None:
+    def replay_to(self, other: logging.Handler) -> None:
         while self._records:
             other.handle(self._records.popleft())
 

@@ -60,14 +60,14 @@ class SampleLog(Tracker):
 
 
 class SampleFiles(Tracker):
-    """Writes at most `most` samples of each training step, see `chosen`. None writes all.
+    """Writes at most `most` samples of each training step, see `chosen_samples`. None writes all.
 
     A thread writes the file of a step while the models are trained, and the end of the step waits for the thread.
     """
 
     def __init__(self, folder: str | Path, most: int | None, token_text: Callable[[int], str]):
         self.folder, self._most = Path(folder), most
-        self._lines = _Lines(token_text)
+        self._encoder = _SampleEncoder(token_text)
         self._writer = Background("areno-samples")
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
@@ -81,23 +81,23 @@ class SampleFiles(Tracker):
         self._writer.close()
 
     def _write(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        kept = None if self._most is None else chosen([sample.group for sample in samples], self._most, step)
+        kept = None if self._most is None else chosen_samples([sample.group for sample in samples], self._most, step)
         key, advice = "rollout.dump_n_samples", "set it to 0"
         if kept is None:
             key, advice = "rollout.dump_to_file", "set it to false"
-        _write(self.folder / f"{step:06d}.jsonl", self._lines.of(samples, {"step": step}, kept), key, advice)
+        _write(self.folder / f"{step:06d}.jsonl", self._encoder.encode(samples, {"step": step}, kept), key, advice)
 
 
 class EvalFiles(Tracker):
     def __init__(self, folder: str | Path, token_text: Callable[[int], str]):
-        self.folder, self._lines = Path(folder), _Lines(token_text)
+        self.folder, self._encoder = Path(folder), _SampleEncoder(token_text)
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
-        lines = self._lines.of(samples, {"step": step, "set": name or None})
+        lines = self._encoder.encode(samples, {"step": step, "set": name or None})
         _write(self.folder / name / f"{step:06d}.jsonl", lines, "cluster.fileroot", "set another folder")
 
 
-def chosen(groups: Sequence[int], most: int, step: int) -> list[bool]:
+def chosen_samples(groups: Sequence[int], most: int, step: int) -> list[bool]:
     """Return for each sample whether it is chosen. Whole groups (all samples of a prompt) are chosen at random.
 
     If the first group that is drawn is larger than `most`, only its first samples are chosen. `step` is the seed, so
@@ -147,12 +147,13 @@ def _trajectory_lines(trajectory: Trajectory) -> str:
         name = "tokens" if len(trajectory.rows) == 1 else f"tokens of row {number}"
         said[name] = f"{row.tokens[:_SHOWN_TOKENS]} of {len(row)}"
         said["trained" if number == 0 else f"trained of row {number}"] = (
-            f"{int(row.trained.sum())} of {len(row)}, {int(row.sampled.sum())} sampled; runs {_runs(row.trained)}"
+            f"{int(row.trained.sum())} of {len(row)}, {int(row.sampled.sum())} sampled; "
+            f"runs {_run_lengths(row.trained)}"
         )
     return "".join(f"\n  {name}: {text}" for name, text in said.items())
 
 
-def _runs(values: np.ndarray) -> list[tuple[int, int]]:
+def _run_lengths(values: np.ndarray) -> list[tuple[int, int]]:
     """Run-length encode a 1-D array as a list of (value, length)."""
     edges = np.flatnonzero(np.diff(values.astype(np.int64), prepend=-1, append=-1))
     return [(int(values[start]), int(end - start)) for start, end in itertools.pairwise(edges)]
@@ -163,23 +164,23 @@ def _replay(trajectory: Trajectory) -> dict[str, object]:
     rows = [
         {
             "tokens": row.tokens,
-            "sources": _runs(row.sources),
-            "trained": _runs(row.trained),
+            "sources": _run_lengths(row.sources),
+            "trained": _run_lengths(row.trained),
             "logprobs": [round(float(value), 6) for value in row.logprobs[row.sampled]],
-            "versions": _runs(row.versions[row.sampled]),
+            "versions": _run_lengths(row.versions[row.sampled]),
         }
         for row in trajectory.rows
     ]
     return {"turns": trajectory.turns, "rows": rows}
 
 
-class _Lines:
+class _SampleEncoder:
     """Converts samples to dictionaries for JSON lines, and caches the text of each token id."""
 
     def __init__(self, token_text: Callable[[int], str]):
         self._token_text, self._texts = token_text, dict[int, str]()
 
-    def of(
+    def encode(
         self, samples: Sequence[ScoredSample], first: Mapping[str, object], kept: Sequence[bool] | None = None
     ) -> Iterator[dict[str, object]]:
         """Yield one dictionary for each sample, or each of those `kept`, beginning with the fields `first`."""
@@ -202,7 +203,7 @@ class _Lines:
             "token_ids": tokens,
             "tokens": [texts[token] for token in tokens],
             "logprobs": _rounded(sample.sequence.resp_logprobs),
-            "versions": _runs(np.asarray(sample.sequence.resp_versions)),
+            "versions": _run_lengths(np.asarray(sample.sequence.resp_versions)),
         }
         if sample.train_logprobs is not None:
             found["train_logprobs"] = [None if value != value else value for value in _rounded(sample.train_logprobs)]

@@ -100,7 +100,7 @@ def _thinned(series: Series, width: int) -> Series:
     return Series([series.steps[place] for place in places], [series.values[place] for place in places])
 
 
-def tell_right_answers(read: Callable[[str], Series]) -> bool:
+def right_answers_are_meaningful(read: Callable[[str], Series]) -> bool:
     """Return whether the metrics that count right answers say anything: no reward was above 1.
 
     A run that has seen such a reward records them no more. `read` returns the values of a scalar, if any.
@@ -112,7 +112,7 @@ def tell_right_answers(read: Callable[[str], Series]) -> bool:
     return not exceed_one(read("rollout/rewards_max").values)
 
 
-def that_tell(metrics: Mapping[str, Series]) -> dict[str, Series]:
+def drop_meaningless_right_answers(metrics: Mapping[str, Series]) -> dict[str, Series]:
     """Leave out the metrics that count right answers if they say nothing."""
-    tells = tell_right_answers(lambda name: metrics.get(name, NOTHING))
-    return dict(metrics) if tells else without_right(metrics)
+    are_meaningful = right_answers_are_meaningful(lambda name: metrics.get(name, NOTHING))
+    return dict(metrics) if are_meaningful else without_right(metrics)

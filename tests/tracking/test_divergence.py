@@ -174,10 +174,10 @@ def test_a_resumed_run_is_told_the_same(cut):
 
 def test_what_is_kept_of_a_scalar():
     history = History([], [])
-    assert math.isnan(history.was)
+    assert math.isnan(history.first_mean)
     for value in range(100):
         history.add(float(value))
-    assert (history.was, history.is_now) == (mean(range(FIRST)), mean(range(100 - LAST, 100)))
+    assert (history.first_mean, history.last_mean) == (mean(range(FIRST)), mean(range(100 - LAST, 100)))
     assert len(history.first) + len(history.last) < 20
 
 

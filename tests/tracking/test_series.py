@@ -15,7 +15,7 @@ import pytest
 from areno.report.runs import best_of, runs_table
 from areno.tracking.metrics_file import MetricsFile
 from areno.tracking.reader import RunReader, headlines, seconds
-from areno.tracking.series import MAX_POINTS, Curves, Series, that_tell
+from areno.tracking.series import MAX_POINTS, Curves, Series, drop_meaningless_right_answers
 from tests.helpers.made_up_runs import make_run
 
 
@@ -118,14 +118,14 @@ RIGHT = {"rollout/rewards_mean": 0.5, "rollout/accuracy": 0.5, "rollout/rewards_
 
 
 def test_accuracy_says_nothing_once_a_reward_was_above_one(tmp_path):
-    assert that_tell(lines(RIGHT, RIGHT)).keys() == RIGHT.keys()
+    assert drop_meaningless_right_answers(lines(RIGHT, RIGHT)).keys() == RIGHT.keys()
     left = {"rollout/rewards_mean", "rollout/rewards_max", "train/accuracy"}
     recorded = lines(RIGHT | {"train/accuracy": 0.5}, RIGHT | {"rollout/rewards_max": 1.5})  # by an earlier version
-    assert that_tell(recorded).keys() == left
+    assert drop_meaningless_right_answers(recorded).keys() == left
     stopped = {"rollout/rewards_mean": 0.5, "rollout/rewards_max": 1.0}
-    assert that_tell(lines(RIGHT | {"train/accuracy": 0.5}, stopped)).keys() == left
+    assert drop_meaningless_right_answers(lines(RIGHT | {"train/accuracy": 0.5}, stopped)).keys() == left
     evaluated = [{"eval/rewards_mean": 0.5, "eval/accuracy": 0.5}, {"eval/rewards_mean": 0.5}]
-    assert that_tell(lines(*evaluated)).keys() == {"eval/rewards_mean"}
+    assert drop_meaningless_right_answers(lines(*evaluated)).keys() == {"eval/rewards_mean"}
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/metrics.jsonl").write_text(
         "".join(json.dumps({"step": 1, **line}) + "\n" for line in evaluated[:1])

@@ -162,7 +162,7 @@ class Board(Tracker):
             self._trends.clear()
             self._samples = []
 
-    def recall(self, name: str, value: float) -> None:
+    def add_recorded(self, name: str, value: float) -> None:
         """Add a value that the run recorded before it was resumed, oldest first."""
         with self._lock:
             self._trends.setdefault(name, Trend()).add(value)
@@ -256,7 +256,7 @@ def _shown(sample: ScoredSample) -> ShownSample:
 
 def _work() -> str:
     """Return the progress of the current rollout or scoring, such as "12/64 prompts"."""
-    for one in console.under_way[-1:]:
+    for one in console.active_progress[-1:]:
         rate = f", {one.rate:,.0f} tok/s" if one.tokens else ""
         return f"{one.done}/{one.total} {one.unit}{rate}"
     return ""

@@ -85,7 +85,7 @@ class Display(Tracker):
             self.board.forget()
             for name, (steps, values) in RunReader(self._folder).curves().items():
                 for value in values[: bisect_right(steps, step)]:
-                    self.board.recall(name, value)
+                    self.board.add_recorded(name, value)
 
     def finish(self) -> None:
         """Replace the live display by a table with the most important scalars and the last checkpoint."""

@@ -10,7 +10,7 @@ from rich.cells import cell_len, set_cell_size
 
 from areno.tracking.display.board import ShownSample, Snapshot, sparkline
 from areno.tracking.display.screen import Line
-from areno.tracking.reader import duration, loss_tells, policy_waits
+from areno.tracking.reader import duration, loss_is_meaningful, only_critic_trained
 
 _TITLE, _VALUE = 26, 9  # cells of the title and of the value of a row
 _TWO_COLUMNS = 100  # the least width for two columns, in cells
@@ -63,7 +63,7 @@ def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
     if look.n_warnings:
         count = "a warning" if look.n_warnings == 1 else f"{look.n_warnings} warnings, the last"
         lines.append([(_cut(f" {count}: {look.warning}", width), "yellow")])
-    if policy_waits(look.trends):
+    if only_critic_trained(look.trends):
         lines.append([(_cut(" the critic warms up; the policy is not trained yet", width), "yellow")])
     rows = rows_of(look)
     lines += _rows([row for row in rows if row.is_main], look, width, width - _TITLE - _VALUE - 18)
@@ -86,7 +86,7 @@ def rows_of(look: Snapshot) -> list[Row]:
     found: dict[tuple[object, ...], Row] = {}
     parts = [name for name in look.trends if name.startswith(_PART) and not name.endswith("_std")]
     for row in (*_ROWS, *(Row(f"reward: {name.removeprefix(_PART)}", name) for name in parts)):
-        if row.name in look.trends and (row.name != "train/loss" or loss_tells(look.trends)):
+        if row.name in look.trends and (row.name != "train/loss" or loss_is_meaningful(look.trends)):
             course = tuple(look.trends[row.name][1])
             found.setdefault(course if len(set(course)) > 1 else (row.name,), row)
     return list(found.values())
