@@ -38,30 +38,19 @@ from areno.types import Message
 
 logger = logging.getLogger("areno")
 
-StepResult = tuple[Sequence[Message], float, bool]
-"""A tuple (messages for the model, reward of this step, whether the task is over)."""
+StepResult = tuple[Sequence[Message], float, bool]  # messages for the model, reward of this step, whether it is done
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call that the model made.
+    """A tool call that the model made. Its arguments are not checked against the tool's schema."""
 
-    Attributes:
-        id: The id of the call. The tool message with its result carries the same id.
-        name: The name of the tool.
-        arguments: The parsed JSON object of arguments. It is not checked against the tool's schema.
-    """
-
-    id: str
+    id: str  # the tool message with the result carries the same
     name: str
     arguments: dict[str, Any]
 
     def result(self, content: str) -> Message:
-        """Return the tool message with the result of this call.
-
-        Args:
-            content: The result of the tool, as text for the model.
-        """
+        """Return the tool message with the result of this call, as text for the model."""
         return {"role": "tool", "tool_call_id": self.id, "content": content}
 
 
@@ -71,45 +60,31 @@ class Environment:
     Each instance is used for one episode, which produces one sample of a prompt. A method may be `async`. A method that
     is not `async` is called in a thread, so that it does not block other episodes.
 
-    Attributes:
-        tools: The tool definitions in OpenAI's format. They are read before each request to the model, so they may
-            change.
+    `tools` are definitions in OpenAI's format. They are read before each request to the model, so they may change.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
 
     def reset(self) -> Sequence[Message] | Awaitable[Sequence[Message]]:
-        """Start the task.
-
-        Returns:
-            The messages of the first request to the model, in OpenAI's format.
-        """
+        """Start the task, and return the messages of the first request to the model, in OpenAI's format."""
         raise NotImplementedError
 
     def step(self, tool_calls: list[Call]) -> StepResult | Awaitable[StepResult]:
-        """Run the tool calls in one answer of the model.
+        """Run the tool calls in one answer of the model, in the order in which it wrote them.
 
-        Every call in `tool_calls` names a tool in `tools` and has a JSON object as arguments. areno answers all other
-        calls of the model with an error message, without calling this method for them.
-
-        Args:
-            tool_calls: The valid calls, in the order in which the model wrote them.
+        Every call names a tool in `tools` and has a JSON object as arguments. areno answers all other calls of the
+        model with an error message, without calling this method for them.
 
         Returns:
-            A tuple (messages, reward, done): one tool message for each call, the reward of this step, and whether the
-            task is over.
+            (messages, reward, done): one tool message for each call, the reward of this step, whether the task is over.
         """
         raise NotImplementedError
 
     def answer(self, text: str) -> StepResult | Awaitable[StepResult]:
-        """Handle an answer of the model that is text without tool calls.
-
-        Args:
-            text: The content of the model's message.
+        """Handle an answer of the model that is text without tool calls. The default ends the task with reward 0.
 
         Returns:
-            A tuple (messages, reward, done): further messages for the model, the reward of this step, and whether the
-            task is over. The default ends the task with reward 0.
+            (messages, reward, done): further messages for the model, the reward of this step, whether the task is over.
         """
         return [], 0.0, True
 
@@ -119,63 +94,44 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request to the model, with the response.
-
-    Attributes:
-        messages: The messages in the request.
-        response: The response object of the OpenAI client.
-        tools: The tool definitions in the request, or None if it had no tools.
-    """
+    """A request to the model, with the response."""
 
     messages: list[Message]
-    response: Any
-    tools: list[Any] | None
+    response: Any  # of the OpenAI client
+    tools: list[Any] | None  # definitions in the request
 
 
 @dataclass(slots=True)
 class Episode:
-    """The record of one episode, which is one run of an environment from `reset` until its end.
-
-    Attributes:
-        turns: The requests and responses, in order.
-        messages: The whole conversation.
-        rewards: The reward of each step of the environment.
-        ended: The reason for the end: "done" if the environment ended the task, "length" if an answer of the model was
-            truncated, "max_turns" if the limit on turns was reached. "" while the episode is in progress.
-    """
+    """The record of one run of an environment from `reset` until its end."""
 
     turns: list[Turn] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    ended: Literal["", "done", "length", "max_turns"] = ""
+    messages: list[Message] = field(default_factory=list)  # the whole conversation
+    rewards: list[float] = field(default_factory=list)  # of each step
+    ended: Literal["", "done", "length", "max_turns"] = ""  # "length": an answer was cut off; "": in progress
 
     @property
     def reward(self) -> float:
-        """Return the reward of the whole episode, which is the sum of the rewards of its steps."""
+        """The sum of the rewards of all steps."""
         return math.fsum(self.rewards)
 
 
 async def run_episode(
     environment: Environment, client: Any, *, model: str = "policy", max_turns: int = 16, **request: Any
 ) -> Episode:
-    """Alternate between the model and an environment until the episode ends.
+    """Alternate between the model and an environment until the task is over or an answer of the model is truncated.
 
-    The episode ends when the environment says that the task is over, when an answer of the model is truncated, or after
-    `max_turns` requests.
+    The environment is closed at the end. Exceptions of the environment and the client are passed on.
 
     Args:
-        environment: The environment of the task. It is closed at the end.
+        environment: The environment of the task.
         client: An `openai.AsyncOpenAI`.
         model: The name of the model in each request.
         max_turns: The largest number of requests to the model.
         **request: Further fields of each request, such as top_p.
 
-    Returns:
-        The record of the episode.
-
     Raises:
         DataError: A method of the environment returned a value of a wrong type.
-        Exception: Any exception that the environment or the client raises.
     """
     episode = Episode()
     try:
@@ -200,21 +156,10 @@ async def run_episode(
 
 
 async def replay(environment: Environment, messages: Sequence[Message]) -> float:
-    """Replay a finished conversation in a new environment, and return the reward.
+    """Replay a finished conversation in a new environment, and return the sum of the rewards of all steps.
 
-    The assistant messages of the conversation are passed to the environment until the task is over. If the environment
-    is deterministic, the reward equals the reward of the original episode.
-
-    Args:
-        environment: A new environment for the same task. It is closed at the end.
-        messages: The messages of the conversation.
-
-    Returns:
-        The sum of the rewards of all steps.
-
-    Raises:
-        DataError: A method of the environment returned a value of a wrong type.
-        Exception: Any exception that the environment raises.
+    The assistant messages are passed to the environment until the task is over. If the environment is deterministic,
+    the reward equals that of the original episode. The environment is closed at the end.
     """
     episode = Episode()
     try:
@@ -268,11 +213,8 @@ def agent_of(
 def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[float]]:
     """Return a reward function that replays the conversation of a sample in a new environment.
 
-    The reward function takes a RewardRecord and returns the sum of the rewards of all steps. The sum equals the reward
-    of the original episode only if the environment is deterministic.
-
-    Args:
-        make: Function that builds the environment for a RewardRecord, whose `record` is the row of the dataset.
+    It returns the sum of the rewards of all steps, which equals that of the original episode only if the environment is
+    deterministic. `make` builds the environment for a RewardRecord, whose `record` is the row of the dataset.
     """
 
     async def reward_fn(record: Any) -> float:
@@ -282,10 +224,10 @@ def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[f
 
 
 async def _act(environment: Environment, message: Message, episode: Episode) -> bool:
-    """Pass an assistant message to `step` or `answer` of the environment, and return whether the task is over.
+    """Pass an assistant message to the environment, and return whether the task is over.
 
-    The messages and the reward that the method returns are appended to `episode`. For each invalid tool call, an
-    error message for the model is appended.
+    The messages and the reward that the method returns are appended to `episode`, and an error message for each invalid
+    call.
     """
     written = message.get("tool_calls") or []
     if not written:
@@ -312,11 +254,7 @@ async def _act(environment: Environment, message: Message, episode: Episode) -> 
 
 
 def _read_call(written: Any, names: set[str]) -> Call | Message:
-    """Parse a tool call that the model wrote, given in OpenAI's format. `names` are the names of the existing tools.
-
-    Returns a Call, or a tool message with an error for the model if the tool is unknown or the arguments are
-    invalid.
-    """
+    """Parse a tool call, or return a tool message with an error for the model."""
     function = written["function"]
     call = Call(written["id"], function["name"], {})
     if call.name not in names:
@@ -331,25 +269,17 @@ def _read_call(written: Any, names: set[str]) -> Call | Message:
 
 
 def _name_of(tool: Mapping[str, Any]) -> str:
-    """Return the name in a tool definition."""
     return tool.get("function", tool)["name"]
 
 
 def _checked_messages(messages: Any, method: str) -> Sequence[Message]:
-    """Return `messages` if it is a list of messages, else raise DataError.
-
-    `method` is the name of the environment's method that returned `messages`. The error message contains this name.
-    """
     if isinstance(messages, list | tuple) and all(isinstance(each, dict) and "role" in each for each in messages):
         return messages
     raise DataError(f"the messages of an environment's {method} are {messages!r}; expected a list of messages")
 
 
 async def _call(method: Callable[..., Any], *args: Any) -> Any:
-    """Call a method with `args` and return its result, which is awaited if it is a coroutine.
-
-    A method that is not `async` is called in a thread.
-    """
+    """Call a method, in a thread if it is not `async`."""
     if inspect.iscoroutinefunction(method):
         return await method(*args)
     result = await asyncio.to_thread(method, *args)

@@ -36,14 +36,7 @@ class McpEnvironment(Environment):
         self.tools: list[dict[str, Any]] = []
 
     async def reset(self) -> Sequence[Message]:
-        """Connect to the servers and list their tools.
-
-        Returns:
-            The messages of the first request to the model.
-
-        Raises:
-            ConfigError: Two servers have a tool of the same name, or the mcp package is missing.
-        """
+        """Connect to the servers and list their tools. Raises ConfigError if two have a tool of the same name."""
         try:
             from mcp import Client
         except ImportError as error:
@@ -59,23 +52,13 @@ class McpEnvironment(Environment):
         return self._messages
 
     async def step(self, tool_calls: list[Call]) -> StepResult:
-        """Call the tools one after the other. An error of a tool becomes a message for the model.
-
-        Args:
-            tool_calls: The calls in the model's answer.
-
-        Returns:
-            A tuple (messages, reward, done): one tool message for each call, 0.0, and False, because the task
-            continues.
-        """
+        """Call the tools one after the other. An error of a tool becomes a message for the model."""
         return [call.result(await self._result(call)) for call in tool_calls], 0.0, False
 
     async def close(self) -> None:
-        """Disconnect from the servers."""
         await self._open.aclose()
 
     async def _result(self, call: Call) -> str:
-        """Send a tool call to the MCP server that has the tool, and return the result or the error as text."""
         from mcp import MCPError
 
         try:
@@ -90,7 +73,7 @@ class McpEnvironment(Environment):
 
 
 async def _all_tools(client: Any) -> list[Any]:
-    """Return all tools of the MCP server to which `client` is connected, from all pages of its tool list."""
+    """Return all tools of an MCP server, from all pages of its tool list."""
     page = await client.list_tools()
     tools = list(page.tools)
     while page.next_cursor:

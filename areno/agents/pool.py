@@ -1,10 +1,9 @@
 """The pool of agent processes, which the driver (the main process of the training run) uses to run agents.
 
-`AgentPool` starts the processes, sends items to them and collects the trajectories. An item is the task for one
-sample of a prompt. Each process runs many items at once (areno/agents/process.py). Items can be added while others
-run, and continue while the driver trains. The user's code can print, hang, crash or leak memory in its process without
-harm to the training run. An item has no trajectory if its agent fails or exceeds the time limit. The other items
-continue.
+An item is the task for one sample of a prompt. Each process runs many items at once (areno/agents/process.py). Items
+can be added while others run, and continue while the driver trains. The user's code can print, hang, crash or leak
+memory in its process without harm to the training run. An item has no trajectory if its agent fails or exceeds the time
+limit. The other items continue.
 """
 
 from __future__ import annotations
@@ -34,51 +33,37 @@ _GROUPS = (math.inf, 8, 1)
 
 @dataclass(slots=True)
 class AgentOutcome:
-    """The result of running the agent for one item.
+    """The result of running the agent for one item, with its turns if the status is "ok".
 
-    Attributes:
-        status: "ok", "error", "timeout" or "filtered". "filtered" means that the agent failed because its conversation
-            fills the model's context.
-        turns: The turns of the trajectory, or None unless the status is "ok".
-        message: The reason for any status other than "ok". "" for "ok".
-        span: (start, end) of the agent's run, as times of areno.trace. None if its process gave no answer.
+    "filtered" means that the agent failed because its conversation fills the model's context. `span` is (start, end) of
+    the run, as times of areno.trace.
     """
 
     status: Literal["ok", "error", "timeout", "filtered"]
     turns: list[PlainTurn] | None = None
-    message: str = ""
-    span: tuple[int, int] | None = None
+    message: str = ""  # why the status is not "ok"
+    span: tuple[int, int] | None = None  # None: the process gave no answer
 
 
 OnDone = Callable[[int, AgentOutcome], object]
-"""A function that is called with the index of an item and its outcome."""
+"""Receives the index of an item and its outcome."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of the agent function without an outcome.
-
-    Attributes:
-        items: Its items: one, or all of a batch (`agent.whole_batch`).
-        context: The endpoint of its requests.
-        place: Index of its first item among the items that were queued together.
-        on_done: Function that receives the index of each item and its outcome.
-        n_losses: Number of processes that died or hung while they ran the call.
-    """
+    """A call of the agent function without an outcome, for one item or all of a batch (`agent.whole_batch`)."""
 
     items: Sequence[AgentItem]
     context: AgentContext
-    place: int
+    place: int  # index of its first item among those queued together
     on_done: OnDone
-    n_losses: int = 0
+    n_losses: int = 0  # processes that died or hung while they ran it
 
 
 class AgentPool(WorkerPool[AgentConfig]):
     """A pool of processes that run the user's agent. Use it in a `with` block.
 
-    Args:
-        config: The section `agent` of the settings.
-        n_devices: The number of device workers. Each needs a CPU core, so the default number of processes is lower.
+    Each of `n_devices` device workers needs a CPU core, so the default number of processes is lower.
     """
 
     section, module = "agent", "areno.agents.process"
@@ -92,11 +77,9 @@ class AgentPool(WorkerPool[AgentConfig]):
         self._suspended_at: float | None = None
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return the first message to each process: (agent function, setting, time limit in seconds).
+        """Return (agent function, setting for errors, time limit in seconds).
 
-        The agent function is the text "FILE:FUNCTION" or "verifiers:NAME". The second element is the name of the
-        setting, for error messages. Raises ConfigError if the file of the agent function does not exist or is not
-        valid Python.
+        The agent function is the text "FILE:FUNCTION" or "verifiers:NAME".
         """
         found = self.name if self.name.startswith(VERIFIERS) else resolve_spec(self.name, DEFAULT_FUNCTION, _KEY)
         return found, _KEY, self.config.timeout_s
@@ -108,24 +91,10 @@ class AgentPool(WorkerPool[AgentConfig]):
         on_wait: Callable[[int], object] = lambda n: None,
         on_done: OnDone = lambda place, outcome: None,
     ) -> list[AgentOutcome]:
-        """Run the agent for all items, and wait until each item has an outcome.
+        """Run the agent for all items, and return their outcomes in order. Items of `begin` continue meanwhile.
 
-        Items of earlier calls of `begin` continue meanwhile.
-
-        Args:
-            items: The items to run.
-            context: The address and the key of the session's endpoint, to which the agent sends its requests.
-            on_wait: Function that is called with the number of finished items, at least every half second.
-            on_done: Function that is called with the index of an item in `items` and its outcome, as soon as the item
-                is finished. If `on_done` raises an exception, all unfinished items are stopped and the exception is
-                passed on.
-
-        Returns:
-            The outcome of each item, in the order of `items`.
-
-        Raises:
-            EngineError: The processes are not running.
-            ConfigError: A process cannot import the agent.
+        `on_wait` gets the number of finished items, at least every half second. If `on_done` raises an exception, all
+        unfinished items are stopped.
         """
         found: dict[int, AgentOutcome] = {}
 
@@ -138,28 +107,15 @@ class AgentPool(WorkerPool[AgentConfig]):
         return [found[place] for place in range(len(items))]
 
     def begin(self, items: Sequence[AgentItem], context: AgentContext, on_done: OnDone) -> None:
-        """Queue items. Their agents start and end in calls of `run_until` and `run`.
-
-        Args:
-            items: The items.
-            context: The address and the key of the session's endpoint, to which the agent sends its requests.
-            on_done: Function that receives the index of an item in `items` and its outcome, when the item is finished.
-        """
+        """Queue items. Their agents start and end in calls of `run_until` and `run`."""
         calls = [items] if self.config.whole_batch and items else [[item] for item in items]
         self._running.add(calls, context, on_done)
 
     def run_until(self, is_enough: Callable[[], bool], on_wait: Callable[[], object]) -> None:
         """Run agents until `is_enough` returns True. The unfinished agents continue after that.
 
-        If an exception ends this method, all unfinished items are stopped.
-
-        Args:
-            is_enough: Function that returns whether enough items are finished.
-            on_wait: Function that is called at least every half second, and after outcomes.
-
-        Raises:
-            EngineError: The processes are not running.
-            ConfigError: A process cannot import the agent.
+        `on_wait` is called at least every half second, and after outcomes. If an exception ends this method, all
+        unfinished items are stopped.
         """
         if not self.workers:
             raise EngineError("the {} processes are not running; call start() first", self.section)
@@ -186,7 +142,6 @@ class AgentPool(WorkerPool[AgentConfig]):
             worker.post((SUSPEND, self._suspended_at))
 
     def resume(self) -> None:
-        """Continue the time limits of the agents after `suspend`. Does nothing if they are not paused."""
         if self._suspended_at is None:
             return
         now = time.monotonic()
@@ -196,19 +151,14 @@ class AgentPool(WorkerPool[AgentConfig]):
         self._suspended_at = None
 
     def drop_calls(self) -> None:
-        """Stop all items: kill the busy processes, and start new processes in their place."""
+        """Kill the busy processes, and start new processes in their place."""
         super().drop_calls()
         self._running = _Running(self.n_workers)
         self.resume()
 
 
 class _Running:
-    """The calls that are queued or run.
-
-    Attributes:
-        groups: Lists of calls (by number) that must be sent to a process, for the first time or again. All calls of a
-            list are sent to the same process.
-    """
+    """The calls that are queued or run. All calls of one of `groups` are sent to the same process."""
 
     def __init__(self, n_workers: int):
         self._n_workers, self._next = n_workers, 0
@@ -216,7 +166,7 @@ class _Running:
         self.groups: deque[list[int]] = deque()
 
     def add(self, calls: Sequence[Sequence[AgentItem]], context: AgentContext, on_done: OnDone) -> None:
-        """Queue calls, with the items of each, in a group for each process. See `AgentPool.begin`."""
+        """Queue calls, with the items of each, in a group for each process."""
         if not self._calls:
             self._next = 0
         first, place = self._next, 0
@@ -227,9 +177,7 @@ class _Running:
         self.groups += [share for share in shares if share]
 
     def take_next(self, workers: Sequence[Worker]) -> tuple[Worker, list[int]] | None:
-        """Remove a group that can be sent now, and return (the process that gets the group, the group).
-
-        Returns None if no group is left, or if all groups have to wait.
+        """Remove a group that can be sent now, and return it with its process. None if all have to wait.
 
         Items of a lost process only run in a process without other items, so that the item that ends its process is
         found. Other items are sent to the process that has the fewest, which may be busy.
@@ -254,16 +202,13 @@ class _Running:
         return any(self._calls[number].n_losses for number in numbers)
 
     def payloads(self, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Return a tuple (number of the call, pickled (context, items)) for each call that can be pickled."""
+        """Return (number, pickled (context, items)) of each call that can be pickled."""
         # Pickled only now, so that the first process begins while the items of the others are pickled.
         payloads = [(number, self._payload(number)) for number in numbers]
         return [(number, payload) for number, payload in payloads if payload is not None]
 
     def _payload(self, number: int) -> bytes | None:
-        """Return the pickled tuple (context, items) of a call.
-
-        If it cannot be pickled, record an error as the outcome of its items and return None.
-        """
+        """Return the pickled call. If that fails, record an error as the outcome of its items."""
         try:
             call = self._calls[number]
             return pickle.dumps((call.context, call.items), protocol=pickle.HIGHEST_PROTOCOL)
@@ -273,35 +218,23 @@ class _Running:
             return None
 
     def answered(self, position: int, answer: Any, span: tuple[int, int]) -> None:
-        """Record the outcomes that a process sent for the call with the number `position`.
-
-        `answer` is a tuple (status, turns, message) for all items of the call, or a list with a tuple for each item.
-        `span` is (start, end) of the call, see `AgentOutcome`.
-        """
+        """Record (status, turns, message) for all items of a call, or one for each item."""
         answers = answer if isinstance(answer, list) else [answer] * len(self._calls[position].items)
         self._settle(position, [AgentOutcome(*each, span=span) for each in answers])
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Handle a process that left, died or hung: send its unfinished items again, or record that they failed.
-
-        Args:
-            worker: The process. `worker.chunk` has the numbers of its unfinished items.
-            status: The status of items that are not sent again.
-            text: The message of items that are not sent again.
-        """
+        """Send the unfinished items of a process that left, died or hung again, or record that they failed."""
         if worker.chunk and worker.has_left:
             self.groups.appendleft(list(worker.chunk))
         elif worker.chunk:
             self._run_again(list(worker.chunk), AgentOutcome(status, None, text))
 
     def _settle(self, number: int, outcomes: Sequence[AgentOutcome]) -> None:
-        """Report the outcome of each item of a call."""
         call = self._calls.pop(number)
         for place, outcome in enumerate(outcomes, call.place):
             call.on_done(place, outcome)
 
     def _fail(self, number: int, outcome: AgentOutcome) -> None:
-        """Report one outcome for all items of a call."""
         self._settle(number, [outcome] * len(self._calls[number].items))
 
     def _run_again(self, numbers: list[int], outcome: AgentOutcome) -> None:

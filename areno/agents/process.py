@@ -1,17 +1,17 @@
 """The code of an agent process, which runs the user's agent for many items at once.
 
-An item is the task for one sample of a prompt. The pool in the driver (areno/agents/pool.py) exchanges pickled
-messages with this process over one socket. The process first receives (agent function as "file:function", name of
-its setting, time limit in seconds). Then it receives chunks, which are lists of tuples (position, pickled (context,
-items)). Each is a call of the agent function, for one item or, with agent.whole_batch, for all items of a batch.
-`position` is the number of the call in the driver. The process sends ("ready", True) or ("failed", problems) once, and
-then (position, answer) for each call as soon as it is finished: an answer for each item, or one for all. A process that
-ends by itself, with no agent in it, first sends ("left", None). From the message (SUSPEND, time) to the message
-(RESUME, time), the driver trains: agents continue, but their time limits are paused. Both times are those of
-time.monotonic in the driver. Threads read and send the messages, so that an agent that blocks the event loop, or a
-driver that does not read, delays neither. The parent process, called supervisor (areno.user_processes.supervisor), ends
-this process together with all processes that the agent started. Nothing large is imported here, so that the process
-starts quickly.
+The pool in the driver (areno/agents/pool.py) exchanges pickled messages with this process over one socket. The process
+first receives (agent function as "file:function", name of its setting, time limit in seconds). Then it receives chunks,
+which are lists of tuples (position, pickled (context, items)). Each is a call of the agent function, for one item or,
+with agent.whole_batch, for all items of a batch. `position` is the number of the call in the driver. The process sends
+("ready", True) or ("failed", problems) once, and then (position, answer) for each call as soon as it is finished: an
+answer for each item, or one for all. A process that ends by itself, with no agent in it, first sends ("left", None).
+
+From the message (SUSPEND, time) to the message (RESUME, time), the driver trains: agents continue, but their time
+limits are paused. Both times are those of time.monotonic in the driver. Threads read and send the messages, so that an
+agent that blocks the event loop, or a driver that does not read, delays neither. The supervisor
+(areno.user_processes.supervisor) ends this process together with all processes that the agent started. Nothing large is
+imported here, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from areno.user_processes.process import MAX_TEXT, ForkedCopies, event_loop, is_
 
 DEFAULT_FUNCTION = "run_agent"
 SUSPEND, RESUME = "suspend", "resume"
-"""Messages from the driver, see the docstring of this module."""
 _THREADS = 64  # largest number of concurrent agents if run_agent is a plain function
 # Iterations of the event loop between the starts of two agents. Building a request takes milliseconds, and a client
 # sends it in two writes. If all agents started at once, no second write would happen before the last request is built.
@@ -83,15 +82,7 @@ def _share_tls_contexts() -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Run agents until the driver closes the connection.
-
-    Args:
-        connection: The connection to the driver.
-
-    Raises:
-        ArenoError: The agent function cannot be loaded, or does not take two arguments.
-        EOFError: The driver has closed the connection.
-    """
+    """Run agents until the driver closes the connection (EOFError). Raises ArenoError for a wrong agent function."""
     _share_tls_contexts()
     spec, key, timeout_s = connection.recv()
     copies = ForkedCopies(connection, reports=False)
@@ -110,10 +101,7 @@ def serve(connection: Connection) -> None:
 
 
 class _Runner:
-    """Runs the agent for chunks of items, and sends one answer for each item.
-
-    A chunk is a list of items that the driver sends together. Several chunks may run at the same time.
-    """
+    """Runs the agent for chunks of calls, several at the same time, and sends their answers."""
 
     def __init__(
         self, connection: Connection, function: Callable[..., Any], path: Path, timeout_s: float, copies: ForkedCopies
@@ -146,8 +134,6 @@ class _Runner:
 
         If an agent still runs in a thread after its time limit, the process ends as soon as no other agent runs,
         because this thread would be missing for later items. Chunks that it has not begun run in another process.
-
-        Raises EOFError if the driver has closed the connection.
         """
         while True:
             self._loop.run_until_complete(self._until_idle(self._inbox.get()))
@@ -157,10 +143,7 @@ class _Runner:
                 self._leave()
 
     async def _until_idle(self, chunk: list[tuple[int, bytes]] | None) -> None:
-        """Run the agents of a chunk, and of the chunks that arrive meanwhile, until no agent runs.
-
-        Raises EOFError if the driver has closed the connection.
-        """
+        """Run the agents of a chunk, and of the chunks that arrive meanwhile, until no agent runs."""
         idle = self._idle = self._loop.create_future()
         ticking = asyncio.ensure_future(self._tick())
         try:
@@ -171,7 +154,6 @@ class _Runner:
             ticking.cancel()
 
     def _receive(self) -> None:
-        """Receive the messages of the driver. Runs in a thread."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = self._connection.recv()
@@ -204,7 +186,6 @@ class _Runner:
                 self._take(self._inbox.get_nowait())
 
     def _take(self, chunk: list[tuple[int, bytes]] | None) -> None:
-        """Start the agents of a chunk, with a tuple (position, pickled (context, item)) for each item."""
         if chunk is None:
             assert self._idle is not None
             self._idle.set_exception(EOFError("the driver has closed the connection"))
@@ -214,7 +195,6 @@ class _Runner:
             self._look_if_idle()
 
     def _spawn(self, coroutine: Any) -> None:
-        """Run a coroutine as a task."""
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)  # the loop itself keeps only weak references
         task.add_done_callback(self._tasks.discard)
@@ -225,10 +205,7 @@ class _Runner:
             self._idle.set_result(None)
 
     async def _start(self, chunk: list[tuple[int, bytes]]) -> None:
-        """Start all items of a chunk.
-
-        Between the starts of two agents, the event loop runs _START_ITERATIONS iterations.
-        """
+        """Start all calls of a chunk, with _START_ITERATIONS iterations of the event loop after each."""
         ends_at = self._clock.now() + self._timeout_s
         for position, payload in chunk:
             self._spawn(self._one(position, payload, ends_at))
@@ -236,11 +213,7 @@ class _Runner:
                 await asyncio.sleep(0)
 
     async def _one(self, position: int, payload: bytes, ends_at: float) -> None:
-        """Run the item with the number `position`, and send its answer.
-
-        `payload` is the pickled (context, item). `ends_at` is a time of the clock. If the agent is not finished at this
-        time, it is cancelled, and the status of the answer is "timeout".
-        """
+        """Run a call and send its answer: a timeout if it is not finished at `ends_at`, a time of the clock."""
         _position.set(position)
         try:
             task = asyncio.ensure_future(self._call(payload))
@@ -261,7 +234,7 @@ class _Runner:
         self._look_if_idle()
 
     async def _call(self, payload: bytes) -> Answers:
-        """Call the agent for a pickled (context, items), and return the answers (status, turns, message) to send."""
+        """Call the agent, and return the answers (status, turns, message)."""
         try:
             context, items = pickle.loads(payload)
             batch = AgentBatch.of_items(items)
@@ -285,11 +258,7 @@ class _Runner:
             return self._failure(error)
 
     def _in_thread(self, *given: Any) -> Any:
-        """Call a plain (not async) agent function with the arguments `given`, and return its result.
-
-        This runs in a thread of `self._threads`. While the function runs, `self._thread_of` maps the item's position
-        to the id of this thread.
-        """
+        """Call a function that is not async. `self._thread_of` has the id of its thread meanwhile."""
         position = _position.get()
         assert position is not None
         self._thread_of[position] = threading.get_ident()
@@ -299,11 +268,7 @@ class _Runner:
             del self._thread_of[position]
 
     def _place_of(self, task: asyncio.Task[Any], position: int) -> str:
-        """Return the line at which an agent waits, as text for a message, such as "; it waits at agent.py:12".
-
-        `task` runs the agent for the item with index `position`. Only lines in the file of the agent function are
-        reported. The text is "" if no such line is found.
-        """
+        """Return the line in the user's file at which an agent waits, such as "; it waits at agent.py:12", if any."""
         lines = []
         at: Any = task.get_coro()
         while at is not None:  # from the coroutine of the task to the one that it waits for
@@ -317,16 +282,12 @@ class _Runner:
         return f"; it waits at {self._path.name}:{lines[-1]}" if lines else ""
 
     def _failure(self, error: BaseException) -> Answer:
-        """Return the answer (status, None, message) for an exception that the agent raised.
-
-        The status is "filtered" if the server refused a request because the conversation fills the context, else
-        "error".
-        """
+        """Return the answer for an exception: "filtered" if the conversation fills the context, else "error"."""
         is_full = vars(error).get("code") == CONTEXT_FULL
         return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MAX_TEXT]
 
     def _answer(self, position: int, answer: Answers) -> None:
-        """Send the answer to the call with the number `position`, unless an answer to this call has been sent."""
+        """Send the answer to a call, unless it has one."""
         with self._answering:
             if position in self._open:
                 self._open.discard(position)
@@ -335,16 +296,13 @@ class _Runner:
     # -- detection of an agent that blocks the event loop -----------------------------------------------------------
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        """Make an asyncio task for `coroutine`, and record the position of the item whose agent started the task.
-
-        This is the task factory of the event loop. `options` are the options of the task.
-        """
+        """Record the call whose agent started a task. This is the task factory of the event loop."""
         task = asyncio.Task(coroutine, loop=loop, **options)
         self._positions[task] = _position.get()
         return task
 
     async def _tick(self) -> None:
-        """Record the current time every _TICK_S seconds, as a sign that the event loop is not blocked."""
+        """Record the time every _TICK_S seconds, as a sign that the event loop is not blocked."""
         while True:
             self._ticked = self._clock.now()
             await asyncio.sleep(_TICK_S)

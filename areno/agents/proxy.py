@@ -1,7 +1,6 @@
 """The OpenAI-compatible endpoint of one rollout session, through which agents sample from the policy.
 
-`SessionProxy` serves this endpoint until the session ends. Only processes on this machine can reach it, and they need
-the API key of the session.
+Only processes on this machine can reach it, and they need the API key of the session.
 """
 
 from __future__ import annotations
@@ -30,22 +29,10 @@ _MAX_PREFETCHED = 64  # prompts; with more, the first agents would wait until al
 
 
 class SessionProxy:
-    """The OpenAI-compatible server of one rollout session. It runs until `stop`.
+    """The server of one rollout session, until `stop`. The engine is in a rollout phase.
 
-    Args:
-        engine: The engine, in a rollout phase.
-        request_limits: The context length and the KV-cache size of the rollout phase.
-        tokenizer: A transformers tokenizer with a chat template.
-        defaults: The sampling parameters for fields that a request leaves out.
-        timeout_s: The time limit for answering a request, in seconds.
-        seed: The seed for requests without a seed.
-        thinking: The value of `enable_thinking` for the chat template. None keeps the template's default.
-
-    Attributes:
-        session: The random name of the session, which each response contains.
-        api_key: The API key that requests need.
-        base_url: The address for OpenAI clients, ending in /v1.
-        server: The server.
+    `session` is a random name, which each response contains. `base_url` ends in /v1. `thinking` None keeps the default
+    of the chat template.
     """
 
     def __init__(
@@ -81,9 +68,6 @@ class SessionProxy:
         """Tokenize the prompts of items in advance, and tell the engine how many requests to expect.
 
         Most agents begin with the messages of their item, so the prompt of the first request is then tokenized already.
-
-        Args:
-            items: The items whose agents are about to start.
         """
         conversations: list[list[Message]] = []
         items = list(items)
@@ -94,7 +78,6 @@ class SessionProxy:
         self._thread.submit(self._prefetch(len(items), conversations))
 
     async def _prefetch(self, n_requests: int, conversations: list[list[Message]]) -> None:
-        """Tell the engine to expect `n_requests` requests, and tokenize the conversations."""
         self.server.sampler.engine.batcher.announce(n_requests)
         await self.server.chat.prompts.prefetch(conversations)
 

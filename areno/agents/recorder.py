@@ -1,8 +1,4 @@
-"""A recorder for agent frameworks, such as OpenAI's Agents SDK, which send requests to the model themselves.
-
-`Recorder` provides an OpenAI client for the agent framework, and records each request and response of this client as
-a turn of a trajectory.
-"""
+"""A recorder for agent frameworks, such as OpenAI's Agents SDK, which send requests to the model themselves."""
 
 from __future__ import annotations
 
@@ -53,13 +49,13 @@ class Recorder:
         Args:
             item: The item that the agent worked on.
             reward: The reward of the trajectory. None leaves the reward to the reward function.
-            parts: Further numbers to log by name, such as components of the reward. None logs none.
+            parts: Further numbers to log by name, such as components of the reward.
         """
         turns = [AgentTrajectoryTurn(item, **turn) for turn in self._turns]
         return AgentTrajectory(turns, reward, parts or {})
 
     async def _record(self, response: Any) -> None:
-        """Record a successful chat completion as a turn. The OpenAI client calls this for each HTTP response."""
+        """Record a chat completion as a turn. The OpenAI client calls this for each HTTP response."""
         if response.status_code != 200 or not response.request.url.path.endswith("/chat/completions"):
             return
         request, body = json.loads(response.request.content), (await response.aread()).decode()

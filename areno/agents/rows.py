@@ -1,10 +1,9 @@
 """Conversion of trajectories into training rows, which hold exactly the tokens that were sampled.
 
-A turn is one request of an agent with the response. The prompt of a turn usually begins with all tokens of the
-previous turn. Both turns then become one row. A turn begins a new row if its prompt does not continue an earlier
-row, for example because the chat template dropped reasoning, the agent rewrote or shortened its messages, or the
-agent leads several conversations. So the model saw each token of a row after exactly the tokens before it in the
-row. `RowBuilder` also checks that the turns come from the current session, and marks the tokens to train.
+The prompt of a turn usually begins with all tokens of the previous turn. Both turns then become one row. A turn begins
+a new row if its prompt does not continue an earlier row, for example because the chat template dropped reasoning, the
+agent rewrote or shortened its messages, or the agent leads several conversations. So the model saw each token of a row
+after exactly the tokens before it in the row.
 """
 
 from __future__ import annotations
@@ -43,12 +42,9 @@ _SHOWN = 60  # characters on either side of a difference
 class RowBuilder:
     """Builds trajectories, with their training rows, from the turns of agents.
 
-    Args:
-        prompts: Renders messages with the chat template, to compare them with the prompts that the model read.
-        policy: Selects the kinds of tokens that are trained.
-        vocab_size: The number of token ids of the model.
-        session: The name of the session that all responses must come from. None accepts responses of any session.
-        context: The largest number of tokens in a row. None has no limit.
+    `policy` selects the tokens that are trained. Responses must come from `session`, if it is given. `context` is the
+    largest number of tokens in a row. `prompts` renders messages again, to compare them with the prompts that the model
+    read.
     """
 
     def __init__(
@@ -72,16 +68,9 @@ class RowBuilder:
         ]
 
     def trajectory(self, turns: Sequence[PlainTurn]) -> Trajectory:
-        """Build the trajectory of one item.
+        """Build the trajectory of one item, with one or more rows.
 
-        Args:
-            turns: The turns of the item, in order.
-
-        Returns:
-            The trajectory with one or more rows.
-
-        Raises:
-            BadTrajectory: There are no turns, a turn was changed after it was sampled, or a row is too long.
+        Raises BadTrajectory if there are no turns, a turn was changed after it was sampled, or a row is too long.
         """
         if not turns:
             raise BadTrajectory("it returned no turns")
@@ -111,11 +100,7 @@ class RowBuilder:
         )
 
     def _checked(self, turn: PlainTurn, number: int) -> TurnTokens:
-        """Check a turn and return its tokens. `number` is the index of the turn, for error messages.
-
-        Raises BadTrajectory if the tokens are invalid, the response is from another session, or the messages that
-        the agent returned for the turn differ from the messages that the server received.
-        """
+        """Return the tokens of a turn. Raises BadTrajectory if anything differs from what the server sent."""
         values = turn["tokens"]
         if self._session is not None and values.get("session") != self._session:
             raise BadTrajectory(f"turn {number} has a response of another session")
@@ -139,10 +124,7 @@ class RowBuilder:
         return tokens
 
     def _difference(self, messages: list[Any], turn: PlainTurn, prompt: list[int]) -> str:
-        """Describe for an error how the rendered text of `messages` differs from the prompt that the model read.
-
-        `messages` are the checked messages of `turn`. `prompt` has the token ids of the prompt that the model read.
-        """
+        """Describe for an error how the rendered messages differ from the prompt that the model read."""
         read = self._prompts.tokenizer.decode(prompt, skip_special_tokens=False)
         start = f"its messages are not those of the request ({len(messages)} messages): "
         try:
@@ -156,17 +138,7 @@ class RowBuilder:
         return start + f"at character {same} they say {text[around]!r}, and the model read {read[around]!r}"
 
     def _trained_of(self, turn: PlainTurn, tokens: list[int], is_last: bool) -> np.ndarray:
-        """Return whether each sampled token of a turn is trained, according to the loss mask policy.
-
-        Args:
-            turn: The turn.
-            tokens: The ids of the sampled tokens of the turn.
-            is_last: Whether this is the last turn of the trajectory. Text in the last turn is trained only if the
-                policy's attribute `final_assistant_text` is also True.
-
-        Returns:
-            Array of bool, shape [len(tokens)].
-        """
+        """Return whether each sampled token of a turn is trained, bool [len(tokens)]."""
         policy = self._policy
         text = policy.assistant_text and (policy.final_assistant_text or not is_last)
         if text == policy.assistant_tool_calls or not turn["message"].get("tool_calls"):
@@ -175,10 +147,7 @@ class RowBuilder:
         return np.repeat([text, policy.assistant_tool_calls], [start, len(tokens) - start])
 
     def _first_call(self, tokens: list[int]) -> int:
-        """Return the index of the first token that belongs to a tool call, or len(tokens) if there is no call.
-
-        `tokens` are the ids of the sampled tokens of a turn.
-        """
+        """Return the index of the first token of a tool call, len(tokens) without one."""
         stream, ends, text = TextStream(self._prompts.tokenizer, frozenset()), [], ""
         for token in tokens:
             text += stream.feed([token])
@@ -200,16 +169,10 @@ class _Row:
         return len(self.tokens)
 
     def is_prefix_of(self, prompt: list[int]) -> bool:
-        """Return whether `prompt` begins with all tokens of the row."""
         return prompt[: len(self.tokens)] == self.tokens
 
     def extend(self, tokens: TurnTokens, trained: np.ndarray) -> None:
-        """Append the tokens of a turn, whose prompt begins with the tokens of this row.
-
-        Args:
-            tokens: The tokens of the turn, prompt and completion.
-            trained: Whether each sampled token is trained, as an array of bool, shape [len(tokens.sampled)].
-        """
+        """Append a turn whose prompt begins with the tokens of this row. `trained` is bool [len(tokens.sampled)]."""
         self.tokens = [*tokens.prompt, *tokens.sampled]
         self._sources = [*tokens.sources, (int(Source.SAMPLED), len(tokens.sampled))]
         self._pieces.append((len(tokens.prompt), trained, tokens.logprobs, tokens.versions))
@@ -218,9 +181,8 @@ class _Row:
     def finished(self, trained_sources: list[int]) -> TokenRow:
         """Return the row as arrays.
 
-        A sampled token is trained if `extend` received True for it. Any other token is trained if `trained_sources`
-        contains its origin, which is a value of `Source`, such as `Source.TOOL` for a tool's result. The first token
-        is never trained.
+        A sampled token is trained if `extend` received True for it, any other token if its `Source` is in
+        `trained_sources`. The first token is never trained.
         """
         n_tokens, sources = len(self.tokens), expand_runs(self._sources)
         sampled, trained = np.zeros(n_tokens, dtype=bool), np.isin(sources, trained_sources)
@@ -243,17 +205,9 @@ class _Row:
 
 
 def read_trajectories(returned: Any, builder: RowBuilder) -> list[tuple[AgentItem, Trajectory]]:
-    """Build the trajectories of the items from the return value of an agent function.
+    """Return (item, trajectory) for each item that an agent function returned.
 
-    Args:
-        returned: An AgentTrajectory or AgentTrajectoryTurn, or a list of them.
-        builder: Builds the trajectory of an item from its turns.
-
-    Returns:
-        A tuple (item, trajectory) for each item, in the order in which the agent function returned them.
-
-    Raises:
-        DataError: A trajectory cannot be used for training. The message has the index of the trajectory.
+    Raises DataError with the index of a trajectory that cannot be used for training.
     """
     found = []
     try:
@@ -276,15 +230,10 @@ def train_sequences(
     weights_version: int = 0,
     masked: bool = False,
 ) -> list[TrainSequence]:
-    """Return one TrainSequence for each row of a trajectory.
+    """Return one TrainSequence for each row, each with the reward of the trajectory.
 
-    Args:
-        trajectory: The trajectory.
-        reward: The reward of the trajectory. Each row gets this reward.
-        eos_token_id: The id of the end-of-sequence token, for scripts that pad the rows.
-        weights_version: The current version of the weights. The staleness of a row is this version minus the oldest
-            version of the weights that sampled a token of the row.
-        masked: Whether all tokens are excluded from the loss.
+    The staleness of a row is `weights_version` minus the oldest version that sampled a token of it. `masked` excludes
+    all tokens from the loss.
     """
     return [
         TrainSequence(
@@ -302,23 +251,16 @@ def train_sequences(
 def needs_scoring(row: TokenRow, sampling: SamplingConfig) -> bool:
     """Return whether trained tokens of a row have no usable log-probability.
 
-    This is the case if the row was sampled at another temperature than training uses, or if tokens are trained that the
-    model did not sample.
-
-    Args:
-        row: The training row.
-        sampling: The sampling settings of the run (gconfig).
+    That is so if it was sampled at another temperature than training uses, or if tokens are trained that the model did
+    not sample.
     """
     return row.temperature != sampling.logprob_temperature or bool((row.trained & ~row.sampled).any())
 
 
 def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig, waits: bool = True) -> None:
-    """Log a warning if rows were sampled at other temperatures than training uses.
+    """Warn if rows were sampled at other temperatures (None: several) than training uses.
 
-    Args:
-        rows: The training rows. The temperature of a row is None if its turns were sampled at different temperatures.
-        sampling: The sampling settings of the run (gconfig).
-        waits: Whether the current weights sampled all rows (rollout.max_head_offpolicyness=0).
+    `waits` means that the current weights sampled all rows (rollout.max_head_offpolicyness=0).
     """
     own = sampling.logprob_temperature
     if others := {row.temperature for row in rows} - {own}:
@@ -328,12 +270,7 @@ def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig, wai
 
 
 def call_start(parser: ToolCallParser, text: str) -> int:
-    """Return the character index at which the first tool call in a text begins, or len(text) if there is no call.
-
-    Args:
-        parser: The tool-call parser for the model's family.
-        text: The model's output.
-    """
+    """Return the character index at which the first tool call begins, len(text) without one."""
     places = [place for tag in parser.tags for place in _all_places(text, tag)]
     for place in sorted(places):
         if parser.parse(text[place:]).tool_calls and not parser.parse(text[:place]).tool_calls:
@@ -342,7 +279,6 @@ def call_start(parser: ToolCallParser, text: str) -> int:
 
 
 def _all_places(text: str, tag: str) -> list[int]:
-    """Return the indices of all occurrences of a tag in a text."""
     places, at = [], text.find(tag)
     while at >= 0:
         places.append(at)
@@ -351,14 +287,7 @@ def _all_places(text: str, tag: str) -> list[int]:
 
 
 def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solutions: Any = None) -> RewardRecord:
-    """Return the RewardRecord of a trajectory, which the reward functions receive.
-
-    Args:
-        item: The item of the trajectory.
-        trajectory: The trajectory.
-        tokenizer: A transformers tokenizer.
-        solutions: The reference solutions. None takes the field `solutions` of the item's row.
-    """
+    """Return what reward functions receive. `solutions` None takes those of the item's row."""
     written = [row.tokens[int(start) : int(end)] for row in trajectory.rows for start, end in _spans(row.sampled)]
     n_prompt = int(trajectory.rows[0].sampled.argmax())
     whole = [trajectory.rows[0].tokens[n_prompt:], *(row.tokens for row in trajectory.rows[1:])]
@@ -383,9 +312,6 @@ def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solut
 
 
 def _spans(mask: np.ndarray) -> np.ndarray:
-    """Return the start and end index of each stretch of consecutive True values in a bool array.
-
-    The result has shape [K, 2], with one row (start, end) for each of the K stretches. The end is exclusive.
-    """
+    """Return (start, end) of each stretch of True values, [K, 2]. The end is exclusive."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return edges.reshape(-1, 2)

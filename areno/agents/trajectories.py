@@ -18,14 +18,7 @@ from areno.types import Message, PromptBatch
 
 @dataclass(frozen=True)
 class AgentContext:
-    """The argument `ctx` of an agent function that runs in an agent process.
-
-    Attributes:
-        base_url: The address of the endpoint that serves the policy.
-        api_key: The API key of the endpoint.
-        session: The name of the rollout session.
-        timeout_s: The time limit of the agent, and of each of its requests, in seconds.
-    """
+    """The argument `ctx` of an agent function. `timeout_s` limits the agent and each of its requests."""
 
     base_url: str
     api_key: str
@@ -59,7 +52,7 @@ class AgentItem:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Return (prompt index, sample index), which identifies the item in the results of an agent."""
+        """(prompt index, sample index), which identifies the item in the results of an agent."""
         return self.prompt_index, self.sample_index
 
 
@@ -91,12 +84,7 @@ class AgentBatch:
 
     @classmethod
     def from_prompt_batch(cls, prompt_batch: PromptBatch, n_samples: int) -> AgentBatch:
-        """Build the AgentBatch for a batch of prompts from `Trainer.load_prompt_batches`.
-
-        Args:
-            prompt_batch: The batch of prompts.
-            n_samples: The number of samples per prompt.
-        """
+        """Build the AgentBatch for a batch of prompts from `Trainer.load_prompt_batches`."""
         items = prompt_batch.items
         batch = cls(
             [item.record for item in items], [item.prompt for item in items], [item.tokens for item in items], n_samples
@@ -194,19 +182,10 @@ response. If a trajectory has a reward, its last turn also has the key `reward`,
 
 
 def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainTurn] | BadTrajectory]:
-    """Check the return value of an agent function, and convert its turns to JSON values.
+    """Check the return value of an agent function, and return the plain turns, or the error, of each item in order.
 
-    Args:
-        returned: An AgentTrajectory or AgentTrajectoryTurn, or a list of them.
-        items: The items that the agent function received.
-
-    Returns:
-        The turns of each item, in the order of `items`, or the error of the item: its trajectory cannot be trained on,
-        or it has none, or several. If a trajectory has a reward, its last turn has the extra key `reward`. The value of
-        this key is (reward, parts), the two attributes of the AgentTrajectory.
-
-    Raises:
-        BadTrajectory: `returned` has a wrong type, or a turn belongs to no item in `items`.
+    An item is in error if its trajectory cannot be trained on, or if it has none, or several. Raises BadTrajectory if
+    `returned` has a wrong type, or a turn belongs to no item.
     """
     parts_of: dict[tuple[int, int], list[Any]] = {item.key: [] for item in items}
     for part in _parts(returned):
@@ -221,7 +200,7 @@ def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainT
 
 
 def _plain_result(parts: Sequence[Any], item: AgentItem) -> list[PlainTurn] | BadTrajectory:
-    """Return the plain turns of an item, or its error. `parts` are the trajectories and turns returned for it."""
+    """Return the plain turns of an item, or its error, from the trajectories and turns returned for it."""
     whole = [part for part in parts if isinstance(part, AgentTrajectory)]
     try:
         if not parts:
@@ -237,7 +216,6 @@ def _plain_result(parts: Sequence[Any], item: AgentItem) -> list[PlainTurn] | Ba
 
 
 def _checked_reward(trajectory: AgentTrajectory) -> tuple[float, dict[str, float]]:
-    """Return (reward, parts) of a trajectory. Raises BadTrajectory if a value is not a finite number."""
     start, parts = "its trajectory has the", trajectory.parts
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) and name for name in parts):
         raise BadTrajectory(f"{start} parts {repr(parts)[:80]}; a dictionary of numbers by name is expected")
@@ -249,22 +227,11 @@ def _checked_reward(trajectory: AgentTrajectory) -> tuple[float, dict[str, float
 
 
 def items_of(returned: Any) -> list[AgentItem]:
-    """Return the item of each turn in the return value of an agent function, in order, with duplicates.
-
-    Args:
-        returned: An AgentTrajectory or AgentTrajectoryTurn, or a list of them.
-
-    Raises:
-        BadTrajectory: `returned` has a wrong type.
-    """
+    """Return the item of each turn in the return value of an agent function, with duplicates."""
     return [turn.item for part in _parts(returned) for turn in _turns_of(part) if _item_of(turn) is not None]
 
 
 def _parts(returned: Any) -> Iterable[Any]:
-    """Return a list of the trajectories and turns in the return value of an agent function.
-
-    Raises BadTrajectory if `returned` has a wrong type.
-    """
     if isinstance(returned, AgentTrajectory | AgentTrajectoryTurn):
         return [returned]
     if returned is None or isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
@@ -277,10 +244,6 @@ def _parts(returned: Any) -> Iterable[Any]:
 
 
 def _turns_of(part: AgentTrajectory | AgentTrajectoryTurn) -> Sequence[Any]:
-    """Return the turns of a trajectory. If `part` is a turn, return a list with this turn.
-
-    Raises BadTrajectory if `part.turns` is not a list.
-    """
     if isinstance(part, AgentTrajectoryTurn):
         return [part]
     if not isinstance(part.turns, list | tuple):
@@ -289,10 +252,7 @@ def _turns_of(part: AgentTrajectory | AgentTrajectoryTurn) -> Sequence[Any]:
 
 
 def _item_of(turn: Any) -> tuple[int, int]:
-    """Return the key (prompt index, sample index) of a turn's item.
-
-    Raises BadTrajectory if `turn` is no AgentTrajectoryTurn, or if its item is no AgentItem.
-    """
+    """Return the key of a turn's item."""
     if not isinstance(turn, AgentTrajectoryTurn):
         raise BadTrajectory(f"a trajectory has {_kind(turn)} among its turns; AgentTrajectoryTurn is expected")
     if not isinstance(turn.item, AgentItem):
@@ -306,14 +266,7 @@ def _kind(value: Any) -> str:
 
 
 def plain_turn(turn: AgentTrajectoryTurn) -> PlainTurn:
-    """Convert a turn to JSON values.
-
-    Args:
-        turn: The turn.
-
-    Raises:
-        BadTrajectory: The response does not come from the session's endpoint, or a value cannot be converted.
-    """
+    """Convert a turn to JSON values. Raises BadTrajectory for a response that is not of the session's endpoint."""
     try:
         request = {
             "messages": to_plain(turn.messages),

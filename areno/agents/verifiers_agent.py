@@ -16,19 +16,9 @@ from areno.files.user_code import load_function
 
 
 def load_agent(file: str, name: str, key: str) -> Callable[..., Any]:
-    """Load an agent function.
+    """Load an agent function. `verifiers` or `verifiers:NAME` as `file` selects an environment of verifiers.
 
-    Args:
-        file: The file that defines the function. `verifiers` or `verifiers:NAME` selects an environment from the
-            verifiers package instead.
-        name: The name of the function in the file. If `file` is `verifiers`, the name of the environment.
-        key: The setting that error messages name.
-
-    Returns:
-        The function `run_agent(ctx, batch)`.
-
-    Raises:
-        ConfigError: The function or the environment cannot be loaded.
+    `key` is the setting that errors name.
     """
     spec = f"{file}:{name}" if f"{file}:" == VERIFIERS else file
     if spec.startswith(VERIFIERS):
@@ -37,11 +27,7 @@ def load_agent(file: str, name: str, key: str) -> Callable[..., Any]:
 
 
 def environment_agent(environment: Any) -> Callable[[Any, Any], Any]:
-    """Return an agent function `run_agent(ctx, batch)` that runs a verifiers environment for each item.
-
-    Args:
-        environment: An environment from the verifiers package.
-    """
+    """Return an agent function `run_agent(ctx, batch)` that runs a verifiers environment for each item."""
 
     async def run_agent(ctx: Any, batch: Any) -> list[AgentTrajectory]:
         from openai import AsyncOpenAI
@@ -59,11 +45,9 @@ def environment_agent(environment: Any) -> Callable[[Any, Any], Any]:
 
 
 def _input(environment: Any, item: AgentItem) -> dict[str, Any]:
-    """Build the input for a rollout of a verifiers environment from an item.
+    """Return prompt, answer, info, task and example_id, with defaults for fields that the item's row lacks.
 
-    Returns a dictionary with the keys prompt, answer, info, task and example_id. Fields that the item's row lacks
-    get default values. A prompt that is text becomes a user message after the environment's system prompt and
-    examples.
+    A prompt that is text becomes a user message after the environment's system prompt and examples.
     """
     row = item.record
     prompt = row.get("prompt") if item.messages is None else item.messages
@@ -78,11 +62,10 @@ def _input(environment: Any, item: AgentItem) -> dict[str, Any]:
 
 
 async def _trajectory(environment: Any, item: AgentItem, state: Mapping[str, Any]) -> AgentTrajectory:
-    """Convert a finished rollout to a trajectory, with the reward that the environment's rubric computes.
+    """Convert the final state of a rollout to a trajectory, with the reward that the environment's rubric computes.
 
-    `state` is the dictionary that the environment's `rollout` returned. If an exception ended the rollout early,
-    this exception is raised. Raises BadTrajectory if the rollout has no turns, if the rubric has no reward function,
-    or if a reward function compares several samples.
+    An exception that ended the rollout early is raised. Raises BadTrajectory if it has no turns, if the rubric has no
+    reward function, or if a reward function compares several samples.
     """
     error = state["error"]
     if error is not None:
