@@ -19,23 +19,13 @@ DEFAULT_FUNCTION = "reward_fn"
 
 
 Given = Callable[..., Any] | Sequence[Callable[..., Any]]
-"""The type of reward_fn in a script: a function of one RewardRecord, or a list of functions."""
 
 
 def reward_functions(config: RewardConfig, given: Given | None = None) -> list[RewardFunction]:
-    """Return the reward functions of a run in the form that is sent to the reward processes.
+    """Return the reward functions `given` by a script or named by reward.fn, as they are sent to the reward processes.
 
-    Args:
-        config: The section `reward` of the settings.
-        given: The function that a script passed as reward_fn, or a list of functions. None uses the functions of
-            `config.fn`.
-
-    Returns:
-        The functions with their names and weights, in order.
-
-    Raises:
-        ConfigError: A function cannot be found, cannot be pickled, or needs a file, package or feature that this
-            machine lacks. The error lists all problems.
+    A ConfigError lists all problems: functions that cannot be found or pickled, and files, packages or features that
+    this machine lacks.
     """
     if given is None:
         return _of_settings(config)
@@ -51,29 +41,18 @@ def reward_functions(config: RewardConfig, given: Given | None = None) -> list[R
 
 
 def shown_names(config: RewardConfig, given: Given | None = None) -> str:
-    """Return the names of the reward functions joined by " + ", for messages.
-
-    Args:
-        config: The section `reward` of the settings.
-        given: The function that a script passed as reward_fn, or a list of functions. None uses the functions of
-            `config.fn`.
-    """
+    """Return the names of the reward functions joined by " + ", for messages."""
     if given is None:
         return " + ".join(config.functions)
     return " + ".join(map(name_of, given if isinstance(given, list | tuple) else [given]))
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function, or the class name of a callable object.
-
-    Args:
-        function: A function or callable object that a script passed.
-    """
+    """Return the name of a function, or the class name of a callable object."""
     return getattr(function, "__name__", type(function).__name__)
 
 
 def _of_settings(config: RewardConfig) -> list[RewardFunction]:
-    """Return the functions that the setting reward.fn names. Raises ConfigError with all problems."""
     if config.fn is None:
         raise ConfigError(Problem(KEY, "is null, and no function was given; set it, or pass reward_fn="))
     specs = config.functions
@@ -89,11 +68,7 @@ def _of_settings(config: RewardConfig) -> list[RewardFunction]:
 
 
 def _resolved(config: RewardConfig, spec: str) -> str | Reward:
-    """Convert an entry of the setting reward.fn to a form that a reward process can load.
-
-    `spec` is the entry: the name of a built-in reward, `file.py` or `file.py:function`. Returns the built-in reward
-    with its settings, or `absolute path:function`.
-    """
+    """Return the built-in reward with its settings, or `absolute path:function`, for an entry of reward.fn."""
     if spec in BUILT_IN_REWARDS:
         # A reward without settings has no section.
         return vars(config).get(spec, BUILT_IN_REWARDS[spec]()).prepare()
@@ -107,16 +82,7 @@ def part_names(specs: Sequence[str]) -> list[str]:
     """Return the name of each function's part of the reward, for logging.
 
     The part for `a.py` is called a, and the part for `a.py:format` is called format. If two entries would share a name,
-    the name of the file comes first, as in a.format.
-
-    Args:
-        specs: The entries of reward.fn.
-
-    Returns:
-        One name per entry, in order.
-
-    Raises:
-        ConfigError: The same function is named twice.
+    the name of the file comes first, as in a.format. Raises ConfigError if the same function is named twice.
     """
     pairs = [split_spec(spec, "") for spec in specs]
     short = [function or Path(file).stem for file, function in pairs]
@@ -129,7 +95,7 @@ def part_names(specs: Sequence[str]) -> list[str]:
 
 
 def _each_once(names: list[str]) -> list[str]:
-    """Return `names`. Raises ConfigError, which names reward.fn, if a name occurs twice."""
+    """Raise ConfigError for reward.fn if a name occurs twice."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(Problem(KEY, f"has two functions called {twice[0]}; give each a name of its own"))
     return names
@@ -138,10 +104,6 @@ def _each_once(names: list[str]) -> list[str]:
 def _weighted(
     config: RewardConfig, codes: Sequence[str | bytes | Reward], names: Sequence[str]
 ) -> list[RewardFunction]:
-    """Make the RewardFunctions from their code, names and weights. The weights are the setting reward.weights.
-
-    Raises ConfigError if the number of weights differs from the number of functions.
-    """
     weights = [1.0] * len(codes) if config.weights is None else config.weights
     if len(weights) != len(codes):
         text = f"has {len(weights)} numbers for {len(codes)} functions; give one for each"
@@ -150,7 +112,6 @@ def _weighted(
 
 
 def _pickled(function: Callable[..., Any], name: str) -> bytes:
-    """Pickle a function of a script. Raises ConfigError, whose text has `name`, if the function cannot be pickled."""
     try:
         return dumps(function)
     except Exception as error:  # an object may raise anything when it is pickled

@@ -1,7 +1,7 @@
 """Rewards of a judge: a language model that reads completions, scores them, or compares those of a prompt in pairs.
 
 `Judging` turns the samples of a rollout into questions, and the verdicts on them into rewards. The questions are
-answered by the readers in judge_readers.py.
+answered by the readers in judge_readers.py. A `place` is the index of a sample in the rollout.
 """
 
 from __future__ import annotations
@@ -29,18 +29,13 @@ from areno.user_processes.pool import SlowTimer
 logger = logging.getLogger("areno.rewards")
 
 PART = "judge"
-"""Name of the judge's part of a reward, and beginning of the names of other parts."""
+"""The judge's part of a reward, and beginning of the names of other parts."""
 _LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """An answer to judge, with the fields of its question.
-
-    Attributes:
-        text: The answer, without reasoning.
-        fields: The other fields of the template.
-    """
+    """An answer to judge, without reasoning, with the other fields of its question."""
 
     text: str
     fields: Mapping[str, str]
@@ -59,7 +54,6 @@ def _text(value: Any) -> str:
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return messages as text. A single message is its content."""
     texts = [_text(message.get("content") or message.get("tool_calls") or "") for message in messages]
     if len(texts) == 1:
         return texts[0]
@@ -68,17 +62,11 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Task:
-    """The prompt of samples, as a judge needs it.
-
-    Attributes:
-        places: Index of each sample of the prompt in the rollout.
-        prompt: Text or messages of the prompt.
-        opens_thoughts: Whether the rendered prompt ends with <think>, so that the answers begin with reasoning.
-    """
+    """A prompt and its samples, as a judge needs it."""
 
     places: Sequence[int]
     prompt: Prompt
-    opens_thoughts: bool = False
+    opens_thoughts: bool = False  # the answers begin with reasoning
 
 
 def check_fields(config: JudgeConfig, row: Mapping[str, Any]) -> None:
@@ -92,11 +80,7 @@ def check_fields(config: JudgeConfig, row: Mapping[str, Any]) -> None:
 class Judging(AbstractContextManager["Judging"]):
     """Judges the samples of a rollout as they arrive. Use it as a context manager.
 
-    Args:
-        config: Settings of the judge.
-        reader: Answers the questions.
-        task_of: Function from the index of a sample in the rollout to its prompt. The samples of a prompt are compared
-            with each other.
+    The samples of one task are compared with each other.
     """
 
     def __init__(self, config: JudgeConfig, reader: Reader, task_of: Callable[[int], Task]):
@@ -109,14 +93,7 @@ class Judging(AbstractContextManager["Judging"]):
         self._verdicts: dict[tuple[int, ...], Future[Verdict]] = {}  # (place) or (first, second) -> verdict
 
     def add(self, records: Mapping[int, Record]) -> None:
-        """Add samples, and begin to judge them.
-
-        Args:
-            records: Index of a sample in the rollout -> its record.
-
-        Raises:
-            DataError: A row of the dataset lacks a field that the question names.
-        """
+        """Begin to judge samples, by their place."""
         for place, record in records.items():
             answer = self._answers[place] = self._answer(record, self._task_of(place))
             if not self._config.compare:
@@ -142,7 +119,7 @@ class Judging(AbstractContextManager["Judging"]):
         return found
 
     def _by_rule(self, first: _Answer, second: _Answer) -> float | None:
-        """Return the score of the first of two answers if the judge need not read them, else None."""
+        """Return the score of the first of two answers if the judge need not read them."""
         if self._is_refused(first):
             return self._worst
         if self._is_refused(second):
@@ -156,7 +133,6 @@ class Judging(AbstractContextManager["Judging"]):
         self._verdicts[places] = self._asked[question]
 
     def _answer(self, record: Record, task: Task) -> _Answer:
-        """Return the answer of a record with the fields that the template names."""
         if isinstance(record, CompletionRecord):
             row, answer, rendered = record.asked.item.record, record.completion, record.rendered
         else:
@@ -174,20 +150,11 @@ class Judging(AbstractContextManager["Judging"]):
         return sum(not future.done() for future in self._asked.values()) if self._reader.is_early else 0
 
     def complete(self, score: Score, write: Write) -> None:
-        """Answer the questions that wait for the judge of the run. The arguments are unused for an endpoint.
-
-        Args:
-            score: Scores rows with the judge of the run.
-            write: Completes rows with the judge of the run.
-        """
+        """Answer the questions that wait for the judge of the run. An endpoint uses no argument."""
         self._reader.complete(score, write)
 
     def outcomes(self) -> dict[int, RewardOutcome]:
-        """Wait for all verdicts, and return the rewards. Call this after `complete`.
-
-        Returns:
-            Index of each sample -> its score from 0 to 1, before the weight. The named part `judge` is the score, too.
-        """
+        """Wait for all verdicts, and return the scores from 0 to 1, before the weight. Call this after `complete`."""
         slow, futures = SlowTimer(), list(self._asked.values())
         while wait(futures, _LOOK_S).not_done:
             heartbeat.beat()
@@ -202,7 +169,6 @@ class Judging(AbstractContextManager["Judging"]):
         return {"blank": float(answer.is_blank)} if self._config.refuse_blank else {}
 
     def _scored(self, place: int) -> RewardOutcome:
-        """Return the outcome of a sample that is judged by itself."""
         parts = self._guard(place)
         if self._is_refused(self._answers[place]):
             return _outcome(self._worst, parts)
@@ -214,7 +180,7 @@ class Judging(AbstractContextManager["Judging"]):
         return _outcome(float(scores @ verdict.probabilities), parts)
 
     def _compared(self, place: int) -> RewardOutcome:
-        """Return the outcome of a sample that is compared with others: the share of comparisons that it wins.
+        """Return the share of comparisons that a sample wins.
 
         The score of a comparison is the mean of both orders, so that a preference for a position cancels out. A sample
         has no score if there is nothing to compare it with, or if all its comparisons by the judge failed.
@@ -264,17 +230,9 @@ def add_judged(
     weight: float,
     source: str = "fn",
 ) -> list[RewardOutcome]:
-    """Add the scores of a judge to the rewards that samples already have.
+    """Add the scores of a judge, times `weight`, to the outcomes of all other sources, if there are any.
 
-    Args:
-        records: Records of the samples, which warnings about failures quote.
-        outcomes: For each sample, the outcome of all other sources of rewards. None if there are none.
-        judged: Outcome of the judge for each sample.
-        weight: Factor on the score of the judge.
-        source: Name of the part of the reward in `outcomes`, for those without named parts.
-
-    Returns:
-        The outcome of each sample. A sample without a verdict is a reward error.
+    `source` names their part of the reward if it has no named parts. A sample without a verdict is a reward error.
     """
     before = [RewardOutcome(0.0)] * len(records) if outcomes is None else list(outcomes)
     found = []

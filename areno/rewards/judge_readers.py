@@ -1,7 +1,4 @@
-"""The two ways to ask a judge: `RoleReader` asks a model of the run, `EndpointReader` asks a server.
-
-The answer to a question is a Verdict, which has a probability for each label.
-"""
+"""The two ways to ask a judge: `RoleReader` asks a model of the run, `EndpointReader` asks a server."""
 
 from __future__ import annotations
 
@@ -41,35 +38,23 @@ _NO_THOUGHTS = "\n</think>\n\n"  # after a template that opens reasoning; templa
 _REASON = r"/[^\"\\\x00-\x1F\x7F]*/"
 
 Score = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
-"""Function that computes the log-probability of each token of rows of token ids."""
+"""Computes the log-probability of each token of rows of token ids."""
 
 
 class Write(Protocol):
-    """Function that completes rows of token ids with the judge of the run."""
+    """Completes rows of token ids with the judge of the run, under a grammar."""
 
     def __call__(
         self, token_rows: Sequence[Sequence[int]], sampling_params: SamplingParams, *, grammar: str | None
-    ) -> Sequence[RolloutSequence]:
-        """Return the completion of each row.
-
-        Args:
-            token_rows: The rows.
-            sampling_params: Sampling settings of all rows.
-            grammar: Grammar that each completion follows.
-        """
-        ...
+    ) -> Sequence[RolloutSequence]: ...
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of a judge to one question.
+    """The answer of a judge to one question: a probability of each label, with a sum of 1, or none.
 
-    Attributes:
-        probabilities: Probability of each label, with a sum of 1. Empty if there is no verdict.
-        status: "ok", or why there is no verdict. "error": the reply has no label, or the endpoint failed. "timeout":
-            the endpoint gave no verdict within reward.judge.timeout_s.
-        message: Why there is no verdict, in words.
-        parts: Numbers about the verdict by name, which become parts of the reward.
+    Without a verdict the status is "error" (the reply has no label, or the endpoint failed) or "timeout". `parts`
+    become parts of the reward.
     """
 
     probabilities: tuple[float, ...] = ()
@@ -79,42 +64,19 @@ class Verdict:
 
 
 class Reader(Protocol):
-    """Answers the questions of a judge.
-
-    Attributes:
-        is_early: Whether questions are answered as soon as they are asked, and not only by `complete`.
-    """
+    """Answers the questions of a judge: as soon as they are asked if `is_early`, else in `complete`."""
 
     is_early: bool
 
-    def ask(self, question: str) -> Future[Verdict]:
-        """Take a question, and return the future of its verdict.
-
-        Args:
-            question: The text of the question.
-        """
-        ...
+    def ask(self, question: str) -> Future[Verdict]: ...
 
     def complete(self, score: Score, write: Write) -> None:
-        """Answer the questions that `ask` has collected. A reader whose `is_early` is true ignores the arguments.
-
-        Args:
-            score: Scores rows with the judge of the run.
-            write: Completes rows with the judge of the run.
-        """
+        """Answer the questions that `ask` has collected, with the judge of the run."""
         ...
 
 
 class RoleReader:
-    """Answers questions with a model of the run, by the probabilities of labels or by replies in JSON.
-
-    Args:
-        config: Settings of the judge.
-        vocabulary: Vocabulary of the judge's model.
-
-    Raises:
-        ConfigError: The tokenizer or the chat template of the judge does not fit reward.judge.verdict.
-    """
+    """Answers questions with a model of the run, by the probabilities of labels or by replies in JSON."""
 
     is_early = False
 
@@ -130,22 +92,12 @@ class RoleReader:
         self._way = (_JsonOfRole if config.verdict == "json" else _LabelsOfRole)(config, vocabulary)
 
     def ask(self, question: str) -> Future[Verdict]:
-        """Keep a question until `complete` is called, and return the future of its verdict.
-
-        Args:
-            question: The text of the question.
-        """
         future: Future[Verdict] = Future()
         self._waiting.append((question, future))
         return future
 
     def complete(self, score: Score, write: Write) -> None:
-        """Answer the waiting questions that are not cancelled.
-
-        Args:
-            score: Scores rows with the model.
-            write: Completes rows with the model.
-        """
+        """Answer the waiting questions that are not cancelled."""
         waiting, self._waiting = self._waiting, []
         futures, questions = [], []
         for question, future in waiting:
@@ -170,18 +122,8 @@ class _LabelsOfRole:
 
     A row is a question, the tokens with which all labels begin (in some vocabularies a space), and the next token of a
     label. The model computes the log-probability of the tokens after the question. The rows of a question share all
-    tokens but one, and the engine computes shared tokens once.
-
-    Args:
-        config: Settings of the judge.
-        vocabulary: Vocabulary of the judge's model.
-
-    Attributes:
-        n_more: Number of tokens after a question.
-        more: These tokens in words.
-
-    Raises:
-        ConfigError: Some labels do not differ in the token after their common beginning.
+    tokens but one, and the engine computes shared tokens once. `n_more` is the number of tokens after a question,
+    `more` says it in words.
     """
 
     def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):
@@ -190,7 +132,6 @@ class _LabelsOfRole:
         self.more = f"its label {self.n_more}"
 
     def verdicts(self, questions: Sequence[list[int]], score: Score, write: Write) -> list[Verdict]:
-        """Return the verdict on each question, given by its tokens."""
         rows = [[*tokens, *label] for tokens in questions for label in self._labels]
         found = np.array([sum(row[-self.n_more :]) for row in score(rows)], np.float64).reshape(len(questions), -1)
         parts = [{"label_mass": float(np.exp(logprobs).sum())} for logprobs in found]
@@ -198,20 +139,7 @@ class _LabelsOfRole:
 
 
 class _JsonOfRole:
-    """Verdicts by replies in JSON that the model decodes greedily under a grammar, which ends with a verdict in time.
-
-    Args:
-        config: Settings of the judge.
-        vocabulary: Vocabulary of the judge's model.
-
-    Attributes:
-        n_more: Largest number of tokens after a question.
-        more: These tokens in words.
-
-    Raises:
-        ConfigError: llguidance is not installed, the tokenizer cannot write the reply, or the context of the model has
-            no room for a question.
-    """
+    """Verdicts by JSON that the model decodes greedily under a grammar, which ends with a verdict in time."""
 
     def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):
         self._config, self._tokenizer, self._grammar = config, vocabulary.tokenizer, json_grammar(config)
@@ -233,7 +161,6 @@ class _JsonOfRole:
             raise ConfigError(problems)
 
     def verdicts(self, questions: Sequence[list[int]], score: Score, write: Write) -> list[Verdict]:
-        """Return the verdict on each question, given by its tokens."""
         replies = [list(each.resp_tokens) for each in write(questions, self._params, grammar=self._grammar)]
         labels = [name.casefold() for name in self._config.names]
         found = []
@@ -247,9 +174,6 @@ def json_grammar(config: JudgeConfig) -> str:
     """Return the grammar of a reply in JSON that takes at most reward.judge.max_tokens tokens, with an end token.
 
     The reason has no quotation marks and no escapes, since its limit of tokens could otherwise cut an escape in two.
-
-    Args:
-        config: Settings of the judge.
     """
     before, after = config.reply_ends
     ends = " | ".join(map(json.dumps, after))
@@ -258,7 +182,7 @@ def json_grammar(config: JudgeConfig) -> str:
 
 
 def _labels_of(names: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Return tokens that tell labels apart: those with which all begin, and the next one. Raises ConfigError."""
+    """Return tokens that tell labels apart: those with which all begin, and the next one."""
     found = []
     # Without a chat template the question is continued as text, with a space if the vocabulary has such tokens.
     for space in ("",) if tokenizer.chat_template is not None else (" ", ""):
@@ -275,7 +199,7 @@ def _labels_of(names: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _shares(logprobs: np.ndarray) -> tuple[float, ...]:
-    """Return the share of each label in the probability of all labels, of which one has a finite log-probability."""
+    """Return the share of each label in the probability of all. One has a finite log-probability."""
     shares = np.exp(logprobs - logprobs.max())
     return tuple((shares / shares.sum()).tolist())
 
@@ -284,13 +208,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
     """Answers questions with requests to an OpenAI-compatible endpoint, many at the same time.
 
     Use it as a context manager, or call `close`. The requests run in the event loop of a daemon thread, which does not
-    keep the process alive.
-
-    Args:
-        config: Settings of the judge.
-
-    Raises:
-        ConfigError: The environment lacks the key, or the endpoint does not answer a first question.
+    keep the process alive. Raises ConfigError without a key, or if the endpoint does not answer a first question.
     """
 
     is_early = True
@@ -334,20 +252,10 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def ask(self, question: str) -> Future[Verdict]:
-        """Send a question to the endpoint without waiting for the reply, and return the future of the verdict.
-
-        Args:
-            question: The text of the question.
-        """
         return self._begin(self._verdict(question))
 
     def complete(self, score: Score, write: Write) -> None:
-        """Do nothing: all questions have begun.
-
-        Args:
-            score: Ignored.
-            write: Ignored.
-        """
+        """Do nothing: all questions have begun."""
 
     def close(self) -> None:
         """Drop the questions that are not answered, and close the connections."""
@@ -383,7 +291,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
             return replace(found, parts={**found.parts, "seconds": time.perf_counter() - started})
 
     async def _answered(self, question: str, attempts: int = 2) -> Verdict:
-        """Return the verdict on a question, which is asked once more if the reply has no label."""
+        """Ask once more if the reply has no label."""
         return await asyncio.wait_for(self._asked(question, attempts), self._config.timeout_s)
 
     async def _asked(self, question: str, attempts: int) -> Verdict:
@@ -439,14 +347,13 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         return [*asked, ("", {})]
 
     def _schema(self) -> dict[str, Any]:
-        """Return the schema of a reply in JSON."""
         verdict = {"type": "string", "enum": list(self._config.names)}
         properties = {REASON: {"type": "string"}, VERDICT: verdict}
         shape = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         return {"name": "verdict", "strict": True, "schema": shape}
 
     def _read(self, said: str, top: Sequence[tuple[str, float]]) -> Verdict:
-        """Return the verdict of a reply, without probabilities if there is none.
+        """Return the verdict of a reply.
 
         The log-probabilities `top` count if the labels have enough of the probability. Otherwise the model would begin
         with something else, such as reasoning, and the label at the beginning of the reply counts.
@@ -465,10 +372,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         return _named(said, self._labels, parts)
 
     def _label_of(self, token: str) -> int | None:
-        """Return the index of the label that a reply beginning with `token` names. None if there is no such label.
-
-        The token may be the start of a label, or a whole label with text behind it.
-        """
+        """Return the label of which a token is the start, or which it has with text behind it."""
         start = token.strip().casefold()
         # At most one, since the labels differ in their first letter.
         begun = [index for index, label in enumerate(self._labels) if start and label.startswith(start)]
@@ -485,7 +389,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
 
 
 def _content(body: str) -> tuple[str, list[tuple[str, float]]]:
-    """Return (text without reasoning, log-probabilities of the most likely first tokens). Raises ValueError."""
+    """Return what `EndpointReader._reply` does. Raises ValueError."""
     try:
         choice = json.loads(body)["choices"][0]
         text = choice["message"].get("content") or ""
@@ -500,7 +404,7 @@ _EXAMPLE = json_reply("...", "...")
 
 
 def _read_json(said: str, labels: Sequence[str]) -> Verdict:
-    """Return the verdict of a reply in JSON, which may have text around it. Without probabilities if there is none."""
+    """Return the verdict of a reply in JSON, which may have text around it."""
     try:
         text = str(json.loads(said[said.find("{") : said.rfind("}") + 1])[VERDICT])
     except (ValueError, KeyError, TypeError):
@@ -509,7 +413,7 @@ def _read_json(said: str, labels: Sequence[str]) -> Verdict:
 
 
 def _refused(found: Verdict, said: str, config: JudgeConfig) -> Verdict:
-    """Return the verdict of a reply without a label, with a message that quotes the reply."""
+    """Return a verdict whose message quotes a reply without a label."""
     text = f"judge: the reply names none of {', '.join(config.names)}: {printable(said)[:_SHOWN_CHARS]!r}"
     if config.verdict == "labels":
         text += f"; a model that reasons first needs {KEY}.enable_thinking=false or {KEY}.verdict=json"
@@ -517,7 +421,6 @@ def _refused(found: Verdict, said: str, config: JudgeConfig) -> Verdict:
 
 
 def _named(text: str, labels: Sequence[str], parts: Mapping[str, float]) -> Verdict:
-    """Return the verdict for the label with which a text begins. Without probabilities if there is none."""
     index = _first_label(text, labels)
     if index is None:
         return Verdict(parts={"unreadable": 1.0, **parts})
@@ -525,7 +428,7 @@ def _named(text: str, labels: Sequence[str], parts: Mapping[str, float]) -> Verd
 
 
 def _first_label(text: str, labels: Sequence[str]) -> int | None:
-    """Return the index of the label with which a text begins, after quotes and asterisks. None without a label."""
+    """Return the label with which a text begins, after quotes and asterisks."""
     labels = [label.strip() for label in labels]
     for marks in ("", "*\"'`(["):  # a label may itself begin with a mark
         start = text.lstrip(f" \t\r\n{marks}").casefold()
@@ -537,18 +440,10 @@ def _first_label(text: str, labels: Sequence[str]) -> int | None:
 
 
 def without_thoughts(text: str) -> str:
-    """Return a text without its reasoning between <think> and </think>, which may be unclosed.
-
-    Args:
-        text: A completion, or a reply of a judge.
-    """
+    """Return a text without its reasoning between <think> and </think>, which may be unclosed."""
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 def opens_thoughts(rendered: str) -> bool:
-    """Return whether a rendered prompt ends with <think>, so that a reply begins with reasoning.
-
-    Args:
-        rendered: The prompt, up to the start of the reply.
-    """
+    """Return whether a rendered prompt ends with <think>, so that a reply begins with reasoning."""
     return rendered.rstrip().endswith("<think>")

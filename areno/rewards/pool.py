@@ -45,16 +45,8 @@ _LOGGED_CHARS = 300
 class RewardPool(WorkerPool[RewardConfig]):
     """A pool of processes that call the reward functions of a run. Use it in a `with` block.
 
-    Args:
-        config: The section `reward` of the settings.
-        function: The reward function of a script, or a list of functions, which are pickled for the processes. None
-            uses the functions of `config.fn`.
-        tracebacks: Whether the message of an error is the traceback instead of one line.
-        n_devices: The number of device workers. Each needs a CPU core, so the default number of processes is lower.
-
-    Attributes:
-        call_s: The mean seconds of a call, as `_Calls.call_s` had it at the end of the last `Scoring`. Infinity before
-            the first one.
+    `function` are those of a script, which are pickled. With `tracebacks`, the message of an error is the traceback.
+    `call_s` is that of the last `Scoring`. Each of `n_devices` device workers needs a CPU core.
     """
 
     section, module = "reward", "areno.rewards.process"
@@ -70,21 +62,11 @@ class RewardPool(WorkerPool[RewardConfig]):
         self.call_s = math.inf  # the mean of the last step
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return (functions, setting to name in errors, time limit in seconds, tracebacks), for each process."""
+        """Return (functions, setting to name in errors, time limit in seconds, tracebacks)."""
         return reward_functions(self.config, self._given), KEY, self.config.timeout_s, self._tracebacks
 
     def score(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
-        """Score samples, wait for all outcomes, and log the first failures.
-
-        Args:
-            records: The samples.
-
-        Returns:
-            The outcome for each sample, in order.
-
-        Raises:
-            ArenoError: No sample could be scored, the functions cannot be loaded, or the processes are not running.
-        """
+        """Score samples, and log the first failures. Raises ArenoError if no sample could be scored."""
         outcomes = self.outcomes(records)
         report_failures(records, outcomes)
         if outcomes and all(outcome.value is None for outcome in outcomes):
@@ -92,54 +74,27 @@ class RewardPool(WorkerPool[RewardConfig]):
         return outcomes
 
     def outcomes(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
-        """Score samples, and wait for all outcomes. Failures are not logged.
-
-        Args:
-            records: The samples.
-
-        Returns:
-            The outcome for each sample, in order.
-
-        Raises:
-            ArenoError: The functions cannot be loaded, or the processes are not running.
-        """
+        """Score samples. Failures are not logged."""
         with self.scoring() as scoring:
             scoring.add(dict(enumerate(records)))
             return [scoring.outcomes()[position] for position in range(len(records))]
 
     def scoring(self) -> Scoring:
-        """Return a context manager that scores samples in a thread, while the rollout generates more samples.
-
-        Only one such context manager may be open at a time.
-
-        Raises:
-            EngineError: The processes are not running.
-        """
+        """Return a context manager that scores samples in a thread, while the rollout goes on. One may be open."""
         if not self.workers:
             raise EngineError("the reward processes are not running; call start() first")
         self.output.begin_step()
         return Scoring(self)
 
     def check_progress(self, calls: _Calls) -> None:
-        """Stop waiting if the processes no longer answer: record a timeout for all samples without an outcome.
-
-        `Scoring` calls this again and again.
-
-        Args:
-            calls: The samples that are being scored.
-        """
+        """Record a timeout for all samples without an outcome if the processes no longer answer."""
         self._has_answered = self._has_answered or calls.n_answers > 0
         quiet_s = time.monotonic() - calls.answered_at
         if calls.n_unanswered >= _MAX_TIMEOUTS * len(self.workers) and (quiet_s >= QUIET_S or not self._has_answered):
             self._give_up(calls, quiet_s)
 
     def slow_text(self, calls: _Calls, seconds: float) -> str:
-        """Return a log line that says how many samples are not scored yet, how long this may take, and what to set.
-
-        Args:
-            calls: The samples that are being scored.
-            seconds: The time since the driver began to wait, in seconds.
-        """
+        """Return a log line: how many samples are not scored yet, how long this may take, and what to set."""
         config, n_together = self.config, max(_MAX_TOGETHER * worker.is_async or 1 for worker in self.workers)
         max_s = math.ceil(calls.n_open / (n_together * len(self.workers))) * config.timeout_s
         return (
@@ -149,10 +104,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         )
 
     def _give_up(self, calls: _Calls, quiet_s: float) -> None:
-        """Record a timeout for every sample without an outcome.
-
-        `quiet_s` is the time since the last answer, in seconds.
-        """
+        """Record a timeout for every sample without an outcome. The last answer is `quiet_s` seconds ago."""
         text = "not scored: the {} calls before it had no answer within {:g} s (reward.timeout_s)"
         text = text.format(calls.n_unanswered, self.config.timeout_s)
         logger.warning("rewards: no answer for %s; giving up %d samples", _span(quiet_s), calls.n_open)
@@ -161,12 +113,10 @@ class RewardPool(WorkerPool[RewardConfig]):
 
 
 class Scoring(AbstractContextManager["Scoring"]):
-    """Scores samples in a thread as they arrive. `RewardPool.scoring` makes it; use it as a context manager.
+    """Scores samples in a thread as they arrive, each under a number that the caller chooses.
 
-    If the context ends before `outcomes` has returned, the samples that are not scored yet are dropped.
-
-    Args:
-        pool: The reward processes.
+    Use it as a context manager. If it ends before `outcomes` has returned, the samples that are not scored yet are
+    dropped. Methods raise ArenoError if scoring has failed, for example because a function cannot be loaded.
     """
 
     def __init__(self, pool: RewardPool):
@@ -180,28 +130,13 @@ class Scoring(AbstractContextManager["Scoring"]):
         self._thread.start()
 
     def add(self, records: Mapping[int, Record]) -> None:
-        """Add samples to score, and return without waiting.
-
-        Args:
-            records: A number that the caller chooses for each sample -> the record of the sample. Each number may be
-                used once.
-
-        Raises:
-            ArenoError: Scoring has failed, for example because a function cannot be loaded.
-        """
+        """Add samples, without waiting. Each number may be used once."""
         self._raise_error()
         self._added.extend(records.items())
         self._nudge()
 
     def outcomes(self) -> dict[int, RewardOutcome]:
-        """Wait until all samples are scored. After this call, no sample may be added.
-
-        Returns:
-            Number of each sample, as given to `add` -> its outcome.
-
-        Raises:
-            ArenoError: Scoring has failed, for example because a function cannot be loaded.
-        """
+        """Wait until all samples are scored. After this call, no sample may be added."""
         self._is_last = True
         self._nudge()
         self._watch(lambda: False, lambda: self._thread.join(_LOOK_S))
@@ -221,48 +156,27 @@ class Scoring(AbstractContextManager["Scoring"]):
 
     @property
     def n_known(self) -> int:
-        """Number of samples that have been scored."""
         return len(self._calls.outcomes)
 
     def known(self, numbers: Sequence[int]) -> list[RewardOutcome]:
-        """Wait for the outcomes of some samples, while others may still be added.
-
-        Args:
-            numbers: Numbers of samples, as given to `add`.
-
-        Returns:
-            The outcome of each sample.
-
-        Raises:
-            ArenoError: Scoring has failed, for example because a function cannot be loaded.
-        """
+        """Wait for the outcomes of some samples, while others may still be added."""
         self._watch(lambda: self.has(numbers), lambda: time.sleep(_BATCH_WAIT_S))
         self._raise_error()
         return [self._calls.outcomes[number] for number in numbers]
 
     def has(self, numbers: Iterable[int]) -> bool:
-        """Return whether all of some samples have been scored.
-
-        Args:
-            numbers: Numbers of samples, as given to `add`.
-        """
+        """Return whether all of some samples have been scored."""
         return all(number in self._calls.outcomes for number in numbers)
 
     def span_of(self, number: int) -> tuple[int, int] | None:
-        """Return (start, end) of the scoring of a sample, as times of areno.trace. None if no process has answered.
-
-        Args:
-            number: Number of the sample, as given to `add`.
-        """
+        """Return (start, end) of the scoring, as times of areno.trace. None if no process has answered."""
         return self._calls.spans.get(number)
 
     def _raise_error(self) -> None:
-        """Raise the exception that ended the thread, if there is one."""
         if self._error is not None:
             raise self._error
 
     def _nudge(self) -> None:
-        """Wake the thread if it is waiting."""
         with contextlib.suppress(OSError):  # the thread has ended
             self._woken.send_bytes(b".")
 
@@ -295,21 +209,11 @@ class Scoring(AbstractContextManager["Scoring"]):
 
 
 class _Calls:
-    """The samples of one `Scoring`, with their outcomes. Each sample has the number that was given to `Scoring.add`.
+    """The samples of one `Scoring` by number, with their outcomes and the (start, end) of answered calls.
 
-    Args:
-        call_s: The expected seconds of a call, until the first one is answered. Infinity if nothing is known.
-
-    Attributes:
-        outcomes: Number of each scored sample -> its outcome.
-        spans: Number of each sample that a process has answered -> (start, end) of the call, as times of areno.trace.
-        n_open: How many samples have no outcome yet.
-        alone: The numbers of samples that are sent one at a time, because one of them may crash its process.
-        waiting: The numbers of all other samples that are still to be sent.
-        n_timeouts: How many outcomes are timeouts.
-        n_answers: How many outcomes are not timeouts.
-        n_unanswered: How many timeouts came since the last outcome that was no timeout.
-        answered_at: The time (time.monotonic) of the last outcome that was no timeout.
+    `alone` are samples that are sent one at a time, because one of them may crash its process. `waiting` are all others
+    that are still to be sent. `n_answers` counts outcomes that are no timeouts, `n_unanswered` the timeouts since the
+    last of these, at `answered_at` (time.monotonic).
     """
 
     def __init__(self, call_s: float) -> None:
@@ -325,7 +229,7 @@ class _Calls:
         self.waiting: deque[int] = deque()
 
     def add(self, position: int, record: Record) -> None:
-        """Add a sample with the number `position`. If the record cannot be pickled, the outcome is an error."""
+        """Add a sample. If the record cannot be pickled, the outcome is an error."""
         if not self.n_open:
             self.answered_at = time.monotonic()
         self.n_open += 1
@@ -338,10 +242,7 @@ class _Calls:
             self.waiting.append(position)
 
     def answered(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
-        """Record the outcome that a process sent for the sample with the number `position`.
-
-        `answer` is (status, reward or None, message, parts of the reward), and `span` is (start, end) of the call.
-        """
+        """Record (status, reward, message, parts of the reward)."""
         self.spans[position] = span
         self._busy_ns += span[1] - span[0]
         status, value, text, parts = answer
@@ -352,11 +253,6 @@ class _Calls:
 
         If a process with an async function dies, it is unknown which of its samples crashed it. All of them are then
         sent again, one at a time.
-
-        Args:
-            worker: The process that ended.
-            status: "error" or "timeout", for the outcome of the sample.
-            text: The message of this outcome.
         """
         if worker.is_async and worker.sent > 1:
             self.alone.extend(worker.chunk)  # sent one at a time, the sample that crashed the process is found
@@ -366,15 +262,11 @@ class _Calls:
             self.waiting.extendleft(reversed(others))
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Choose the samples to send to an idle process, and return (number, pickled record) for each of them.
+        """Choose the samples to send to an idle process.
 
         The chunks get smaller towards the end, so that all processes finish at about the same time. If calls are fast,
         a chunk has as many as take _CHUNK_S seconds, but at most an equal share of the waiting samples, because each
         chunk also waits for the driver.
-
-        Args:
-            n_workers: How many processes there are.
-            is_async: Whether the process scores its samples concurrently, and so gets more of them at once.
         """
         if self.alone:
             position = self.alone.popleft()
@@ -390,7 +282,7 @@ class _Calls:
 
     @property
     def call_s(self) -> float:
-        """The mean seconds of the answered calls, with the wait for the driver. As expected before the first answer."""
+        """The mean seconds of the answered calls, with the wait for the driver. Those expected before the first."""
         return 1e-9 * self._busy_ns / len(self.spans) if self.spans else self._expected_call_s
 
     def give_up(self, outcome: RewardOutcome) -> None:
@@ -401,7 +293,6 @@ class _Calls:
             self.settle(position, outcome)
 
     def settle(self, position: int, outcome: RewardOutcome) -> None:
-        """Record the outcome for the sample with the number `position`."""
         self._payloads.pop(position, None)
         self.outcomes[position] = outcome
         self.n_open -= 1
@@ -414,7 +305,6 @@ class _Calls:
 
 
 def _span(seconds: float) -> str:
-    """Return a duration as text, in seconds or minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
@@ -437,6 +327,5 @@ def no_reward(outcomes: Sequence[RewardOutcome]) -> ArenoError:
 
 
 def _short(value: Any) -> str:
-    """Return `repr(value)`, cut to _LOGGED_CHARS characters."""
     text = repr(value)
     return text if len(text) <= _LOGGED_CHARS else text[: _LOGGED_CHARS - 3] + "..."

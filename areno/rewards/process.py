@@ -39,29 +39,15 @@ _MAX_TRACEBACK_CHARS = 4000  # characters of a message
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function in the form that the driver sends to a reward process.
+    """A reward function as the driver sends it. A name marks its part of the reward if there are several functions."""
 
-    Attributes:
-        code: `file:function`, the pickled function of a script, or a built-in reward.
-        name: The name of the function's part of the reward, or "" if it is the only function.
-        weight: The factor of the function's value in the reward.
-    """
-
-    code: str | bytes | Reward
+    code: str | bytes | Reward  # `file:function`, pickled function, or built-in reward
     name: str = ""
     weight: float = 1.0
 
 
 def serve(connection: Connection) -> None:
-    """Load the reward functions, then score records until the driver closes the connection.
-
-    Args:
-        connection: The connection to the driver.
-
-    Raises:
-        ArenoError: A function cannot be loaded.
-        EOFError: The driver has closed the connection.
-    """
+    """Score records until the driver closes the connection (EOFError). Raises ArenoError if a function is missing."""
     functions, key, timeout_s, tracebacks = connection.recv()
     copies = ForkedCopies(connection)
     try:
@@ -80,27 +66,18 @@ def serve(connection: Connection) -> None:
 
 @dataclass
 class _Function:
-    """A reward function that has been loaded.
-
-    Attributes:
-        call: The function, which scores one record.
-        name: The name of its part of the reward, or "" if it is the only function.
-        weight: The factor of its value in the reward.
-        path: The file that error messages refer to, or None for a function of a script.
-        is_async: Whether `call` returns a coroutine.
-        warm_up: Function that does the slow work of a first call in advance. None for functions of the user.
-    """
+    """A reward function that has been loaded."""
 
     call: Callable[[Any], Any]
     name: str
     weight: float
-    path: Path | None
+    path: Path | None  # for errors; None: of a script
     is_async: bool
-    warm_up: Callable[[], None] | None = None
+    warm_up: Callable[[], None] | None = None  # does the slow work of a first call
 
 
 def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
-    """Import the functions. A file with several functions is imported once. Raises ConfigError with all problems."""
+    """Import the functions, a file with several of them once. Raises ConfigError with all problems."""
     modules: dict[str, ModuleType] = {}
     loaded, problems = [], []
     for source in functions:
@@ -137,14 +114,7 @@ def _file_of(function: Callable[[Any], Any]) -> Path:
 class _Scorer:
     """Calls the reward functions for chunks of records, and sends the answers.
 
-    Attributes:
-        connection: The connection to the driver.
-        functions: The loaded functions of the run.
-        timeout_s: The time limit for a record, in seconds. This class enforces the limit only if a function is async.
-            If no function is async, the driver enforces it.
-        copies: Ends the copies of this process that a function makes with os.fork, if they return from the function.
-        tracebacks: Whether the message of an error is the traceback instead of one line.
-        is_async: Whether at least one function is async.
+    The time limit of a record is enforced here if a function is async, else by the driver.
     """
 
     connection: Connection
@@ -158,14 +128,11 @@ class _Scorer:
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop. The first call makes it."""
+        """The event loop, made at first use."""
         return event_loop(self.copies.end_copy)
 
     def score(self, chunk: Chunk) -> None:
-        """Score the records of a chunk, and send an answer for each record as soon as it is scored.
-
-        The records are scored one after the other, or concurrently if a function is async.
-        """
+        """Send an answer for each record as soon as it is scored. Async functions score concurrently."""
         if self.is_async:
             self.loop.run_until_complete(self._score_together(chunk))
             return
@@ -180,15 +147,14 @@ class _Scorer:
             self._send(position, answer)
 
     def _send(self, position: int, answer: Answer) -> None:
-        """Send the answer for a record as a plain tuple. `connection.send` with an Answer would take twice as long."""
+        """Send a plain tuple. `connection.send` with an Answer would take twice as long."""
         self.connection.send_bytes(pickle.dumps((position, tuple(answer)), pickle.HIGHEST_PROTOCOL))
 
     def _finished(self, result: Any) -> Any:
-        """Return a function's result. If it is awaitable, run it in the event loop first."""
+        """Return a function's result, which may be awaitable."""
         return self.loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
     async def _score_together(self, chunk: Chunk) -> None:
-        """Score the records of a chunk concurrently, and send an answer for each record."""
         import asyncio
 
         async def call(payload: bytes) -> list[Any]:
@@ -220,11 +186,9 @@ class _Scorer:
         await asyncio.gather(*(one(position, payload) for position, payload in chunk))
 
     def _answer(self, results: list[Any]) -> Answer:
-        """Combine the results of all functions for a record, in the order of `self.functions`, to one answer."""
         return verdict([(f.name, f.weight, result) for f, result in zip(self.functions, results, strict=True)])
 
     def _failure(self, error: BaseException) -> Answer:
-        """Return the answer for an exception of a function: a timeout or an error, with a message."""
         if isinstance(error, ForkReturned):
             return Answer("error", None, str(error))
         status = "timeout" if _is_timeout(error) else "error"
@@ -236,13 +200,13 @@ class _Scorer:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """Return whether an exception is a timeout: a TimeoutError, or asyncio's own class of Python 3.10."""
+    """Return whether an exception is a TimeoutError, or asyncio's own class of Python 3.10."""
     of_asyncio = sys.modules.get("asyncio")
     return isinstance(error, TimeoutError) or (of_asyncio is not None and isinstance(error, of_asyncio.TimeoutError))
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the printed traceback of an error, without frames of this file and with control characters escaped."""
+    """Return the traceback of an error, without frames of this file and with control characters escaped."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None and at.tb_frame.f_code.co_filename == __file__:
         at = at.tb_next

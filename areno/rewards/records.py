@@ -20,50 +20,34 @@ from areno.types import PromptItem, RewardRecord, TokenArrays
 
 
 class RecordedPrompt:
-    """A prompt that the records of all its samples share, so that it is pickled once.
-
-    Attributes:
-        item: The prompt, with the row of the dataset.
-        n_tokens: The length of the prompt, in tokens.
-    """
+    """A prompt that the records of all its samples share, so that it is pickled once."""
 
     def __init__(self, item: PromptItem):
         self.item, self.n_tokens = item, len(item.tokens)
 
     @cached_property
     def pickled(self) -> bytes:
-        """Return the pickled prompt. Any exception is possible, because the row of the dataset may hold any object."""
+        """Any exception is possible, because the row of the dataset may hold any object."""
         return pickle.dumps(self.item, pickle.HIGHEST_PROTOCOL)
 
 
 @dataclass(slots=True)
 class CompletionRecord:
-    """The record of a completion. When it is pickled and unpickled, the result is a RewardRecord.
-
-    Attributes:
-        asked: The prompt.
-        arrays: The token ids and log-probabilities of the prompt and the completion.
-        completion: The text of the completion, without special tokens.
-        rendered: The text of the completion, with special tokens.
-        step: The current training step.
-        epoch: The current epoch.
-    """
+    """The record of a completion. Unpickling gives a RewardRecord."""
 
     asked: RecordedPrompt
-    arrays: TokenArrays
-    completion: str
-    rendered: str
+    arrays: TokenArrays  # of the prompt and the completion
+    completion: str  # without special tokens
+    rendered: str  # with special tokens
     step: int = 0
     epoch: int = 0
 
     @property
     def prompt(self) -> str:
-        """Return the text of the prompt."""
         return self.asked.item.prompt
 
     @property
     def solutions(self) -> Any:
-        """Return the reference answers in the row of the dataset."""
         return self.asked.item.solutions
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,10 +62,7 @@ Record = RewardRecord | CompletionRecord
 def _record_of(
     pickled: bytes, tokens: bytes, logprobs: bytes, completion: str, rendered: str, step: int, epoch: int
 ) -> RewardRecord:
-    """Rebuild a RewardRecord from the pickled fields of a CompletionRecord, when it is unpickled.
-
-    `pickled` holds the prompt, `tokens` the bytes of int64 ids, and `logprobs` the bytes of float64 values.
-    """
+    """Rebuild a RewardRecord. `tokens` are the bytes of int64 ids, `logprobs` those of float64 values."""
     # Not by numpy, whose import takes longer than the rest of a process's start.
     token_ids, values = array("q", tokens).tolist(), array("d", logprobs).tolist()
     return record_of_completion(pickle.loads(pickled), token_ids, values, completion, rendered, step, epoch)
@@ -96,16 +77,9 @@ def record_of_completion(
     step: int,
     epoch: int = 0,
 ) -> RewardRecord:
-    """Make the record that reward functions receive for a completion that no agent has produced.
+    """Make the record of a completion that no agent has produced.
 
-    Args:
-        item: The prompt, with the row of the dataset.
-        tokens: Token ids of the completion.
-        logprobs: Log-probability of each token.
-        completion: Text of the completion, without special tokens.
-        rendered: Text of the completion, with special tokens.
-        step: Number of the training step.
-        epoch: Number of the epoch.
+    `completion` is its text without special tokens, `rendered` with them.
     """
     asked = item.messages if item.messages is not None else [{"role": "user", "content": item.prompt}]
     return RewardRecord(
@@ -130,40 +104,25 @@ _TOTAL = ("reward", "score")  # names of the reward in a dictionary; functions f
 
 
 class Answer(NamedTuple):
-    """The outcome for a sample, as a reward process sends it to the driver.
+    """The outcome for a sample, as a reward process sends it to the driver."""
 
-    Attributes:
-        status: "ok", "error", "timeout" or "not_finite".
-        value: The reward, or None unless the status is "ok".
-        message: The reason why there is no reward, or "".
-        parts: The parts of the reward by name, before their weights are applied.
-    """
-
-    status: str
+    status: str  # "ok", "error", "timeout" or "not_finite"
     value: float | None = None
     message: str = ""
     parts: dict[str, float] = {}  # noqa: RUF012  # never changed
 
 
 class NotFinite(ValueError):
-    """Raised for a reward that is NaN, infinite or too large for float32."""
+    """A reward that is NaN, infinite or too large for float32."""
 
 
 def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
-    """Combine the results of all reward functions for a sample.
+    """Combine the (name, weight, result) of all reward functions for a sample. The name "" marks the only function.
 
     A function returns a number, or a dictionary of named parts. The entry "reward" (or "score") of a dictionary is its
     value; without such an entry the value is the sum of the parts. If there are several functions, the reward is the
     weighted sum of their values, and each value is also a part under the name of its function. A function that returns
-    None is left out of the sum.
-
-    Args:
-        results: A tuple (name, weight, result) for each function. The name "" marks the only function, which may not
-            return None.
-
-    Returns:
-        The answer for the sample. An invalid result gives the status "error" or "not_finite" instead of an
-        exception.
+    None is left out of the sum, but not the only function. An invalid result gives the status "error" or "not_finite".
     """
     values, parts = [], {}
     try:
@@ -184,10 +143,7 @@ def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
 
 
 def _read(result: Any, of: str) -> tuple[float, dict[str, float]]:
-    """Return (value, parts) for one function's result. Raises TypeError or NotFinite.
-
-    `of` is the beginning of error messages: the name of the function and a space, or "" for the only function.
-    """
+    """Return (value, parts) for one function's result. Errors begin with `of`."""
     if not isinstance(result, Mapping):
         return reward_number(result, f"{of}returned"), {}
     if not result or not all(isinstance(name, str) and name for name in result):
@@ -200,19 +156,10 @@ def _read(result: Any, of: str) -> tuple[float, dict[str, float]]:
 
 
 def reward_number(result: Any, said: str) -> float:
-    """Convert a reward to a float, and check it.
+    """Return a reward as a float. Errors begin with `said`.
 
     Numbers, booleans (as 1 and 0) and scalars from numpy and torch are accepted. Text and complex numbers are refused,
-    even numpy's text scalars, which float() would parse.
-
-    Args:
-        result: The value that a reward function, an agent or an environment returned.
-        said: The beginning of error messages, which the value follows.
-
-    Raises:
-        TypeError: The value is not a number.
-        NotFinite: The value is NaN, infinite or too large for float32.
-        Exception: Any exception that the value's `__float__` raises.
+    even numpy's text scalars, which float() would parse. Raises TypeError, NotFinite or any exception of `__float__`.
     """
     kind = type(result)
     is_complex = issubclass(kind, numbers.Complex) and not issubclass(kind, numbers.Real)
