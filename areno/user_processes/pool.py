@@ -1,9 +1,4 @@
-"""The base class for pools of processes that run user code.
-
-`WorkerPool` starts the processes together, sends calls to them, and replaces processes that end or hang. The pools for
-reward functions and agents derive from it. `default_workers` chooses the number of processes by the number of CPU
-cores.
-"""
+"""The base class for pools of processes that run user code."""
 
 from __future__ import annotations
 
@@ -33,32 +28,21 @@ With two processes, a process that hangs does not block all calls. More processe
 
 
 def default_workers(n_devices: int = 0, cgroup: Path = _CGROUP) -> int:
-    """Return the default number of processes, which is from MIN_WORKERS (2) to MAX_WORKERS (64).
+    """Return the usable CPU cores, without one for the driver and each device's worker, in the limits above.
 
-    Within these limits it is the number of usable CPU cores, minus one core for the driver (the main process) and one
-    for each device's worker process.
-
-    Args:
-        n_devices: The number of devices. Each device has a worker process of its own.
-        cgroup: The folder of the Linux control group, whose files hold the container's CPU limit.
+    `cgroup` is the folder of the Linux control group, whose files hold the container's CPU limit.
     """
     return min(MAX_WORKERS, max(MIN_WORKERS, usable_cores(cgroup) - 1 - n_devices))
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """Return the number of CPU cores that this process may use, at least 1.
-
-    It is the number of cores that the process is bound to, or less if the container limits the CPU time.
-
-    Args:
-        cgroup: The folder of the Linux control group, whose files hold the container's CPU limit.
-    """
+    """Return the CPU cores that this process is bound to, or less if the container limits the CPU time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.floor(min(cores, _quota(cgroup))))
 
 
 def _quota(cgroup: Path) -> float:
-    """Return the container's limit on CPU time as a number of cores, or infinity if there is no limit."""
+    """Return the container's limit on CPU time as a number of cores, or infinity."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # cgroup versions 2 and 1
         try:
             quota, period = " ".join((cgroup / name).read_text() for name in names).split()
@@ -79,26 +63,14 @@ _POLL_S = 0.5
 
 
 class Work(Protocol):
-    """Receives the answers to calls of user code, and the failures of the processes that ran the calls."""
+    """Receives the answers to calls of user code by index, and the failures of the processes that ran the calls."""
 
     def answered(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
-        """Record the answer to a call.
-
-        Args:
-            position: The index of the call, see `Calls.next_chunk`.
-            answer: The answer that the process sent.
-            span: (start, end) of the call, as times of areno.trace.
-        """
+        """Record the answer to the call `position`. `span` is (start, end), as times of areno.trace."""
         ...
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Handle the calls of a process that died or did not answer in time.
-
-        Args:
-            worker: The process, which has ended or was killed. `worker.chunk` has the indices of its unanswered calls.
-            status: "timeout" if the process did not answer in time, else "error".
-            text: The description of the failure.
-        """
+        """Handle the unanswered calls `worker.chunk` of a process that died or did not answer in time ("timeout")."""
         ...
 
 
@@ -106,44 +78,22 @@ class Calls(Work, Protocol):
     """The calls of user code that the driver requests. A pool distributes them over its processes."""
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Return the next calls for an idle process.
-
-        Args:
-            n_workers: The number of processes in the pool.
-            is_async: Whether the user's function is async.
-
-        Returns:
-            A tuple (position, pickled arguments) for each call. `position` is the index of the call, which
-            identifies the call in the answer. The list is empty if no call is left to send.
-        """
+        """Return (index, pickled arguments) of the next calls for an idle process, none if no call is left."""
         ...
 
 
 class WorkerPool(Generic[Config]):
     """Base class for a pool of processes that call user code. Use it in a `with` block.
 
-    Start the pool early, so that the processes import the user code while the driver does other work.
-
-    Args:
-        config: The section `reward` or `agent` of the settings.
-        name: The user's function or functions as text for messages, such as "file.py:function".
-        n_workers: The number of processes.
-
-    Attributes:
-        section: "reward" or "agent", the name of the configuration section, which log lines and errors use.
-        module: The name of the module whose function `serve` the processes run.
-        ended_text: The message for a process that died. {} stands for the exit code or signal.
-        late_text: The message for a process that did not answer in time. {} stands for the limit in seconds.
-        import_text: The message for a process that died while it imported the user code. {} stands for the reason.
-        output: Logs the lines that the processes print.
-        workers: The processes. A process that ended is replaced.
+    Start the pool early, so that the processes import the user code while the driver does other work. `name` is that of
+    the user's function or functions, such as "file.py:function". A process that ended is replaced in `workers`.
     """
 
-    section: ClassVar[str]
-    module: ClassVar[str]
-    ended_text: ClassVar[str]
-    late_text: ClassVar[str]
-    import_text: ClassVar[str]
+    section: ClassVar[str]  # "reward" or "agent"
+    module: ClassVar[str]  # whose function `serve` the processes run
+    ended_text: ClassVar[str]  # for a process that died; {}: exit code or signal
+    late_text: ClassVar[str]  # for one that did not answer in time; {}: the limit in seconds
+    import_text: ClassVar[str]  # for one that died while importing the user code; {}: the reason
 
     def __init__(self, config: Config, name: str, n_workers: int):
         self.config, self.name, self.n_workers = config, name, n_workers
@@ -156,9 +106,8 @@ class WorkerPool(Generic[Config]):
     def start(self) -> None:
         """Start the processes, without waiting until they have imported the user code.
 
-        Raises:
-            ConfigError: The file with the user code is missing, cannot be parsed or cannot be sent.
-            EngineError: The system refuses to start so many processes.
+        Raises ConfigError if it is missing or cannot be sent, EngineError if the system refuses to start so many
+        processes.
         """
         self._first_message = self._build_first_message()
         try:
@@ -171,11 +120,7 @@ class WorkerPool(Generic[Config]):
             raise EngineError(text, self.section, n_started + 1, self.n_workers, error, limit) from error
 
     def wait_ready(self) -> None:
-        """Wait until every process has imported the user code.
-
-        Raises:
-            ConfigError: A process cannot import the user code. The error names the setting.
-        """
+        """Wait until every process has imported the user code. Raises ConfigError naming the setting."""
         slow = SlowTimer()
         while starting := [worker for worker in self.workers if worker.is_starting]:
             self._wait(starting, None)
@@ -184,7 +129,6 @@ class WorkerPool(Generic[Config]):
                 self._logger.info("%s: importing %s takes %.0f s so far", self._key, self.name, slow.seconds)
 
     def close(self) -> None:
-        """End the processes of the pool, and all processes that the user code in them has started."""
         for worker in self.workers:
             worker.stop()
         for worker in self.workers:
@@ -199,22 +143,14 @@ class WorkerPool(Generic[Config]):
         self.close()
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return the first message to each process: the user code and its options.
-
-        Raises ConfigError if the user code cannot be found or sent.
-        """
+        """Return the user code and its options. Raises ConfigError if it cannot be found or sent."""
         raise NotImplementedError
 
     def _start_worker(self) -> Worker:
-        """Start one process."""
         return Worker(self._first_message, IMPORT_LIMIT_S, self.module, self.output)
 
     def send_calls(self, work: Calls) -> None:
-        """Send a chunk of calls to each idle process, as long as calls are left.
-
-        Args:
-            work: The calls.
-        """
+        """Send a chunk of calls to each idle process, as long as calls are left."""
         for worker in self.workers:
             if worker.is_idle:
                 worker.send(work.next_chunk(len(self.workers), worker.is_async), self.config.timeout_s)
@@ -222,11 +158,7 @@ class WorkerPool(Generic[Config]):
     def wait(self, work: Work, wake: Connection | None = None, max_s: float = _POLL_S) -> None:
         """Wait until a busy process answers, dies or exceeds its time limit, and report this to `work`.
 
-        Args:
-            work: The calls that the processes are working on.
-            wake: A connection. A message on this connection also ends the wait, and is read and dropped. None waits
-                only for the processes.
-            max_s: The longest time to wait, in seconds.
+        A message on the connection `wake` also ends the wait, and is dropped.
         """
         self._wait([worker for worker in self.workers if not worker.is_idle], work, wake, max_s)
 
@@ -237,18 +169,13 @@ class WorkerPool(Generic[Config]):
                 self._replace(worker)
 
     def _replace(self, worker: Worker) -> None:
-        """Kill a process, and start a new one in its place."""
         worker.end()
         self.workers[self.workers.index(worker)] = self._start_worker()
 
     def _wait(
         self, workers: list[Worker], work: Work | None, wake: Connection | None = None, max_s: float = _POLL_S
     ) -> None:
-        """Wait until one of `workers` answers, dies or exceeds its time limit, at most `max_s` seconds.
-
-        Answers and failures are passed to `work`, which is None while the processes start. A message on the
-        connection `wake` also ends the wait.
-        """
+        """Do this for some workers. `work` is None while the processes start."""
         timeout_s = min([max_s, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
         connections = [worker.connection for worker in workers]
         ready = readable(connections if wake is None else [*connections, wake], timeout_s)
@@ -261,9 +188,9 @@ class WorkerPool(Generic[Config]):
                 self._lost(worker, work, "timeout", self.late_text.format(self.config.timeout_s))
 
     def _receive(self, worker: Worker, work: Work | None) -> None:
-        """Read all messages of a process and pass its answers to `work`. Replace the process if it has died.
+        """Pass the answers of a process to `work`. Replace the process if it has died.
 
-        Raises ConfigError if the process cannot import the user code, or dies while it imports the code.
+        Raises ConfigError if it cannot import the user code, or dies meanwhile.
         """
         while worker.messages or readable([worker.connection]):
             try:
@@ -292,10 +219,7 @@ class WorkerPool(Generic[Config]):
             trace.add(lane, self.section, *span, sample=position, process=number)
 
     def _lost(self, worker: Worker, work: Work | None, status: Failure, text: str) -> None:
-        """Replace a process that died or hangs, and report its unanswered calls to `work`.
-
-        Raises ConfigError if the process was still importing the user code.
-        """
+        """Replace a process that died or hangs. Raises ConfigError if it was still importing the user code."""
         if worker.is_starting:
             hangs = f"importing it took more than {IMPORT_LIMIT_S:g} s"
             why = hangs if status == "timeout" else self.import_text.format(text)
@@ -308,16 +232,9 @@ class WorkerPool(Generic[Config]):
 
 
 def readable(connections: Iterable[Connection], timeout_s: float = 0.0) -> set[Connection]:
-    """Return the connections that can be read without blocking, because they have data or are closed.
+    """Return the connections that have data or are closed.
 
     This does the same as multiprocessing.connection.wait in a fifth of the time.
-
-    Args:
-        connections: The connections to check.
-        timeout_s: The longest time to wait until one of them can be read, in seconds.
-
-    Returns:
-        The readable connections. Empty after the time has passed.
     """
     poll, by_number = select.poll(), {connection.fileno(): connection for connection in connections}
     for number in by_number:
@@ -326,11 +243,7 @@ def readable(connections: Iterable[Connection], timeout_s: float = 0.0) -> set[C
 
 
 class SlowTimer:
-    """A timer that says when a long wait should be logged.
-
-    The wait should be logged first after SLOW_S (10) seconds, and then each time that it is twice as long as at the
-    last log line.
-    """
+    """Says when to log a long wait: after SLOW_S seconds, then each time that it has doubled since the last line."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -338,14 +251,9 @@ class SlowTimer:
 
     @property
     def seconds(self) -> float:
-        """Return the time since the timer was made, in seconds."""
         return time.monotonic() - self._started
 
     def is_due(self) -> bool:
-        """Return whether the wait should be logged now.
-
-        After True is returned, the result is False until the wait is twice as long as it was then.
-        """
         if time.monotonic() < self._due_at:
             return False
         self._due_at = self._started + 2 * self.seconds

@@ -1,10 +1,9 @@
 """The code that runs in every process of user code, whether it calls reward functions or agents.
 
-The parent process, called supervisor (areno/user_processes/supervisor.py), forks this process. Then `run` is called
-in this process, with the function `serve(connection)` of areno.rewards.process or areno.agents.process. `serve`
-loads the user code and sends ("ready", is_async) to the driver. The driver then sends calls, each with a position,
-which is the index of the call in the driver's list of calls. `serve` answers each call with (position, answer).
-`ForkedCopies` ends copies of this process that the user code makes with os.fork.
+The supervisor (areno/user_processes/supervisor.py) forks this process. Then `run` is called in it, with the function
+`serve(connection)` of areno.rewards.process or areno.agents.process. `serve` loads the user code and sends ("ready",
+is_async) to the driver. The driver then sends calls, each with a position, which is the index of the call in the
+driver's list of calls. `serve` answers each call with (position, answer).
 """
 
 from __future__ import annotations
@@ -29,12 +28,9 @@ _COPY_LIMIT_S = 0.2  # seconds to wait for a forked copy of this process that le
 
 
 def run(fd: int, serve: Callable[[Connection], None]) -> None:
-    """Call `serve` until the driver closes the socket, then end this process. This function does not return.
+    """Call `serve` until the driver closes the socket `fd`, then end this process. Does not return.
 
-    Args:
-        fd: The file descriptor of the socket to the driver.
-        serve: Function that answers the messages on the connection. If `serve` raises an ArenoError, the problems of
-            the error are sent to the driver.
+    The problems of an ArenoError are sent to the driver.
     """
     signal.signal(signal.SIGINT, lambda *_: None)  # the driver handles Ctrl-C
     os.set_inheritable(fd, False)
@@ -50,25 +46,13 @@ def run(fd: int, serve: Callable[[Connection], None]) -> None:
 
 
 def is_async(function: Any) -> bool:
-    """Return whether a function is async, or a callable object has an async `__call__`.
-
-    Args:
-        function: The function or callable object.
-    """
+    """Return whether a function is async, or a callable object has an async `__call__`."""
     call = getattr(function, "__call__", None)  # noqa: B004  # that of an object may be async
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def unpickle(data: bytes, key: str) -> Callable[..., Any]:
-    """Load a pickled function, which a script passed to areno as a Python object.
-
-    Args:
-        data: The pickled function.
-        key: The name of the setting, for error messages.
-
-    Raises:
-        ConfigError: The function cannot be unpickled in this process.
-    """
+    """Load a function of a script. Raises ConfigError, which names the setting `key`."""
     try:
         return pickle.loads(data)
     except (Exception, SystemExit) as error:  # it imports the module of the function, which may raise anything
@@ -80,10 +64,7 @@ def event_loop(end_copy: Callable[[], object]) -> Any:
     """Return an event loop that stops working in forked copies of this process.
 
     A forked copy shares the loop's connections and, on Linux, its epoll list. If the copy ran the loop or closed a
-    connection, this process would no longer receive answers.
-
-    Args:
-        end_copy: Called in a copy that tries to run the loop. It must end the copy.
+    connection, this process would no longer receive answers. `end_copy` must end a copy that tries to run the loop.
     """
     from asyncio import SelectorEventLoop
     from selectors import DefaultSelector
@@ -103,20 +84,16 @@ def event_loop(end_copy: Callable[[], object]) -> Any:
 
 
 class ForkReturned(Exception):
-    """Raised if user code called os.fork and the forked copy also returned from the user code."""
+    """User code called os.fork, and the forked copy also returned from the user code."""
 
 
 class ForkedCopies:
     """Ends forked copies of this process that return from the user code.
 
-    User code may call os.fork. A copy that returned from the user code would answer the driver on the connection that
-    it shares with this process. Therefore the copy is ended. What else happens depends on `reports`.
-
-    Args:
-        connection: The connection to the driver. It is closed in each copy.
-        reports: If True, the call of user code in progress fails, because the copy writes to a pipe that this
-            process reads. If False, the copy prints a message. Use False if several calls are in progress at once,
-            because the call that made the copy is then unknown.
+    A copy that returned from the user code would answer the driver on the connection that it shares with this process.
+    If `reports` is True, the call of user code in progress then fails, because the copy writes to a pipe that this
+    process reads. If False, the copy prints a message. Use False if several calls are in progress at once, because the
+    call that made the copy is then unknown.
     """
 
     def __init__(self, connection: Connection, reports: bool = True):
@@ -131,13 +108,9 @@ class ForkedCopies:
 
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
-        """Return a context manager for a block that calls user code.
+        """Return a context manager for a block that calls user code. If a forked copy leaves the block, it is ended.
 
-        If a forked copy leaves the block, the copy is ended.
-
-        Raises:
-            ForkReturned: In the original process, after a forked copy left the block. This exception replaces the
-                result or the exception of the block. It is never raised if `reports` is False.
+        ForkReturned is raised in the original process after a copy left the block, if `reports`.
         """
         self.end_copy()
         try:
@@ -152,7 +125,7 @@ class ForkedCopies:
                 raise ForkReturned("forked, and the forked process returned too; end it with os._exit()")
 
     def end_copy(self) -> None:
-        """End this process if it is a forked copy, after reporting it. In the original process, do nothing."""
+        """End this process if it is a forked copy, after reporting it."""
         if os.getpid() != self._original:
             if not self._reports:
                 print(_ENDED, flush=True)
@@ -162,7 +135,7 @@ class ForkedCopies:
             os._exit(0)
 
     def _copy_left(self) -> bool:
-        """Return whether a forked copy has left the block of user code since the pipe was opened, and close the pipe.
+        """Return whether a copy has left the block of user code since the pipe was opened, and close the pipe.
 
         This waits until a copy reports or all copies have ended, at most _COPY_LIMIT_S seconds.
         """

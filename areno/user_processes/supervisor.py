@@ -1,9 +1,9 @@
 """The supervisor process, which starts one process of user code and ends everything that the user code starts.
 
-The driver starts a supervisor. The supervisor forks the process that runs reward functions (areno.rewards.process)
-or agents (areno.agents.process). User code may start processes that leave the process group and outlive their
-parent. On Linux such a process becomes a child of the supervisor (PR_SET_CHILD_SUBREAPER), which kills it at the
-end. On other systems only the process group of the user code is killed.
+The driver starts a supervisor, which forks the process that runs reward functions or agents. User code may start
+processes that leave the process group and outlive their parent. On Linux such a process becomes a child of the
+supervisor (PR_SET_CHILD_SUBREAPER), which kills it at the end. On other systems only the process group of the user code
+is killed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,9 @@ _SIGNALLED = 128  # the exit code of a process that was killed by signal n is 12
 
 
 def main(fd: int, driver_pid: int, module: str) -> None:
-    """Run the process of user code until it ends, SIGTERM arrives or the driver ends. Then kill all child processes.
+    """Run `serve` of a module in a process until it ends, SIGTERM arrives or the driver ends. Then kill all children.
 
-    This function does not return. The supervisor exits with the exit code of the process that it ran, or with 128 + n
-    if signal n killed the process. `exit_text` describes such a code.
-
-    Args:
-        fd: The file descriptor of the socket to the driver.
-        driver_pid: The process id of the driver.
-        module: The name of the module whose function `serve` the process runs.
+    The supervisor exits with the exit code of the process, or with 128 + n if signal n killed it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     # Block the signals, and wait for them with sigtimedwait. A handler could run just before a call that then blocks.
@@ -54,12 +48,7 @@ def main(fd: int, driver_pid: int, module: str) -> None:
 
 
 def exit_text(code: int) -> str:
-    """Return how a process ended as text, such as "exit code 3" or "signal SIGKILL".
-
-    Args:
-        code: The exit code of the supervisor of the process. 128 + n means that signal n killed the process. A
-            negative code -n means that signal n killed the supervisor itself.
-    """
+    """Return how a process ended, such as "exit code 3", from the supervisor's exit code (-n: signal n killed it)."""
     number = -code if code < 0 else code - _SIGNALLED
     if number in set(signal.Signals):
         return f"signal {signal.Signals(number).name}"
@@ -67,10 +56,7 @@ def exit_text(code: int) -> str:
 
 
 def _become_worker(fd: int, module: str) -> None:
-    """Run the function `serve` of the module in this process, which was forked from the supervisor, and exit.
-
-    This function does not return.
-    """
+    """Run `serve` of the module in this forked process, and exit."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.setsid()
@@ -90,10 +76,7 @@ def _was_stopped() -> bool:
 
 
 def _reap(worker: int) -> int | None:
-    """Collect the exit codes of children that have ended, and return the exit code of the child `worker`.
-
-    Returns None while `worker` still runs. A negative code -n means that signal n killed `worker`.
-    """
+    """Collect the exit codes of ended children. Return that of `worker`, -n for signal n, None while it runs."""
     code = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -103,10 +86,7 @@ def _reap(worker: int) -> int | None:
 
 
 def _end_all(worker: int) -> None:
-    """Kill the children of this process until no child is left, or for _END_LIMIT_S seconds.
-
-    The process group of `worker`, the process of user code, is killed first. On Linux all descendants are killed.
-    """
+    """Kill the process group of `worker`, then all children (on Linux descendants), in at most _END_LIMIT_S seconds."""
     if worker:
         with contextlib.suppress(OSError):
             os.killpg(worker, signal.SIGKILL)
@@ -124,7 +104,7 @@ def _end_all(worker: int) -> None:
 
 
 def _children() -> list[int]:
-    """Return the process ids of this process's children, read from /proc. Empty on systems without /proc."""
+    """Read the process ids of this process's children from /proc, if it exists."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -134,6 +114,5 @@ def _children() -> list[int]:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl on Linux. On other systems, do nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

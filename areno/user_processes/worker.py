@@ -1,8 +1,4 @@
-"""`Worker`, with which the driver controls one process of user code, and `Output`, the log of printed lines.
-
-`Worker` starts the process, sends calls to it, sets the deadline for its answers and ends it. `Output` logs the
-lines that the processes of a pool print, with control characters escaped and up to a limit per training step.
-"""
+"""`Worker`, with which the driver controls one process of user code, and `Output`, the log of printed lines."""
 
 from __future__ import annotations
 
@@ -30,28 +26,17 @@ _LINE_BYTES = 4096  # a longer line is split
 
 
 class Output:
-    """Logs the lines that all processes of a pool print, up to 256 KiB per training step.
-
-    Args:
-        name: The name of the pool, such as "reward", which begins each line.
-    """
+    """Logs what all processes of a pool print, with control characters escaped, up to 256 KiB per training step."""
 
     def __init__(self, name: str):
         self._name, self._lock, self._left = name, threading.Lock(), _MAX_BYTES
 
     def begin_step(self) -> None:
-        """Reset the limit on printed bytes at the start of a training step."""
         with self._lock:
             self._left = _MAX_BYTES
 
     def log(self, printed: IO[bytes]) -> None:
-        """Log the output of a process until the process and all processes that it started have ended.
-
-        Output over the limit is read and dropped.
-
-        Args:
-            printed: The pipe with the output of the process. It is closed at the end.
-        """
+        """Log the output of a process, until it and all processes that it started have ended. The rest is dropped."""
         logger = logging.getLogger(f"areno.{self._name}s")
         with printed:
             while line := printed.readline(_LINE_BYTES):
@@ -77,23 +62,10 @@ _HELD_BYTES = 1 << 16 if sys.platform == "linux" else 0  # buffered by the syste
 class Worker:
     """One process of user code. It is starting, idle, or busy with the calls in `chunk` until `deadline`.
 
-    Args:
-        first_message: The message with the user code and its options.
-        import_limit_s: The time limit for importing the user code, in seconds.
-        module: The name of the module whose function `serve` the process runs.
-        output: Logs the lines that the process prints.
-
-    Attributes:
-        connection: The connection to the process.
-        process: The supervisor, which is the parent of the process and ends it.
-        chunk: The indices of the calls that the process has not answered yet.
-        sent: The number of calls in the last chunk that was sent.
-        is_async: Whether the user's function is async. False until the process has started.
-        is_starting: Whether the process is still importing the user code.
-        has_left: Whether the process has said that it ends, without beginning the calls in `chunk`.
-        deadline: The time (time.monotonic) by which the process must send its next message. Infinity while it is
-            idle.
-        messages: Pickled messages that `read` has received from the process. The pool removes and handles them.
+    `process` is the supervisor, which ends the process. `chunk` has the indices of unanswered calls, `sent` is the
+    number of calls in the last chunk. `has_left` means that the process ends without beginning those in `chunk`.
+    `deadline` is the time (time.monotonic) for the next message, infinity while idle. `messages` are pickled, and the
+    pool removes them.
     """
 
     def __init__(self, first_message: tuple[Any, ...], import_limit_s: float, module: str, output: Output):
@@ -128,17 +100,13 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the process has started and has no unanswered calls."""
         return not self.is_starting and not self.chunk
 
     def send(self, chunk: list[tuple[int, bytes]], timeout_s: float) -> None:
-        """Send calls to the process, and set its deadline.
+        """Send (index of the call, pickled arguments) of calls, and set the deadline of the first answer.
 
-        Args:
-            chunk: A tuple (index of the call, pickled arguments) for each call. An empty list sends nothing. A process
-                that is busy may only get calls if the user's function is async.
-            timeout_s: The time limit for the first answer, in seconds. If the user's function is async, it is the
-                time limit for all answers.
+        A process that is busy may only get calls if the user's function is async. The time limit is then that of all
+        answers.
         """
         if not chunk:
             return
@@ -152,23 +120,16 @@ class Worker:
         self.sent, self.deadline = len(chunk), min(self.deadline, deadline)
 
     def postpone(self, seconds: float) -> None:
-        """Move the deadlines of all calls. The time limit for importing the user code stays.
-
-        Args:
-            seconds: How much later the deadlines are.
-        """
+        """Move the deadlines of all calls. The time limit for importing the user code stays."""
         if not self.is_starting:
             self.deadline += seconds
         self._ends_at = {position: ends_at + seconds for position, ends_at in self._ends_at.items()}
 
     def post(self, message: Any) -> None:
-        """Pickle a message and send it to the process, after all earlier messages.
+        """Send a message after all earlier ones.
 
         A message that may not fit the buffer is sent in a thread, so that the driver is not blocked by a process that
         hangs and does not read. This may be any message while calls are unanswered, because the buffer may hold them.
-
-        Args:
-            message: The message.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         before = self._sender if self._sender is not None and self._sender.is_alive() else None
@@ -185,14 +146,10 @@ class Worker:
         self._sender.start()
 
     def read(self) -> None:
-        """Read once from the connection, and append all messages that are complete to `messages`.
+        """Read once, and append all messages that are complete to `messages`. Blocks if the connection is not readable.
 
-        One read takes many short messages, for each of which Connection.recv would need two system calls. The call
-        blocks if the connection is not readable.
-
-        Raises:
-            EOFError: The process has closed the connection.
-            OSError: The connection is broken.
+        One read takes many short messages, for each of which Connection.recv would need two system calls. Raises
+        EOFError if the process has closed the connection, OSError if it is broken.
         """
         data = os.read(self.connection.fileno(), _READ_BYTES)
         if not data:
@@ -213,17 +170,10 @@ class Worker:
         del unread[:start]
 
     def answered(self, position: int, timeout_s: float) -> tuple[int, int]:
-        """Remove an answered call from `self.chunk`, and set the deadline for the next answer.
+        """Remove an answered call, set the next deadline, and return (start, end) of the call as times of areno.trace.
 
-        Each call of an async function has its own deadline, which began when the call was sent.
-
-        Args:
-            position: The index of the call.
-            timeout_s: The time limit for the next answer, in seconds.
-
-        Returns:
-            (start, end) of the call, as times of areno.trace. The calls of an async function that were sent together
-            start together.
+        Each call of an async function has its own deadline, which began when the call was sent. Those that were sent
+        together start together.
         """
         self.chunk.remove(position)
         span = self.elapsed(position)
@@ -242,18 +192,13 @@ class Worker:
         return list(self.chunk) if self.is_async else list(self.chunk)[:1]
 
     def elapsed(self, position: int) -> tuple[int, int]:
-        """Return (start, now) of a call that the process runs, as times of areno.trace.
-
-        Args:
-            position: The index of the call.
-        """
+        """Return (start, now) of a running call, as times of areno.trace."""
         return self._began_at[position], trace.now()
 
     def exit_text(self) -> str:
-        """Return how the process ended as text, such as "exit code 3".
+        """Wait for the supervisor, and return how the process ended, such as "exit code 3".
 
-        This waits until the supervisor has ended. If it has not ended after 5 seconds, the text is "closed its
-        connection".
+        If it has not ended after 5 seconds, the text is "closed its connection".
         """
         try:
             return exit_text(self.process.wait(timeout=EXIT_CODE_S))
@@ -261,7 +206,7 @@ class Worker:
             return "closed its connection"
 
     def stop(self) -> None:
-        """Ask the supervisor to end the process and all processes that it started. Return without waiting."""
+        """Ask the supervisor to end the process and all processes that it started, without waiting."""
         self.process.terminate()
         self.process.send_signal(signal.SIGCONT)  # in case the supervisor is stopped
 
