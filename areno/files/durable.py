@@ -1,8 +1,4 @@
-"""Write files and folders atomically: after a crash they are complete or absent.
-
-A file or folder is written under a temporary name, synced to the disk and then renamed, by `atomic_folder` or
-`atomic_write_text`. `Background` runs such a write in a thread.
-"""
+"""Write files and folders atomically: after a crash they are complete or absent."""
 
 from __future__ import annotations
 
@@ -25,38 +21,19 @@ REPLACED = ".old-"
 
 
 def atomic_write_folder(final: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder atomically: after a crash, `final` is complete, unchanged or absent.
-
-    Args:
-        final: Path of the folder.
-        write: Function that writes the files into the temporary folder that it receives.
-
-    Raises:
-        OSError: The folder cannot be written, or another process writes to `final`.
-    """
+    """Let `write` fill a temporary folder, and rename it to `final`, see `atomic_folder`."""
     with atomic_folder(final) as folder:
         write(folder)
 
 
 @contextmanager
 def atomic_folder(final: Path, then: Callable[[], object] = lambda: None) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to `final` at the end of the `with` block.
-
-    After an error the temporary folder is removed.
+    """Yield a temporary folder, and rename it to `final` at the end. After an error it is removed.
 
     An existing folder `final` is kept until the new one is in place. If `final` is a link, the folder that it points to
     is replaced. All files in the folder that this process can see are synced to the disk. A process on another machine
-    that writes into the folder must sync its files itself.
-
-    Args:
-        final: Path of the folder.
-        then: Called right after the rename. Ctrl-C, SIGTERM and SIGUSR1 are delayed until `then` has returned.
-
-    Yields:
-        The temporary folder.
-
-    Raises:
-        OSError: The folder cannot be written, or another process writes to `final`.
+    that writes into the folder must sync its files itself. `then` is called right after the rename. Ctrl-C, SIGTERM and
+    SIGUSR1 are delayed until it has returned. Raises OSError also if another process writes to `final`.
     """
     if final.is_symlink():
         final = Path(os.path.realpath(final))
@@ -86,14 +63,7 @@ def atomic_folder(final: Path, then: Callable[[], object] = lambda: None) -> Ite
 
 
 def atomic_remove(folder: Path) -> None:
-    """Remove a folder atomically: after a crash, either the complete folder or nothing has its name.
-
-    Args:
-        folder: Path of the folder.
-
-    Raises:
-        OSError: The folder cannot be renamed or removed.
-    """
+    """Remove a folder: after a crash, either the complete folder or nothing has its name."""
     removed = folder.with_name(f"{UNFINISHED}{folder.name}")
     remove(removed)
     folder.rename(removed)
@@ -102,15 +72,7 @@ def atomic_remove(folder: Path) -> None:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write a small text file atomically: after a crash, the file has either the new or the old text.
-
-    Args:
-        path: Path of the file.
-        text: The new text, written as UTF-8.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write a small text file in UTF-8: after a crash, it has either the new or the old text."""
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -125,15 +87,9 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file or folder during a `with` block.
+    """Hold an exclusive lock on a file or folder. Raises OSError if another process holds it.
 
     A crash releases the lock. On a file system without locks, nothing is locked.
-
-    Args:
-        path: Path of the file or folder.
-
-    Raises:
-        OSError: Another process holds the lock.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -150,10 +106,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C, SIGTERM and SIGUSR1 until the end of the `with` block.
-
-    Python delivers signals to the main thread only, so in other threads this function does nothing.
-    """
+    """Delay Ctrl-C, SIGTERM and SIGUSR1 until the end of the block, in the main thread, which alone gets signals."""
     received: list[int] = []
     try:
         with signal_handlers(lambda number, _: received.append(number), *SIGNALS):
@@ -164,18 +117,7 @@ def delay_interrupts() -> Iterator[None]:
 
 
 def make_folders(folder: Path, exist_ok: bool = True) -> list[Path]:
-    """Make a folder and its parents. After an error, the folders that were made are removed.
-
-    Args:
-        folder: Path of the folder.
-        exist_ok: Whether the folder may exist already.
-
-    Returns:
-        The folders that did not exist, innermost first.
-
-    Raises:
-        OSError: A folder cannot be made, or the folder exists and exist_ok is False.
-    """
+    """Make a folder and its parents, and return the new ones, innermost first. After an error they are removed."""
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
@@ -188,11 +130,7 @@ def make_folders(folder: Path, exist_ok: bool = True) -> list[Path]:
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Remove each folder that is empty, and ignore the others.
-
-    Args:
-        folders: Paths of the folders, in the order of removal.
-    """
+    """Remove each folder that is empty, in order."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
@@ -200,17 +138,9 @@ def remove_empty(folders: list[Path]) -> None:
 
 @contextmanager
 def as_checkpoint_error(folder: Path, action: str, key: str) -> Iterator[None]:
-    """Convert a disk error (OSError or SafetensorError) in the `with` block to a CheckpointError.
+    """Convert a disk error (OSError or SafetensorError) in the block to a CheckpointError.
 
-    The message is "<key>: <folder> cannot <action>: <reason>; ...".
-
-    Args:
-        folder: Folder that the block reads or writes.
-        action: What the block does, such as "be written".
-        key: Name of the setting that names the folder.
-
-    Raises:
-        CheckpointError: The block raised a disk error.
+    The message is "<key>: <folder> cannot <action>: <reason>; ...", where `key` is the setting that names the folder.
     """
     try:
         yield
@@ -226,11 +156,7 @@ def as_checkpoint_error(folder: Path, action: str, key: str) -> Iterator[None]:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until a folder and all files below it are written to the disk (fsync).
-
-    Args:
-        folder: Path of the folder.
-    """
+    """Wait until a folder and all files below it are written to the disk (fsync)."""
     for parent, _, names in os.walk(folder):
         for name in names:
             sync(Path(parent, name))
@@ -238,11 +164,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of entries of a folder, is written to the disk (fsync).
-
-    Args:
-        path: Path of the file or folder.
-    """
+    """Wait until a file, or the list of entries of a folder, is written to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -251,11 +173,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with its contents, if it exists.
-
-    Args:
-        path: Path to remove.
-    """
+    """Remove a file, a link, or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -263,37 +181,24 @@ def remove(path: Path) -> None:
 
 
 class Background:
-    """Runs one function call at a time in a background thread.
-
-    Args:
-        name: Name of the thread.
-    """
+    """Runs one function call at a time in a background thread. Its error is raised once, by the next method."""
 
     def __init__(self, name: str):
         self._thread = ThreadPoolExecutor(1, name)
         self._work: Future[Any] | None = None
 
     def start(self, work: Callable[..., object], *args: Any) -> None:
-        """Wait for the previous call, then start a new call in the thread.
-
-        Args:
-            work: Function to call.
-            *args: Arguments of the function.
-
-        Raises:
-            Exception: The error of the previous call, if it has not been raised yet.
-        """
+        """Wait for the previous call, then start a new one."""
         self.wait()
         self._work = self._thread.submit(work, *args)
 
     def wait(self) -> None:
-        """Wait for the previous call. If the call failed, raise its error, but only once."""
         work, self._work = self._work, None
         if work is not None:
             work.result()
 
     def close(self) -> None:
-        """Wait for the previous call, raise its error if it failed, and end the thread."""
+        """Wait for the previous call, and end the thread."""
         try:
             self.wait()
         finally:

@@ -1,8 +1,8 @@
 """Handle Ctrl-C, SIGTERM and SIGUSR1.
 
-Between `begin` and `end`, while a command imports its modules, Ctrl-C ends the process with one line and exit code
-130 instead of a traceback. `Stop` delays a signal until a point where no work is lost. It delays only the first
-signal, and for at most LIMIT_S seconds.
+Between `begin` and `end`, while a command imports its modules, Ctrl-C ends the process with one line and exit code 130
+instead of a traceback. `Stop` delays a signal until a point where no work is lost. It delays only the first signal, and
+for at most LIMIT_S seconds.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ _WITH_VALUE = ("-W", "-X")  # options of Python
 
 
 def begin() -> None:
-    """Let Ctrl-C end this process at once, if the process was started as a command of areno."""
+    """Let Ctrl-C end this process at once, if it was started as a command of areno."""
     if is_command(sys.orig_argv[1:]) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 def end() -> None:
-    """Let Ctrl-C raise a KeyboardInterrupt again, as before `begin`. Commands call this after their imports."""
+    """Let Ctrl-C raise a KeyboardInterrupt again. Commands call this after their imports."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(number: int, frame: object) -> None:
-    """Handle Ctrl-C: print `interrupted` and end the process at once, with exit code 130."""
     # An exception could be swallowed or replaced by the import of a library.
     os.write(2, b"interrupted\n")
     os._exit(130)
@@ -43,8 +42,7 @@ def _end(number: int, frame: object) -> None:
 def is_command(words: list[str]) -> bool:
     """Return whether Python was started with a command module of areno or the script `areno`.
 
-    `words` are the arguments of Python, from sys.orig_argv. sys.argv cannot be used, since a process that
-    multiprocessing starts has the sys.argv of its parent.
+    `words` are sys.orig_argv, since a process that multiprocessing starts has the sys.argv of its parent.
     """
     while words and words[0].startswith("-"):
         if words[0] == "-m":
@@ -64,28 +62,13 @@ class Terminated(KeyboardInterrupt):
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
-    """Raise Terminated. Commands of areno install it as the handler of SIGTERM and SIGUSR1.
-
-    Args:
-        number: Number of the signal. Ignored.
-        frame: The interrupted frame. Ignored.
-
-    Raises:
-        Terminated: Always.
-    """
+    """Raise Terminated. Commands of areno install it as the handler of SIGTERM and SIGUSR1."""
     raise Terminated
 
 
 @contextmanager
 def signal_handlers(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
-    """Install a handler for signals within a `with` block.
-
-    In other threads than the main thread this function does nothing, since Python handles signals in the main thread.
-
-    Args:
-        handler: The handler, as for signal.signal.
-        *numbers: Numbers of the signals.
-    """
+    """Install a handler for signals within a `with` block. Does nothing outside the main thread."""
     in_main = threading.current_thread() is threading.main_thread()
     own = {number: signal.getsignal(number) for number in numbers if in_main}
     before = {number: found for number, found in own.items() if found is not None}  # None: installed by a C library
@@ -100,10 +83,7 @@ def signal_handlers(handler: Callable[[int, FrameType | None], object], *numbers
 
 @contextmanager
 def reraise_interrupts() -> Iterator[None]:
-    """Make sure that an interrupt during a `with` block is raised at the end of the block.
-
-    Use this around calls of a library that may replace the interrupt by an error of its own.
-    """
+    """Raise an interrupt during a block at its end, around a library that may replace it by an error of its own."""
     received: list[int] = []
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: found for number, found in before.items() if callable(found)}
@@ -129,10 +109,7 @@ class Stop:
 
     Signals are delayed only if their handler raises KeyboardInterrupt: Python's handler for Ctrl-C, and `terminate`. So
     in a script without these handlers SIGTERM still ends the process. Outside the main thread nothing is delayed.
-
-    Args:
-        report: Called by the signal handler when a signal is delayed, with a message for the user (bytes in UTF-8).
-            None writes the message to stderr. The function must not take a lock.
+    `report` gets a message (UTF-8) in the signal handler, where it must not take a lock. None writes it to stderr.
     """
 
     def __init__(self, report: Callable[[bytes], object] | None = None) -> None:
@@ -165,7 +142,7 @@ class Stop:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let signals interrupt at once within a `with` block, for long work that may be abandoned at any time."""
+        """Let signals interrupt at once, for long work that may be abandoned at any time."""
         self.check()
         self._is_interruptible = True
         try:
@@ -174,10 +151,7 @@ class Stop:
             self._is_interruptible = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: delay the first signal, and interrupt at the second signal.
-
-        Inside `interruptible`, the first signal interrupts, too.
-        """
+        """Delay the first signal, and interrupt at the second, or at the first inside `interruptible`."""
         if self._received is not None or self._is_interruptible:
             self._received = number
             self._cancel()
@@ -189,7 +163,6 @@ class Stop:
         self._timer.start()
 
     def _cancel(self) -> None:
-        """Cancel the timer of the delayed signal."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None

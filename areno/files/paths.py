@@ -20,14 +20,7 @@ def root() -> Path:
 
 
 def existing_path(path: str | Path) -> Path | None:
-    """Look a path up in the working directory, then in `root()`.
-
-    Args:
-        path: The path. `~` is expanded.
-
-    Returns:
-        The absolute path, or None if the path exists in neither folder.
-    """
+    """Look a path up in the working directory, then in `root()`. `~` is expanded."""
     path = Path(os.path.expanduser(path))
     for base in (Path.cwd(), root()):
         if os.path.exists(base / path):  # unlike Path.exists, False for a name that is too long
@@ -36,29 +29,16 @@ def existing_path(path: str | Path) -> Path | None:
 
 
 def absolute(folder: str | Path | None) -> Path | None:
-    """Return a folder as an absolute path with `~` expanded.
-
-    Args:
-        folder: The path, or None.
-
-    Returns:
-        The absolute path. None for None or "".
-    """
+    """Return a folder as an absolute path with `~` expanded. None for None or ""."""
     return Path(os.path.expanduser(folder)).absolute() if folder else None
 
 
 @contextmanager
 def model_setting(key: str) -> Iterator[None]:
-    """Make a CheckpointError in the `with` block name the setting `key`.
+    """Make a CheckpointError in the block name the setting `key`.
 
     The code that reads models raises errors about the setting actor.path. Use this function where the model comes from
     another setting. It replaces actor.path by `key`, and adds `key` to problems that name no setting.
-
-    Args:
-        key: Name of the setting that holds the model folder or hub id.
-
-    Raises:
-        CheckpointError: The block raised it.
     """
     try:
         yield
@@ -69,15 +49,7 @@ def model_setting(key: str) -> Iterator[None]:
 
 
 def find_file(path: str | Path, key: str = "") -> Path:
-    """Look a path up in the working directory, then in `root()`, and raise if it does not exist.
-
-    Args:
-        path: The path. `~` is expanded.
-        key: Name of the setting, which errors quote.
-
-    Raises:
-        ConfigError: The path exists in neither folder.
-    """
+    """Return `existing_path`. Raises ConfigError, which quotes the setting `key`, if there is no such path."""
     found = existing_path(path)
     if found is None:
         places = "" if os.path.isabs(os.path.expanduser(path)) else f", neither in {Path.cwd()} nor in {root()}"
@@ -86,52 +58,23 @@ def find_file(path: str | Path, key: str = "") -> Path:
 
 
 def read_if_exists(path: Path) -> bytes | None:
-    """Return the bytes of a file.
-
-    Args:
-        path: Path of the file.
-
-    Returns:
-        The bytes, or None if the file does not exist.
-
-    Raises:
-        ArenoError: The file cannot be read, or is not a regular file.
-    """
+    """Return the bytes of a file, None if it does not exist. Raises ArenoError if it is not regular or readable."""
     return _read(path, -1)
 
 
 def read_start(path: Path, n_bytes: int = 4096) -> bytes:
-    """Return the first bytes of a file.
-
-    Args:
-        path: Path of the file.
-        n_bytes: Largest number of bytes to read.
-
-    Returns:
-        The bytes. Empty if the file does not exist.
-
-    Raises:
-        ArenoError: The file cannot be read, or is not a regular file.
-    """
+    """Return the first bytes of a file, none if it does not exist. Raises the errors of `read_if_exists`."""
     return _read(path, n_bytes) or b""
 
 
 def _read(path: Path, n_bytes: int) -> bytes | None:
-    """Read the first `n_bytes` bytes of a regular file (-1: all). Returns None if the file does not exist."""
     with open_if_exists(path) as file:
         return None if file is None else file.read(n_bytes)
 
 
 @contextmanager
 def open_if_exists(path: Path) -> Iterator[BinaryIO | None]:
-    """Open a file for reading, for a `with` block. None if the file does not exist.
-
-    Args:
-        path: Path of the file.
-
-    Raises:
-        ArenoError: The file cannot be read, or is not a regular file.
-    """
+    """Open a file for reading, None if it does not exist. Raises ArenoError if it is not a regular, readable file."""
     with ExitStack() as stack:
         try:
             if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
@@ -148,17 +91,7 @@ def open_if_exists(path: Path) -> Iterator[BinaryIO | None]:
 
 
 def list_folder(folder: Path) -> list[str]:
-    """Return the names of the files and folders in a folder.
-
-    Args:
-        folder: Path of the folder.
-
-    Returns:
-        The names. Empty if the folder does not exist.
-
-    Raises:
-        ArenoError: The folder cannot be read.
-    """
+    """Return the names in a folder, none if it does not exist. Raises ArenoError if it cannot be read."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:

@@ -29,19 +29,9 @@ class YamlFault(ValueError):
 
 
 def plain_yaml(path: Path) -> Any:
-    """Read a YAML file as dictionaries, lists and scalars.
+    """Read a YAML file as dictionaries, lists and scalars, None if it does not exist or is empty.
 
     Numbers are read as Hydra reads them, so 1e-6 is a float. Interpolations (`${...}`) are not resolved and stay text.
-
-    Args:
-        path: Path of the file.
-
-    Returns:
-        The values, or None if the file does not exist or is empty.
-
-    Raises:
-        YamlFault: The file is not YAML or is too large.
-        ArenoError: The file cannot be opened.
     """
     text = checked_text(read_start(path, MAX_BYTES + 1))
     try:
@@ -53,17 +43,7 @@ def plain_yaml(path: Path) -> Any:
 
 
 def checked_text(content: bytes) -> str:
-    """Decode the text of a YAML file, and check that constructing its values takes bounded time and memory.
-
-    Args:
-        content: All bytes of the file.
-
-    Returns:
-        The text.
-
-    Raises:
-        YamlFault: The text is not YAML or is too large.
-    """
+    """Decode a YAML file, and check that constructing its values takes bounded time and memory."""
     if len(content) > MAX_BYTES:
         raise YamlFault(f"it has more than {MAX_BYTES} bytes")
     try:
@@ -80,14 +60,7 @@ def checked_text(content: bytes) -> str:
 
 
 def fault(error: BaseException) -> str:
-    """Describe an error of a YAML reader in one line.
-
-    Args:
-        error: The error that PyYAML, OmegaConf or the file system raised.
-
-    Returns:
-        The description, with the line number if it is known.
-    """
+    """Describe an error of a YAML reader in one line, with the line number if it is known."""
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return f"line {mark.line + 1}: {error.problem or error.context}"
     if isinstance(error, OSError) and error.strerror:
@@ -99,28 +72,15 @@ def fault(error: BaseException) -> str:
 
 @dataclass
 class _Part:
-    """The size of a part of a YAML file: a scalar, a collection or the whole file.
-
-    Attributes:
-        anchor: Name of the part's anchor, or None.
-        values: Number of values in the part, with aliases expanded.
-        levels: Number of nested levels of collections in the part.
-    """
+    """The size of a scalar, a collection or the whole file, with aliases expanded."""
 
     anchor: str | None
     values: int = 1
-    levels: int = 0
+    levels: int = 0  # of nested collections
 
 
 def _check(text: str, loader: Any) -> None:
-    """Raise YamlFault if a YAML text has too many values, too deep nesting, or a wrong alias.
-
-    An alias is wrong if it has no anchor before it, or if it stands inside the value that it repeats.
-
-    Args:
-        text: The text. An alias counts as a full copy of the value that it repeats.
-        loader: The loader class of PyYAML.
-    """
+    """Raise YamlFault for too many values, too deep nesting, or a wrong alias."""
     named: dict[str, _Part] = {}
     outer = [_Part(None)]  # the file, and the collections that are open
     total = 0
@@ -149,16 +109,7 @@ def _check(text: str, loader: Any) -> None:
 
 
 def _named_part(event: Any, named: Mapping[str, _Part], outer: Sequence[_Part]) -> _Part:
-    """Return the part of the YAML file that an alias repeats.
-
-    Args:
-        event: The AliasEvent of PyYAML.
-        named: Anchor -> part, for the complete parts before the alias.
-        outer: Parts that contain the alias, outermost first.
-
-    Raises:
-        YamlFault: The alias repeats a part that contains it, or has no anchor before it.
-    """
+    """Return the part that an alias repeats. It must be complete before. `outer` contain the alias."""
     if event.anchor in named:
         return named[event.anchor]
     within = any(part.anchor == event.anchor for part in outer)
@@ -167,10 +118,6 @@ def _named_part(event: Any, named: Mapping[str, _Part], outer: Sequence[_Part]) 
 
 
 def _check_size(event: Any, total: int, levels: int) -> None:
-    """Raise YamlFault if `total` values or `levels` levels of nesting are too many.
-
-    The message has the line number of `event`, an event of PyYAML.
-    """
     line = event.start_mark.line + 1
     if total > MAX_VALUES:
         raise YamlFault(f"line {line}: it has more than {MAX_VALUES:,} values (each alias counts as a full copy)")

@@ -1,7 +1,7 @@
 """Import functions of the user, such as reward functions and dataset loaders.
 
 Settings name a function as `file.py` or `file.py:function`, which is called a specification here. Errors quote the
-setting.
+setting `key`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,7 @@ USER_MODULE = "areno_user_"  # names of modules from `load_module` begin with it
 
 
 def split_spec(spec: str, default: str) -> tuple[str, str]:
-    """Split a specification `file.py:function` into file and function.
-
-    Args:
-        spec: `file.py` or `file.py:function`.
-        default: Name of the function if `spec` names only a file.
-
-    Returns:
-        (path of the file, name of the function).
-    """
+    """Return (file, function) of a specification."""
     file, colon, name = spec.rpartition(":")
     if colon and name.isidentifier() and file:
         return file, name
@@ -38,19 +30,7 @@ def split_spec(spec: str, default: str) -> tuple[str, str]:
 
 
 def resolve_spec(spec: str, default: str, key: str) -> str:
-    """Check that the file of a specification exists and is valid Python.
-
-    Args:
-        spec: `file.py` or `file.py:function`.
-        default: Name of the function if `spec` names only a file.
-        key: Name of the setting, which errors quote.
-
-    Returns:
-        The specification `file.py:function` with an absolute path.
-
-    Raises:
-        ConfigError: The file is not a .py file, does not exist or is not valid Python.
-    """
+    """Return the specification with an absolute path. Raises ConfigError if the file is missing or not valid Python."""
     file, name = split_spec(spec, default)
     if not file.endswith(".py"):
         raise ConfigError(Problem(key, f"is {spec!r}; expected file.py or file.py:function"))
@@ -60,37 +40,12 @@ def resolve_spec(spec: str, default: str, key: str) -> str:
 
 
 def load_function(file: str, name: str, key: str) -> Callable[..., Any]:
-    """Import a file and return one of its functions.
-
-    The folder of the file is added to sys.path, so that the file can import modules beside it.
-
-    Args:
-        file: Path of the file.
-        name: Name of the function.
-        key: Name of the setting, which errors quote.
-
-    Returns:
-        The function.
-
-    Raises:
-        ConfigError: The file cannot be imported or has no such function.
-    """
+    """Return a function of a file, see `load_module` and `function_of`."""
     return function_of(load_module(file, key), name, file, key)
 
 
 def load_module(file: str, key: str) -> ModuleType:
-    """Import a Python file by its path. The folder of the file is added to sys.path.
-
-    Args:
-        file: Path of the file.
-        key: Name of the setting, which errors quote.
-
-    Returns:
-        The module.
-
-    Raises:
-        ConfigError: The file cannot be imported.
-    """
+    """Import a file. Its folder is added to sys.path, so that it can import modules beside it."""
     path = Path(os.path.realpath(os.path.expanduser(file)))
     _check_file(path, file, key)
     if str(path.parent) not in sys.path:
@@ -111,20 +66,7 @@ def load_module(file: str, key: str) -> ModuleType:
 
 
 def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[..., Any]:
-    """Return a function of a module.
-
-    Args:
-        module: Module returned by `load_module`.
-        name: Name of the function.
-        file: Path of the module's file, which errors quote.
-        key: Name of the setting, which errors quote.
-
-    Returns:
-        The function.
-
-    Raises:
-        ConfigError: The module has no such function, or imports it beside functions of its own.
-    """
+    """Return a function. Raises ConfigError if the module lacks it, or imports it beside functions of its own."""
     function, own = getattr(module, name, None), _own_functions(module)
     if callable(function) and own and _is_imported(module, name):
         text = f"{name} in {file} is imported from {function.__module__}, and {file} defines {', '.join(own)}"
@@ -159,7 +101,7 @@ def _is_imported(module: ModuleType, name: str) -> bool:
 
 
 def _check_file(path: Path, shown: str, key: str) -> None:
-    """Raise ConfigError unless `path` is a file with valid Python. `shown` is the path in the message."""
+    """Raise ConfigError, which shows the path as `shown`, unless it is a file with valid Python."""
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
         raise ConfigError(Problem(key, f"there is no file {shown} (looked for {path})"))
     try:
@@ -176,13 +118,7 @@ def _check_file(path: Path, shown: str, key: str) -> None:
 def describe_error(error: BaseException, path: Path | None = None) -> str:
     """Describe an error in one printable line, such as `ValueError: text (reward.py:12)`.
 
-    Args:
-        error: The error.
-        path: File whose line the description names, if the file is in the traceback. None, or a file that is not in the
-            traceback, names the innermost line.
-
-    Returns:
-        The description.
+    The line is that in the file `path` if it is in the traceback, else the innermost one.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if path is not None:
