@@ -34,10 +34,7 @@ _is_sampling = False
 
 @contextmanager
 def sampling() -> Iterator[None]:
-    """Let layers use the stacked copies of the LoRA matrices A within this context.
-
-    Training does not update the copies, so call `Adapter.refresh_stacked` before.
-    """
+    """Let layers use the stacked copies of A. Call `Adapter.refresh_stacked` before: training does not update them."""
     global _is_sampling
     before, _is_sampling = _is_sampling, True
     try:
@@ -49,22 +46,18 @@ def sampling() -> Iterator[None]:
 class Adapter(nn.Module):
     """The LoRA adapters of some projections of one linear layer.
 
-    Args:
-        parts: for each projection of the layer, where it lies in the layer's weight.
-        groups: the indices of the adapted projections. The projections in an inner sequence share one A, because the
-            checkpoint stores them as one matrix. They must be neighbours in the layer.
-        adapters: rank and scaling.
-        spec: dtype, device and ranks of the weights.
+    The projections in an inner sequence of `groups` share one A, because the checkpoint stores them as one matrix. They
+    must be neighbours in the layer.
 
     Attributes:
         a: the A matrices, stacked (R, I), so that one product serves all.
         b: the B matrices, stacked (sum of the output sizes, rank).
         layout: for "a" and "b", which rows or columns of which checkpoint tensors this rank has.
         slices: for each A, the columns of the layer's output and the rows of `b` that belong to it.
-        on: whether the adapters are used. If False, the layer computes as if it had none.
-        in_order: whether products are computed with a fixed order of sums, for the setting `engine.exact`.
-        stacked: the layer's weight with a copy of A below, (X, I), and the layer's bias padded with zeros or None. The
-            attribute is None before `stack` is called.
+        on: if False, the layer computes as if it had no adapter.
+        in_order: whether products have a fixed order of sums, for `engine.exact`.
+        stacked: the layer's weight with a copy of A below, (X, I), and the bias padded with zeros, if any. None before
+            `stack`.
     """
 
     def __init__(self, parts: Sequence[Part], groups: Sequence[Sequence[int]], adapters: AdapterSpec, spec: WeightSpec):
@@ -95,15 +88,7 @@ class Adapter(nn.Module):
         self._tiles_of_all: Tensor | None = None
 
     def forward(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """Add the adapter to the output of the layer.
-
-        Args:
-            y_NO: the layer's output, which may be changed in place.
-            x_NI: the layer's input.
-
-        Returns:
-            (N, O) in the dtype of y; y itself or a new tensor.
-        """
+        """Add the adapter to the output of the layer, which may be changed in place."""
         a, b = self.a, self.b
         if self.row_parallel:
             b = self.tp.copy_in(b)
@@ -112,16 +97,7 @@ class Adapter(nn.Module):
         return add_lora(y_NO, self.project_a(x_NI, a), b, self.slices, self.tiles, self.scaling)
 
     def project_a(self, x_NI: Tensor, a_RI: Tensor | None = None) -> Tensor:
-        """Return x A^T.
-
-        Args:
-            x_NI: the layer's input.
-            a_RI: A with the autograd history that reduces its gradient over the ranks. None means the parameter `a`
-                itself.
-
-        Returns:
-            (N, R).
-        """
+        """Return x A^T, (N, R). `a_RI` is A with the autograd history that reduces its gradient over the ranks."""
         a_RI = self.a if a_RI is None else a_RI
         if self.in_order and not torch.is_grad_enabled():
             return fixed_order_matmul(x_NI, a_RI, x_NI.dtype)
@@ -131,15 +107,9 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def stack(self, weight_OI: nn.Parameter, bias_O: nn.Parameter | None) -> None:
-        """Move the layer's weight into a larger tensor that has room for a copy of A below the weight.
+        """Make the layer's weight (and column-parallel bias) a view of a larger tensor that has room for a copy of A.
 
-        Does nothing if the weight is on a device without Triton kernels or on the device `meta`. Do not call it for a
-        layer whose products are computed `in_order`.
-
-        Args:
-            weight_OI: the weight of the layer. Its data becomes a view of the larger tensor.
-            bias_O: the bias of the layer, or None. In a column-parallel layer its data becomes a view of a padded
-                bias.
+        Does nothing on a device without Triton kernels and on `meta`. Must not be called with `in_order`.
         """
         if not use_triton(weight_OI) or weight_OI.is_meta:
             return
@@ -157,79 +127,37 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def refresh_stacked(self) -> None:
-        """Copy the LoRA matrix A into the last rows of the stacked tensor [weight; A]. Call this after A has changed.
-
-        Does nothing if `stack` has not been called.
-        """
+        """Copy A, after it has changed, into the stacked tensor, if any."""
         if self.stacked is not None:
             self.stacked[0][self._n_out : self._n_out + len(self.a)] = self.a
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the layer must compute its output with `output` or `stacked_product`.
-
-        True within the context `sampling`, if `stack` has been called and the adapter is on.
-        """
+        """Whether the layer must compute its output with `output` or `stacked_product`."""
         return self.stacked is not None and _is_sampling and self.on
 
     def stacked_product(self, x_NI: Tensor) -> Tensor:
-        """Return x W^T and x A^T side by side. Requires `stack`.
-
-        The bias of a column-parallel layer is included.
-
-        Args:
-            x_NI: the layer's input.
-
-        Returns:
-            (N, X): O columns of x W^T, R columns of x A^T, then zeros up to X columns.
-        """
+        """Return x W^T (with a column-parallel bias), x A^T and zeros up to X columns, side by side."""
         assert self.stacked is not None
         return F.linear(x_NI, *self.stacked)
 
     def output(self, x_NI: Tensor) -> Tensor:
-        """Return the output of the layer with its adapter, (N, O). Requires `stack`.
-
-        The bias of a column-parallel layer is included. In a row-parallel layer the result is this rank's partial sum.
-
-        Args:
-            x_NI: the layer's input.
-        """
+        """Return the layer's output with adapter and column-parallel bias, or its partial sum if row-parallel."""
         assert self._tiles_of_all is not None
         return add_lora_stacked(self.stacked_product(x_NI), self.b, self._tiles_of_all, self.scaling, self._n_out)
 
     def swiglu_stacked(self, both_NX: Tensor, gelu: bool) -> Tensor:
-        """Return silu(gate) * up with adapters, (N, O / 2), for a layer whose projections are gate and up.
-
-        Args:
-            both_NX: the result of `stacked_product`.
-            gelu: whether to use the tanh form of GELU instead of SiLU.
-        """
+        """Return silu(gate) * up with adapters from `stacked_product`. `gelu` is the tanh form in place of SiLU."""
         return swiglu_stacked(both_NX, self.b, self.slices, self.scaling, self._n_out, gelu)
 
     # Methods for fused layers, outside autograd.
 
     def add_input_gradient(self, grad_x_NI: Tensor, grad_NO: Tensor) -> Tensor:
-        """Add the adapter's part of the gradient with respect to the input x, in place.
-
-        Args:
-            grad_x_NI: the part of the gradient with respect to x that comes from the layer's weight. The adapter's part
-                is added to it.
-            grad_NO: the gradient with respect to the layer's output.
-
-        Returns:
-            `grad_x_NI`.
-        """
+        """Add the adapter's part of the gradient with respect to x to that of the layer's weight, in place."""
         return grad_x_NI.addmm_(self._back(grad_NO), self.a)
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Add the gradients of A and B to their float32 `.grad`.
-
-        Does nothing if A and B are frozen or the adapter is off.
-
-        Args:
-            grad_NO: the gradient with respect to the layer's output.
-            x_NI: the layer's input in the forward pass.
-        """
+        """Add the gradients of A and B to their float32 `.grad`, unless they are frozen or the adapter is off."""
         if not (self.on and self.a.requires_grad):
             return
         assert self.a.grad is not None
@@ -254,9 +182,6 @@ class Adapter(nn.Module):
         """Draw A uniformly from +-1/sqrt(I), as peft does, and set B to zero, so that the model equals its base.
 
         The full tensors are drawn on the CPU, so the values do not depend on the number of ranks or the device.
-
-        Args:
-            generator: a CPU generator, in the same state on all ranks.
         """
         for part in self.layout["a"]:
             bound = 1.0 / math.sqrt(part.full_shape[1])
@@ -266,14 +191,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight_OI: Tensor) -> Tensor:
-        """Return a copy of the layer's weight with scaling * B A added. The sum is computed in fp32.
-
-        Args:
-            weight_OI: the weight of the layer.
-
-        Returns:
-            (O, I) in the dtype of the weight.
-        """
+        """Return the layer's weight with scaling * B A added in fp32, in its dtype."""
         out = weight_OI.detach().clone()
         for index, (column, row, size) in enumerate(self.slices):
             a = self.a[index * self.rank : (index + 1) * self.rank].float()

@@ -2,10 +2,11 @@
 
 A model is called with an `Attend`, so that the same model serves training and decoding. `PackedAttend` is for training
 and for computing log-probabilities. In decoding, the callable is attention over the KV cache, wrapped in a
-`CachedAttend` if the model has layers with a recurrent state.
+`CachedAttend` if the model has layers with a recurrent state. `layer` is the index among the layers with attention (or
+with a recurrent state, for `recur`), and queries and keys come after rotary embedding.
 
-Shape letters: N tokens, R packed sequences (rows), H query heads, K key heads, D head dimension; others as in
-`areno.kernels.delta`.
+Shape letters: N tokens of this rank, R packed sequences (rows), H query heads, K key heads, D head dimension; others as
+in `areno.kernels.delta`.
 """
 
 from __future__ import annotations
@@ -33,39 +34,22 @@ window: the number of last tokens that a token attends to, itself included. None
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """The keys of rows that begin with tokens of other rows.
+    """The M keys of rows that begin with tokens of other rows: those of the shared prefix, then their own."""
 
-    The keys of a row are those of its prefix, which is shared with other rows, and those of its own tokens.
-
-    Attributes:
-        tokens_M: int64, the index among the N tokens of each key, row by row.
-        cu_seqlens: (R + 1,) int32, the cumulative numbers of keys, from 0 to M.
-        max_len: the largest number of keys of a row.
-        n_tokens: N, the number of tokens that all rows have of their own, and of tokens of an earlier pass.
-    """
-
-    tokens_M: Tensor
-    cu_seqlens: Tensor
-    max_len: int
-    n_tokens: int
+    tokens_M: Tensor  # int64, the token of each key, row by row
+    cu_seqlens: Tensor  # (R + 1,) int32, cumulative numbers of keys
+    max_len: int  # in keys
+    n_tokens: int  # N, own tokens of all rows, and tokens of an earlier pass
 
     def with_row(self, n_tokens: int) -> SharedKeys:
-        """Add a row that shares nothing.
-
-        Args:
-            n_tokens: number of the row's tokens.
-        """
+        """Add a row that shares nothing."""
         total = self.n_tokens + n_tokens
         tokens_M = torch.cat([self.tokens_M, torch.arange(self.n_tokens, total, device=self.tokens_M.device)])
         cu_seqlens = F.pad(self.cu_seqlens, (0, 1), value=len(tokens_M))
         return SharedKeys(tokens_M, cu_seqlens, max(self.max_len, n_tokens), total)
 
     def gather(self, x_NKD: Tensor) -> Tensor:
-        """Return the keys or the values of all rows, (M, K, D), differentiable.
-
-        Args:
-            x_NKD: keys or values of the N tokens.
-        """
+        """Return the keys or the values of all rows, (M, K, D), differentiable."""
         return copy_rows(x_NKD, self.tokens_M, lambda: self._order)
 
     @cached_property
@@ -73,11 +57,7 @@ class SharedKeys:
         return order_of_copies(self.tokens_M, self.n_tokens)
 
     def sum(self, grad_MKD: Tensor) -> Tensor:
-        """Return the gradient with respect to the argument of `gather`, (N, K, D).
-
-        Args:
-            grad_MKD: the gradient with respect to the result of `gather`.
-        """
+        """Return the gradient with respect to the argument of `gather`."""
         return sum_copies(grad_MKD.contiguous().flatten(1), *self._order).view(self.n_tokens, *grad_MKD.shape[1:])
 
 
@@ -86,9 +66,6 @@ class PrefixKeys:
 
     An earlier forward pass, that of the prefixes, stores keys and values of each layer. The later passes read them, and
     their backward passes add the gradients. The backward pass of the prefixes comes last and takes the sums.
-
-    Args:
-        n_tokens: the number of tokens of the prefixes.
     """
 
     def __init__(self, n_tokens: int):
@@ -97,35 +74,17 @@ class PrefixKeys:
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
 
     def store(self, layer: int, *keys_values: Tensor) -> None:
-        """Store the keys and values of a layer.
-
-        Args:
-            layer: the index among the layers with attention.
-            keys_values: keys and values, which may end with padding, (tokens, K, D) each.
-        """
+        """Store the keys and values of a layer, which may end with padding."""
         k_NKD, v_NKD = (x.detach()[: self.n_tokens].contiguous() for x in keys_values)
         self._of_layer[layer] = k_NKD, v_NKD
 
     def join(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the prefixes followed by the given ones, (n_tokens + N, K, D) each.
-
-        Args:
-            layer: the index among the layers with attention.
-            k_NKD: keys of N tokens.
-            v_NKD: values of the same tokens.
-        """
+        """Return the keys and values of the prefixes followed by the given ones."""
         before_k, before_v = self._of_layer[layer]
         return torch.cat((before_k, k_NKD)), torch.cat((before_v, v_NKD))
 
     def add_gradients(self, layer: int, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradients of the prefixes' keys and values, and return the gradients of the other tokens.
-
-        Sums are in float32 or, for float64 gradients, in float64.
-
-        Args:
-            layer: the index among the layers with attention.
-            gradients: gradients with respect to the two results of `join`.
-        """
+        """Add the prefixes' part of the gradients of `join`, in at least float32, and return the rest."""
         (of_k, of_v), (own_k, own_v) = zip(*((x[: self.n_tokens], x[self.n_tokens :]) for x in gradients), strict=True)
         if (sums := self._gradients.get(layer)) is None:
             dtype = torch.promote_types(of_k.dtype, torch.float32)
@@ -136,13 +95,7 @@ class PrefixKeys:
         return own_k, own_v
 
     def with_gradients(self, layer: int, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return gradients of the prefixes' keys and values, with the gradients from the later passes added.
-
-        Args:
-            layer: the index among the layers with attention.
-            grad_k: gradient with respect to the keys, (tokens, K, D), from the pass of the prefixes alone.
-            grad_v: gradient with respect to the values.
-        """
+        """Return the gradients from the pass of the prefixes, with those from the later passes added."""
         joined = []
         for grad, later in zip((grad_k, grad_v), self._gradients.pop(layer), strict=True):
             total = later.add_(grad[: self.n_tokens]).to(grad.dtype)
@@ -151,8 +104,6 @@ class PrefixKeys:
 
 
 class _JoinPrefixKeys(torch.autograd.Function):
-    """Autograd function of `PrefixKeys.join`."""
-
     @staticmethod
     def forward(ctx: Any, k_NKD: Tensor, v_NKD: Tensor, prefix: PrefixKeys, layer: int) -> tuple[Tensor, Tensor]:
         ctx.prefix, ctx.layer = prefix, layer
@@ -164,8 +115,6 @@ class _JoinPrefixKeys(torch.autograd.Function):
 
 
 class _StorePrefixKeys(torch.autograd.Function):
-    """Autograd function that stores keys and values, and adds the gradients of later passes in the backward pass."""
-
     @staticmethod
     def forward(ctx: Any, k_NKD: Tensor, v_NKD: Tensor, prefix: PrefixKeys, layer: int) -> tuple[Tensor, Tensor]:
         ctx.prefix, ctx.layer = prefix, layer
@@ -182,17 +131,16 @@ class _StorePrefixKeys(torch.autograd.Function):
 class PackedAttend:
     """Causal attention within packed sequences (rows), for training and for computing log-probabilities.
 
+    In context parallelism, each rank has an equal share of the N tokens, as consecutive tokens. An all-to-all exchanges
+    tokens for heads, so that each rank attends over all tokens with some of the heads (Jacobs et al. 2023, "DeepSpeed
+    Ulysses", section 3).
+
     Attributes:
-        cu_seqlens: (R + 1,) int32, the cumulative lengths of the rows, from 0 to N.
-        max_len: the length of the longest row.
-        backend: the attention backend, a key of `areno.kernels.attention.BACKENDS`.
-        context: the ranks of context parallelism. Each of its ranks has an equal share of the N tokens, as
-            consecutive tokens. An all-to-all exchanges tokens for heads, so that each rank attends over all tokens
-            with some of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3).
+        cu_seqlens: (R + 1,) int32, the cumulative lengths of the rows.
+        backend: a key of `areno.kernels.attention.BACKENDS`.
         keys: the keys of rows that share prefixes. None: a row attends only to its own tokens.
-        stores: receives the keys and values of this pass, for later passes. None: no later pass needs them.
-        prefix: keys and values of an earlier pass, which precede those of the N tokens. `keys` counts them. None: the
-            keys are those of this pass.
+        stores: receives the keys and values of this pass, if later passes need them.
+        prefix: keys and values of an earlier pass, which precede those of the N tokens. `keys` counts them.
     """
 
     cu_seqlens: Tensor
@@ -205,7 +153,7 @@ class PackedAttend:
 
     @property
     def _borders(self) -> tuple[Tensor, Tensor, int, int]:
-        """The cumulative numbers of queries and of keys, and the largest number of each."""
+        """Cumulative numbers of queries and of keys, and the largest number of each."""
         keys = self.keys
         if keys is None:
             return self.cu_seqlens, self.cu_seqlens, self.max_len, self.max_len
@@ -218,18 +166,6 @@ class PackedAttend:
         return (k_NKD, v_NKD) if self.keys is None else (self.keys.gather(k_NKD), self.keys.gather(v_NKD))
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
-        """Compute attention over packed sequences (rows), differentiable.
-
-        Args:
-            layer: the index among the layers with attention.
-            q_NHD: queries of this rank's tokens, after rotary embedding.
-            k_NKD: keys of the same tokens.
-            v_NKD: values of the same tokens.
-            window: the number of last tokens that a token attends to, itself included. None means all.
-
-        Returns:
-            (N, H, D).
-        """
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         k_MKD, v_MKD = k_NKD, v_NKD
         if self.stores is not None:
@@ -243,23 +179,11 @@ class PackedAttend:
 
     @cached_property
     def chunks(self) -> RowChunks:
-        """The chunks into which the rows are cut, for layers with a recurrent state.
-
-        The first access copies cu_seqlens to the host.
-        """
+        """The chunks of the rows, for recurrent layers. The first access copies cu_seqlens to the host."""
         return RowChunks.from_starts(self.cu_seqlens.tolist(), self.cu_seqlens.device)
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """Compute the gated delta rule of rows that begin with zero states, differentiable.
-
-        Args:
-            layer: the index among the layers with a recurrent state; unused.
-            proj_NP: the input projections of all tokens.
-            weights: the weights of the layer.
-
-        Returns:
-            (N, I).
-        """
+        """Compute the gated delta rule of rows that begin with zero states, differentiable."""
         assert self.context.size == 1, "context parallelism does not support layers with a recurrent state"
         assert self.keys is None, "layers with a recurrent state cannot share prefixes"
         return delta_rows(proj_NP, weights, self.chunks)[0]
@@ -267,35 +191,13 @@ class PackedAttend:
     def recur_backward(
         self, grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, of_weights: bool
     ) -> tuple[Tensor, DeltaGradients | None]:
-        """Compute the gradients of `recur`, outside autograd.
-
-        Args:
-            grad_NI: the gradient with respect to the result of `recur`.
-            proj_NP: the projections that `recur` was given.
-            weights: the weights that `recur` was given.
-            of_weights: whether to also compute the gradients of the weights.
-
-        Returns:
-            The gradient with respect to the projections, and the gradients of the weights. The latter are None unless
-            `of_weights`.
-        """
+        """Return the gradients of projections and weights (None unless `of_weights`), outside autograd."""
         return delta_rows_backward(grad_NI, proj_NP, weights, self.chunks, of_weights)
 
     def forward(
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute attention outside autograd, and keep the tensors that `backward` needs.
-
-        Args:
-            layer: the index among the layers with attention.
-            q_NHD: queries of this rank's tokens, after rotary embedding.
-            k_NKD: keys of the same tokens.
-            v_NKD: values of the same tokens.
-            window: the number of last tokens that a token attends to, itself included. None means all.
-
-        Returns:
-            The output (N, H, D), and the tensors to pass to `backward` as `saved`.
-        """
+        """Return the output and the tensors that `backward` takes as `saved`, outside autograd."""
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         if self.stores is not None:
             self.stores.store(layer, k_NKD, v_NKD)
@@ -314,21 +216,6 @@ class PackedAttend:
         saved: Sequence[Tensor],
         window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of attention, outside autograd.
-
-        Args:
-            layer: the index among the layers with attention.
-            grad_NHD: the gradient with respect to the output of `forward`.
-            q_NHD: the queries that `forward` was given.
-            k_NKD: the keys that `forward` was given.
-            v_NKD: the values that `forward` was given.
-            out_NHD: the output of `forward`.
-            saved: the second result of `forward`.
-            window: the window that `forward` was given.
-
-        Returns:
-            The gradients with respect to q, k and v, in their shapes.
-        """
         inputs = grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD
         grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD = map(self.context.rows_to_columns, inputs)
         k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
@@ -349,48 +236,29 @@ class PackedAttend:
 class CachedAttend:
     """Attention over a KV cache together with cached recurrent states, for models that have both kinds of layers.
 
-    Attributes:
-        attend: attention over the KV cache.
-        states: callable (layer, proj_NP, weights) that computes the gated delta rule from the cached states, updates
-            the states, and returns (N, I).
+    `states` computes the gated delta rule from the cached states of a layer, and updates them.
     """
 
     attend: Attend
     states: Callable[[int, Tensor, DeltaWeights], Tensor]
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
-        """Compute attention over the KV cache, with the arguments and the result (N, H, D) of `Attend`."""
         return self.attend(layer, q_NHD, k_NKD, v_NKD, window)
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """Compute the gated delta rule from the cached states, and update the states.
-
-        Args:
-            layer: the index among the layers with a recurrent state.
-            proj_NP: the input projections of all tokens.
-            weights: the weights of the layer.
-
-        Returns:
-            (N, I).
-        """
         return self.states(layer, proj_NP, weights)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokensAttend:
-    """Attention for a pass whose first n tokens are real. The rest is padding, for which the output is zero.
+    """Attention of the first n tokens. The rest is padding, for which the output is zero.
 
     With the setting `engine.exact`, matrix products need a multiple of some number of rows, so tokens are padded.
-
-    Attributes:
-        attend: attention of the real tokens.
-        n: the number of real tokens.
     """
 
     attend: Attend
     n: int
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
-        """Compute attention of the first n tokens, with the arguments and the result (N, H, D) of `Attend`."""
         out_NHD = self.attend(layer, q_NHD[: self.n], k_NKD[: self.n], v_NKD[: self.n], window)
         return F.pad(out_NHD, (0, 0, 0, 0, 0, len(q_NHD) - self.n))

@@ -19,33 +19,13 @@ from areno.layers.shard import Layout, Part, WeightSpec
 
 @runtime_checkable
 class Recurs(Protocol):
-    """Protocol of an `attend` that can also compute recurrent layers, because it has the states of the sequences.
+    """Protocol of an `attend` that can also compute recurrent layers, because it has the states of the sequences."""
 
-    Models that have layers with the gated delta rule need such an `attend`.
-    """
-
-    def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """Compute the gated delta rule for the tokens of all sequences.
-
-        Args:
-            layer: the index among the layers with a recurrent state.
-            proj_NP: the input projections of all tokens.
-            weights: the weights of the layer.
-
-        Returns:
-            (N, I).
-        """
-        ...
+    def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor: ...
 
 
 class RowConvolution(nn.Module):
-    """The weight of the depthwise convolution over q, k and v, stacked: (X, 1, W), as in checkpoints.
-
-    Args:
-        out_sizes: the numbers of channels of q, k and v, over all ranks.
-        width: W, the kernel size.
-        spec: dtype, device and ranks of the weights.
-    """
+    """The weight of the depthwise convolution over q, k and v, stacked: (X, 1, W), as in checkpoints."""
 
     def __init__(self, out_sizes: tuple[int, ...], width: int, spec: WeightSpec):
         super().__init__()
@@ -61,12 +41,7 @@ class RowConvolution(nn.Module):
 class GatedDelta(nn.Module):
     """A layer that computes out(norm(delta_rule(conv(q, k, v), b, a)) * silu(z)) from projections of one input.
 
-    Args:
-        hidden_size: D, the hidden size of the model.
-        delta: numbers and sizes of the heads, over all ranks.
-        index: the index among the layers with a recurrent state.
-        eps: the epsilon of the norm.
-        spec: dtype, device and ranks of the weights.
+    `index` is the index among the layers with a recurrent state.
     """
 
     def __init__(self, hidden_size: int, delta: Delta, index: int, eps: float, spec: WeightSpec):
@@ -84,53 +59,22 @@ class GatedDelta(nn.Module):
         self.out = RowParallelLinear(inner, hidden_size, spec, bias=False)
 
     def forward(self, x_ND: Tensor, attend: object, split: bool = False) -> Tensor:
-        """Compute the layer, differentiable.
-
-        Args:
-            x_ND: inputs, the same on every rank unless split.
-            attend: an object with the method `recur` of `Recurs`.
-            split: whether `x_ND` and the output hold only this rank's share of the tokens (sequence parallelism).
-
-        Returns:
-            (N, D), or (N / ranks, D) if split.
-        """
+        """Compute the layer, differentiable, with `recur` of `attend`. `split` is explained in `linear.py`."""
         norm_V = self.norm.tp.copy_in(self.norm.weight)
         return self.out(self.mixed(self.in_proj(x_ND, split), attend, self.weights(norm_V)), split)
 
     def weights(self, norm_V: Tensor) -> DeltaWeights:
-        """Return the weights of the delta rule, in the form of the kernels.
-
-        Args:
-            norm_V: the weight of the norm. Under autograd, pass the result of `ParallelGroup.copy_in`, so that the
-                gradient of the weight is summed over the ranks.
-        """
+        """Return the weights for the kernels. `norm_V` has the autograd history that sums its gradient over ranks."""
         conv_XW = self.conv.weight.squeeze(1)
         return DeltaWeights(conv_XW, self.A_log, self.dt_bias, norm_V, self.norm.eps, self.n_key_heads)
 
     def mixed(self, proj_NP: Tensor, attend: object, weights: DeltaWeights) -> Tensor:
-        """Return the result of the delta rule, (N, I), which is the input of the output projection.
-
-        Args:
-            proj_NP: the input projections of all tokens.
-            attend: an object with the method `recur` of `Recurs`.
-            weights: the result of the method `weights`.
-        """
+        """Return the result of the delta rule, (N, I), which is the input of the output projection."""
         assert isinstance(attend, Recurs), "`attend` has no `recur`, which layers with a state call"
         return attend.recur(self.index, proj_NP, weights)
 
     def mixed_backward(self, grad_NI: Tensor, proj_NP: Tensor, attend: PackedAttend) -> Tensor:
-        """Return the gradient with respect to the projections, outside autograd.
-
-        Adds the gradients of the weights to `.grad`.
-
-        Args:
-            grad_NI: the gradient with respect to the result of `mixed`.
-            proj_NP: the projections that `mixed` was given.
-            attend: the packed sequences (rows) of the pass.
-
-        Returns:
-            (N, P).
-        """
+        """Return the gradient of the projections, and add those of the weights to `.grad`, outside autograd."""
         own = [self.conv.weight, self.A_log, self.dt_bias, self.norm.weight]
         of_weights = any(weight.requires_grad for weight in own)
         grad_proj_NP, found = attend.recur_backward(grad_NI, proj_NP, self.weights(self.norm.weight), of_weights)

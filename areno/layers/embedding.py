@@ -16,19 +16,9 @@ from areno.layers.shard import Layout, Part, WeightSpec
 class VocabParallelEmbedding(nn.Module):
     """The embedding matrix (V, D), for token embedding or as the LM head. Each rank has a range of the vocabulary.
 
-    Every rank has equally many rows: the vocabulary is padded with zero rows to a multiple of the number of ranks.
-
-    Args:
-        vocab_size: V, the number of token ids.
-        hidden_size: D, the hidden size of the model.
-        spec: dtype, device and ranks of the weights.
-        stored: number of rows in the checkpoint, see `TransformerConfig.stored_vocab_size`. None: `vocab_size`.
-
-    Attributes:
-        first: the first token id of this rank.
-        n_valid: the number of token ids of this rank. Later rows of the weight are padding.
-        fixed_order: the product that computes logits with a fixed order of sums, for the setting `engine.exact`. None
-            means that torch's own product is used.
+    Every rank has equally many rows: the vocabulary is padded with zero rows to a multiple of the number of ranks. A
+    checkpoint may have more rows (`stored`) than there are token ids. The rank has `n_valid` ids from `first` on.
+    `fixed_order` is the product for `engine.exact`, if set.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, spec: WeightSpec, stored: int | None = None):
@@ -50,16 +40,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight.detach()[self.n_valid :].zero_()
 
     def forward(self, tokens_N: Tensor, split: bool = False) -> Tensor:
-        """Embed tokens.
-
-        Args:
-            tokens_N: int64 token ids, the same on every rank.
-            split: whether to return only this rank's share of the tokens (sequence parallelism). N must be a multiple
-                of the number of ranks.
-
-        Returns:
-            (N, D) in the dtype of the weight, or (N / ranks, D) if split.
-        """
+        """Embed tokens, which are the same on every rank. If `split`, return only this rank's share of them."""
         if self.tp.size == 1:
             return F.embedding(tokens_N, self.weight)
         local_N = tokens_N - self.first
@@ -69,16 +50,10 @@ class VocabParallelEmbedding(nn.Module):
         return self.tp.scatter_rows(x_ND) if split else self.tp.reduce_out(x_ND)
 
     def product(self, hidden_KD: Tensor) -> Tensor:
-        """Return this rank's columns of the logits. The columns of padding rows are zero.
+        """Return this rank's columns of the logits, float32, zeros for padding rows.
 
         Outside of autograd on CUDA, logits are accumulated and returned in fp32. Logits rounded to bf16 would make the
         log-probabilities of rollout and training disagree.
-
-        Args:
-            hidden_KD: hidden states, in the dtype of the weight.
-
-        Returns:
-            (K, V / ranks) float32.
         """
         if self.fixed_order is not None:
             return self.fixed_order(hidden_KD, self.weight, torch.float32)
@@ -89,14 +64,8 @@ class ValueHead(nn.Module):
     """The head of critics and reward models, computed in fp32. bf16 would round a value of 20 by up to 0.06.
 
     With one label, the value is the score: hidden w^T. With two labels, as in the token classification models of
-    transformers, the scores have biases, and the value is the log-odds of label 1: its score minus that of label 0.
-
-    All tensor-parallel ranks hold the whole weight and the same hidden states, so gradients need no collective.
-
-    Args:
-        hidden_size: D, the hidden size of the model.
-        spec: dtype and device of the weight.
-        n_labels: L, the number of labels: 1 or 2.
+    transformers, the scores have biases, and the value is the log-odds of label 1: its score minus that of label 0. All
+    tensor-parallel ranks hold the whole weight and the same hidden states, so gradients need no collective.
     """
 
     def __init__(self, hidden_size: int, spec: WeightSpec, n_labels: int = 1):
@@ -109,14 +78,6 @@ class ValueHead(nn.Module):
             self.layout["bias"] = (Part((n_labels,)),)
 
     def forward(self, hidden_KD: Tensor) -> Tensor:
-        """Return the value of each position.
-
-        Args:
-            hidden_KD: (K, D) hidden states at the K positions.
-
-        Returns:
-            (K,) float32.
-        """
         bias = None if self.bias is None else self.bias.float()
         scores_KL = F.linear(hidden_KD.float(), self.weight.float(), bias)
         return scores_KL.squeeze(-1) if bias is None else scores_KL[:, 1] - scores_KL[:, 0]

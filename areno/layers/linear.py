@@ -1,7 +1,8 @@
 """Linear layers sharded over the tensor-parallel ranks: by output (column-parallel) or by input (row-parallel).
 
-The fused layers of `models/fused.py` do not use autograd inside a layer. They call `input_gradient` and `accumulate`
-in their backward pass.
+With the argument `split` (sequence parallelism), each rank has n of the N tokens outside of attention and MLP, and the
+layer gathers or scatters them. The fused layers of `models/fused.py` do not use autograd inside a layer. They call
+`input_gradient` and `accumulate` in their backward pass.
 
 Shape letters: N tokens, n = N / ranks tokens of one rank, I input features, O output features.
 """
@@ -23,22 +24,8 @@ from areno.layers.shard import Layout, Part, WeightSpec
 class Linear(nn.Module):
     """Base class of column-parallel and row-parallel layers and of `Router`. Sizes and weights are those of this rank.
 
-    If the argument `split` of a method is True, sequence parallelism is used: outside of attention and MLP, each rank
-    has n of the N tokens.
-
-    Args:
-        out_size: O on this rank, the number of output features.
-        in_size: I on this rank, the number of input features.
-        spec: dtype, device and ranks of the weights.
-        bias: whether the layer has a bias.
-
-    Attributes:
-        weight: (O, I).
-        bias: (O,), or None without a bias.
-        fixed_order: the product with a fixed order of sums, for the setting `engine.exact`. None means that torch's own
-            product is used.
-        layout: for "weight" and "bias", which rows or columns of which checkpoint tensors this rank has.
-        adapter: the LoRA adapter, or None.
+    `fixed_order` is the product for `engine.exact`, if set. `layout` lists, for "weight" and "bias", which rows or
+    columns of which checkpoint tensors this rank has.
     """
 
     def __init__(self, out_size: int, in_size: int, spec: WeightSpec, *, bias: bool):
@@ -51,29 +38,17 @@ class Linear(nn.Module):
         self.adapter: Adapter | None = None
 
     def add_adapter(self, groups: Sequence[Sequence[int]], adapters: AdapterSpec) -> Adapter:
-        """Add a LoRA adapter with uninitialised weights to the layer.
-
-        Args:
-            groups: the indices of the adapted projections of this layer. The projections in an inner sequence share one
-                A.
-            adapters: rank and scaling.
-
-        Returns:
-            The adapter, which is also set as `adapter`.
-        """
+        """Add a LoRA adapter with uninitialised weights. `groups` is explained at `Adapter`."""
         spec = WeightSpec(self.weight.dtype, self.weight.device, self.tp)
         self.adapter = Adapter(self.layout["weight"], groups, adapters, spec)
         return self.adapter
 
     def _adapted(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """Return the output y of the layer with its adapter added, or y itself without an active adapter."""
+        """Return the output y of the layer with its adapter added, if it is active."""
         return self.adapter(y_NO, x_NI) if self.adapter is not None and self.adapter.on else y_NO
 
     def stacked_adapter(self) -> Adapter | None:
-        """Return the adapter if one product must compute both x W^T and x A^T at the moment, else None.
-
-        This is the case within the context `sampling`, if `Adapter.stack` has been called and the adapter is on.
-        """
+        """Return the adapter if one product must compute both x W^T and x A^T at the moment, else None."""
         return self.adapter if self.adapter is not None and self.adapter.is_stacked else None
 
     def merged_weight(self) -> Tensor:
@@ -81,22 +56,13 @@ class Linear(nn.Module):
         return self.adapter.merged(self.weight) if self.adapter is not None and self.adapter.on else self.weight
 
     def product(self, x_NI: Tensor) -> Tensor:
-        """Return x W^T, (N, O), without bias and adapter.
-
-        Args:
-            x_NI: inputs of the layer.
-        """
+        """Return x W^T without bias and adapter."""
         return (
             F.linear(x_NI, self.weight) if self.fixed_order is None else self.fixed_order(x_NI, self.weight, x_NI.dtype)
         )
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Add the gradients of weight, bias and adapter to their float32 `.grad`. Frozen parameters are skipped.
-
-        Args:
-            grad_NO: the gradient of the loss with respect to the layer's output.
-            x_NI: the input of the layer in the forward pass.
-        """
+        """Add the gradients of weight, bias and adapter to their float32 `.grad`. Frozen parameters are skipped."""
         if self.weight.requires_grad:
             assert self.weight.grad is not None
             add_matmul(self.weight.grad, grad_NO.t(), x_NI)
@@ -107,7 +73,7 @@ class Linear(nn.Module):
             self.adapter.accumulate(grad_NO, x_NI)
 
     def _input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient with respect to x, (N, I), from this rank's outputs only."""
+        """Return the gradient with respect to x from this rank's outputs only."""
         grad_NI = grad_NO @ self.weight
         if self.adapter is not None and self.adapter.on:
             self.adapter.add_input_gradient(grad_NI, grad_NO)
@@ -117,19 +83,10 @@ class Linear(nn.Module):
 class ColumnParallelLinear(Linear):
     """y = x W^T + b for one or several projections of the same input, computed as one matrix product.
 
-    Each rank holds a slice of the outputs of every projection. The output of a rank is its slices side by side.
-
-    Args:
-        in_size: I, the number of input features.
-        out_sizes: the output size of each projection, over all ranks.
-        spec: dtype, device and ranks of the weights.
-        bias: whether the projections have biases.
-        copies: for each projection, the number of neighbouring ranks that hold the same slice. Empty means that each
-            slice is on one rank only. A rank with a copied slice computes the slice's gradient from its own heads only,
-            so the gradients of all copies must be summed. `Transformer.partial_gradients` lists the copied slices.
-
-    Attributes:
-        local_sizes: the output size of each projection on this rank.
+    Each rank holds a slice of the outputs of every projection, side by side. `copies` is, for each projection, the
+    number of neighbouring ranks that hold the same slice (empty: 1). Such a rank computes the slice's gradient from its
+    own heads only, so the gradients of all copies must be summed. `Transformer.partial_gradients` lists the copied
+    slices.
     """
 
     def __init__(
@@ -150,12 +107,6 @@ class ColumnParallelLinear(Linear):
         self.layout = {"weight": tuple(weights), "bias": tuple(biases)}
 
     def forward(self, x_NI: Tensor, split: bool = False) -> Tensor:
-        """Return the outputs (N, O) of this rank, with bias and adapter.
-
-        Args:
-            x_NI: inputs, the same on every rank. If split, the (n, I) tokens of this rank.
-            split: whether each rank has different tokens (sequence parallelism). They are gathered first.
-        """
         x_NI = self.tp.gather_rows(x_NI) if split else self.tp.copy_in(x_NI)
         if (adapter := self.stacked_adapter()) is not None:
             return adapter.output(x_NI)
@@ -165,30 +116,13 @@ class ColumnParallelLinear(Linear):
         return self._adapted(y_NO if self.bias is None else y_NO.add_(self.bias), x_NI)
 
     def input_gradient(self, grad_NO: Tensor, split: bool = False) -> Tensor:
-        """Return the gradient with respect to x, summed over the ranks.
-
-        Args:
-            grad_NO: the gradient of the loss with respect to this rank's outputs.
-            split: whether to return only the n tokens of this rank (sequence parallelism).
-
-        Returns:
-            (N, I), or (n, I) if split.
-        """
+        """Return the gradient with respect to x, summed over the ranks."""
         grad_NI = self._input_gradient(grad_NO)
         return self.tp.reduce_scatter_rows(grad_NI) if split else self.tp.all_reduce(grad_NI)
 
 
 class RowParallelLinear(Linear):
-    """y = x W^T + b where each rank holds a slice of the input features.
-
-    The layer follows a column-parallel layer. The partial products of the ranks are summed.
-
-    Args:
-        in_size: I over all ranks, the number of input features.
-        out_size: O, the number of output features.
-        spec: dtype, device and ranks of the weights.
-        bias: whether the layer has a bias.
-    """
+    """y = x W^T + b where each rank holds a slice of the input features, the output of a column-parallel layer."""
 
     def __init__(self, in_size: int, out_size: int, spec: WeightSpec, *, bias: bool):
         local = spec.tp.shard(in_size, "input features")
@@ -199,18 +133,7 @@ class RowParallelLinear(Linear):
         }
 
     def forward(self, x_NI: Tensor, split: bool = False, whole: bool = True) -> Tensor:
-        """Return the output, with bias and adapter.
-
-        Args:
-            x_NI: this rank's slice of the input features.
-            split: whether to return only the n tokens of this rank (sequence parallelism).
-            whole: whether to sum over the ranks. If False, the result is this rank's partial product without the bias,
-                and `split` is ignored.
-
-        Returns:
-            With `whole`, the output (N, O), the same on every rank, or this rank's tokens of it (n, O) if split.
-            Otherwise the partial product (N, O).
-        """
+        """Return the output summed over the ranks, or this rank's partial product without the bias unless `whole`."""
         adapter = self.stacked_adapter()
         y_NO = self._adapted(self.product(x_NI), x_NI) if adapter is None else adapter.output(x_NI)
         if not whole:
@@ -221,9 +144,5 @@ class RowParallelLinear(Linear):
         return y_NO.add_(self.tp.copy_in(self.bias) if split else self.bias)
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient with respect to this rank's slice of x, (N, I).
-
-        Args:
-            grad_NO: the gradient of the loss with respect to the whole output.
-        """
+        """Return the gradient with respect to this rank's slice of x from that of the whole output."""
         return self._input_gradient(grad_NO)

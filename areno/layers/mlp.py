@@ -3,10 +3,13 @@
 In a mixture, a router gives each token a probability for each expert. The token goes through the most probable experts,
 and their outputs are summed with these probabilities as weights (Shazeer et al. 2017, arXiv 1701.06538; Fedus et al.
 2021, "Switch Transformers", arXiv 2101.03961). No token is dropped. Each rank computes its own experts for all tokens.
-So the ranks communicate as in a row-parallel layer: they sum their outputs once.
+So the ranks communicate as in a row-parallel layer: they sum their outputs once, unless `whole` is False. `split` is
+sequence parallelism, as in `linear.py`.
 
-Both kinds of MLP have `forward` for autograd, and `fused_forward` and `fused_backward` for the fused layers, outside
-autograd.
+Both kinds of MLP have `forward` for autograd. For the fused layers, outside autograd, `fused_forward` returns (output,
+kept, saved): `kept` are the outputs of gate and up, side by side, which `fused_backward` computes again if it gets
+None, and `saved` are the chosen experts, if any. `fused_backward` returns the gradient with respect to x, summed over
+the ranks, and adds those of the parameters to their `.grad`.
 
 Shape letters: N tokens, D hidden size, E experts (of all ranks for the router, of this rank elsewhere), k experts of a
 token, M = N k copies of tokens, sorted by expert, I inner size of this rank or of an expert, O output features.
@@ -39,15 +42,7 @@ from areno.layers.shard import Layout, Part, WeightSpec
 
 
 class GatedMLP(nn.Module):
-    """The MLP down(silu(gate x) * up x), arXiv 2002.05202, sharded over the tensor-parallel ranks.
-
-    Args:
-        hidden_size: D, the hidden size of the model.
-        inner_size: I over all ranks, the output size of gate and of up.
-        spec: dtype, device and ranks of the weights.
-        bias: whether the linear layers have biases.
-        gelu: whether to use the tanh form of GELU instead of SiLU.
-    """
+    """The MLP down(silu(gate x) * up x), arXiv 2002.05202. `gelu` takes the tanh form of GELU instead of SiLU."""
 
     def __init__(self, hidden_size: int, inner_size: int, spec: WeightSpec, *, bias: bool, gelu: bool = False):
         super().__init__()
@@ -56,34 +51,13 @@ class GatedMLP(nn.Module):
         self.down = RowParallelLinear(inner_size, hidden_size, spec, bias=bias)
 
     def forward(self, x_ND: Tensor, split: bool = False) -> Tensor:
-        """Compute the MLP, differentiable.
-
-        Args:
-            x_ND: inputs, the same on every rank unless split.
-            split: whether `x_ND` and the output hold only this rank's n of the N tokens (sequence parallelism).
-
-        Returns:
-            (N, D), or (n, D) if split.
-        """
         gate, up = self.gate_up(x_ND, split).chunk(2, dim=-1)
         return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up, split)
 
     def fused_forward(
         self, x_ND: Tensor, split: bool = False, whole: bool = True
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Compute the output outside autograd, and the tensors that `fused_backward` needs.
-
-        Args:
-            x_ND: inputs, the same on every rank unless split.
-            split: whether `x_ND` and the output hold only this rank's n of the N tokens (sequence parallelism).
-            whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
-
-        Returns:
-            (output, kept, saved). The output is (N, D), or (n, D) if split. `kept` holds the outputs of gate and up,
-            side by side (N, 2 I), which the caller may pass to `fused_backward` or drop. While sampling with a
-            stacked LoRA adapter, `kept` is the wider result of `Adapter.stacked_product` instead, which
-            `fused_backward` cannot use. `saved` is an empty tuple.
-        """
+        """Return the result of `Adapter.stacked_product` as `kept` while sampling with a stacked LoRA adapter."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         if (adapter := self.gate_up.stacked_adapter()) is not None:
@@ -101,22 +75,6 @@ class GatedMLP(nn.Module):
         saved: tuple[Tensor, ...] = (),
         split: bool = False,
     ) -> Tensor:
-        """Return the gradient with respect to x, outside autograd.
-
-        Adds the gradients of the parameters to their `.grad`.
-
-        Args:
-            grad_ND: the gradient with respect to the output.
-            x_ND: the inputs of the forward pass.
-            kept: the outputs of gate and up (N, 2 I), the second result of `fused_forward`. None means that they are
-                computed again.
-            saved: the third result of `fused_forward`, which is not used.
-            split: whether `grad_ND`, `x_ND` and the result hold only this rank's n of the N tokens (sequence
-                parallelism).
-
-        Returns:
-            (N, D), summed over the ranks; (n, D) if split.
-        """
         from areno.kernels.elementwise.triton_swiglu import swiglu_backward
 
         work = None
@@ -140,11 +98,6 @@ class Router(Linear):
 
     Outside of autograd on CUDA, logits are computed in fp32, because a rounded logit may choose another expert. The
     softmax over all experts is always in fp32.
-
-    Args:
-        hidden_size: D, the hidden size of the model.
-        n_experts: E, the number of experts.
-        spec: dtype and device of the weight.
     """
 
     def __init__(self, hidden_size: int, n_experts: int, spec: WeightSpec):
@@ -152,23 +105,13 @@ class Router(Linear):
         self.layout: Layout = {"weight": (Part((n_experts, hidden_size)),)}
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        """Return the logits (N, E) float32 of inputs (N, D)."""
         return float32_matmul(x_ND, self.weight).float()
 
 
 class ExpertMatrices(nn.Module):
     """One weight matrix of each expert of this rank, stacked by rows: `weight` is (E * O, I).
 
-    Args:
-        n_experts: the number of experts over all ranks.
-        sizes: the output sizes of the checkpoint tensors that are stacked in the matrix of one expert, from the first
-            row, such as those of gate and up. O is their sum.
-        in_size: I, the number of input features.
-        spec: dtype, device and ranks of the weights.
-
-    Attributes:
-        n_local: E, the number of experts of this rank.
-        out_size: O, the number of output features.
+    The matrix of an expert stacks checkpoint tensors of some output sizes, such as those of gate and up.
     """
 
     def __init__(self, n_experts: int, sizes: tuple[int, ...], in_size: int, spec: WeightSpec):
@@ -187,17 +130,10 @@ class ExpertMatrices(nn.Module):
 
     @property
     def stack_EOI(self) -> Tensor:
-        """A view of the weight as (E, O, I)."""
         return self.weight.unflatten(0, (self.n_local, self.out_size))
 
     def accumulate(self, grad_MO: Tensor, x_MI: Tensor, groups: Groups) -> None:
-        """Add the gradient of the weight to its float32 `.grad`. Does nothing if the weight is frozen.
-
-        Args:
-            grad_MO: the gradient with respect to the outputs, sorted by expert.
-            x_MI: the inputs, sorted by expert.
-            groups: the order of the copies of tokens, sorted by expert.
-        """
+        """Add the gradient of the weight to its float32 `.grad`, unless it is frozen."""
         if self.weight.requires_grad:
             assert self.weight.grad is not None
             add_grouped_matmul(self.weight.grad.view_as(self.stack_EOI), grad_MO, x_MI, groups.ends_E)
@@ -206,16 +142,8 @@ class ExpertMatrices(nn.Module):
 class ExpertMLP(nn.Module):
     """The sum of down(silu(gate x) * up x) over a token's experts, weighted by the router.
 
-    Args:
-        hidden_size: D, the hidden size of the model.
-        experts: number and sizes of the experts.
-        layer: the index among the layers with experts.
-        routing: the settings and results of routing, shared by all layers of the model.
-        spec: dtype, device and ranks of the weights.
-
-    Attributes:
-        row_multiple: in `forward`, the number of rows of each expert's matrix products is padded to a multiple of this.
-            It is above 1 only for the setting `engine.exact`.
+    `layer` is the index among the layers with experts. For `engine.exact`, `forward` pads each expert's rows to a
+    multiple of `row_multiple`.
     """
 
     def __init__(self, hidden_size: int, experts: Experts, layer: int, routing: Routing, spec: WeightSpec):
@@ -228,16 +156,6 @@ class ExpertMLP(nn.Module):
         self.experts_down = ExpertMatrices(experts.n_experts, (hidden_size,), inner, spec)
 
     def forward(self, x_ND: Tensor, split: bool = False) -> Tensor:
-        """Route the tokens and compute their experts, differentiable.
-
-        Args:
-            x_ND: inputs, the same on every rank unless split.
-            split: whether `x_ND` and the output hold only this rank's n of the N tokens (sequence parallelism). Every
-                rank still routes all tokens.
-
-        Returns:
-            (N, D), or (n, D) if split.
-        """
         if split:  # the router's gradient is equal on all ranks, and `copy_in` sums that of the experts
             x_ND = self.tp.gather_rows_equal(x_ND)
         logits_NE = self.router(x_ND)
@@ -252,12 +170,10 @@ class ExpertMLP(nn.Module):
         return self.tp.scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
 
     def _groups(self, chosen_Nk: Tensor) -> Groups:
-        """Sort the copies of tokens by expert. Copies for the experts of other ranks come last."""
         n_local = self.experts_gate_up.n_local
         return group_by_expert(chosen_Nk, self.tp.rank * n_local, n_local)
 
     def _weights(self, logits_NE: Tensor, chosen_Nk: Tensor) -> Tensor:
-        """Return the weight of each chosen expert in the sum of a token, (N, k) float32."""
         probs_NE = logits_NE.softmax(-1)
         if self.routing.balance_E is not None and torch.is_grad_enabled():
             routing = self.routing
@@ -269,18 +185,6 @@ class ExpertMLP(nn.Module):
     def fused_forward(
         self, x_ND: Tensor, split: bool = False, whole: bool = True
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Compute the output outside autograd, and the tensors that `fused_backward` needs.
-
-        Args:
-            x_ND: inputs, the same on every rank unless split.
-            split: whether `x_ND` and the output hold only this rank's n of the N tokens (sequence parallelism).
-            whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
-
-        Returns:
-            (output, kept, saved). The output is (N, D), or (n, D) if split. `kept` holds the outputs of gate and up,
-            side by side, for the M copies of tokens, one per chosen expert (M, 2 I). The caller may pass it to
-            `fused_backward` or drop it. `saved` is a tuple with one tensor, the chosen experts (N, k).
-        """
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         if split:
@@ -305,22 +209,6 @@ class ExpertMLP(nn.Module):
     def fused_backward(
         self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...], split: bool = False
     ) -> Tensor:
-        """Return the gradient with respect to x, outside autograd.
-
-        Adds the gradients of the parameters to their `.grad`.
-
-        Args:
-            grad_ND: the gradient with respect to the output.
-            x_ND: the inputs of the forward pass.
-            kept: the outputs of gate and up (M, 2 I), the second result of `fused_forward`. None means that they are
-                computed again.
-            saved: the third result of `fused_forward`, with the experts of the forward pass, which are used again.
-            split: whether `grad_ND`, `x_ND` and the result hold only this rank's n of the N tokens (sequence
-                parallelism).
-
-        Returns:
-            (N, D), summed over the ranks; (n, D) if split.
-        """
         if split:
             grad_ND, x_ND = self.tp.all_gather_rows(grad_ND), self.tp.all_gather_rows(x_ND)
         chosen_Nk = saved[0].long()
@@ -353,10 +241,9 @@ class ExpertMLP(nn.Module):
 
 
 class _Balance(torch.autograd.Function):
-    """Autograd function that returns the router's probabilities unchanged, and adds a gradient in the backward pass.
+    """Add `balance_E` to the gradient of the router's probabilities, for each token, as often as it counts.
 
-    The backward pass adds `balance_E`, the gradient of the load-balancing loss with respect to the probabilities, to
-    the incoming gradient, for each token except padding, as often as the token counts.
+    This is the gradient of the load-balancing loss. Padding after `n_tokens` does not count.
     """
 
     @staticmethod

@@ -17,15 +17,10 @@ from areno.layers.shard import Layout, Part, WeightSpec
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, with the mean in fp32.
 
-    Args:
-        size: D, the size of the last dimension.
-        eps: the constant that is added to the mean.
-        spec: dtype, device and ranks of the weight.
-        own_data: whether each tensor-parallel rank normalises different features with the same weight, such as its own
-            heads. If True, this layer sums the gradient of the weight over the ranks. If False, it does not: either the
-            ranks have the same x, or (with sequence parallelism) they have different tokens. In the latter case
-            `Transformer.partial_gradients` lists the weight among those whose gradients must still be summed.
-        plus_one: whether to multiply by 1 + weight, computed in fp32, instead of weight.
+    With `plus_one`, the factor is 1 + weight, in fp32. With `own_data`, each tensor-parallel rank normalises different
+    features with the same weight, such as its own heads, and this layer sums the gradient of the weight over the ranks.
+    Otherwise the ranks have the same x, or (with sequence parallelism) different tokens.
+    `Transformer.partial_gradients` then lists the weight among those whose gradients must still be summed.
     """
 
     def __init__(self, size: int, eps: float, spec: WeightSpec, *, own_data: bool = False, plus_one: bool = False):
@@ -36,20 +31,13 @@ class RMSNorm(nn.Module):
         self.layout: Layout = {"weight": (Part((size,)),)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of x (..., D), in the dtype of x."""
         if self.plus_one:
             factor = 1.0 + self.tp.copy_in(self.weight).float()
             return F.rms_norm(x.float(), factor.shape, factor, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.tp.copy_in(self.weight), self.eps)
 
     def joined(self, other: RMSNorm, x_NJD: Tensor, n_own: int) -> Tensor:
-        """Return the norm of float32 queries and keys side by side, outside autograd: few operations, the same bits.
-
-        Args:
-            other: the norm of the other heads, of the same type and size.
-            x_NJD: the heads of N tokens.
-            n_own: the number of heads, from the first on, whose norm this is. The others have the norm `other`.
-        """
+        """Norm the first `n_own` float32 heads, and the others with `other`: few operations, same bits, no autograd."""
         size, n_other = len(self.weight), x_NJD.shape[1] - n_own
         factors_JD = torch.cat((self.weight.expand(n_own, size), other.weight.expand(n_other, size)))
         return F.rms_norm(x_NJD, (size,), None, self.eps).mul_(1.0 + factors_JD if self.plus_one else factors_JD)
@@ -57,46 +45,23 @@ class RMSNorm(nn.Module):
     # Methods for fused layers, outside autograd and with Triton.
 
     def add_and_norm(self, x_ND: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add delta to x, and normalise the sum.
+        """Return the sum of x and delta in the dtype of x, and its norm in the dtype of the weight.
 
-        Args:
-            x_ND: the residual stream.
-            delta: the output of attention or MLP, which is added to x: (N, D), or summands (parts, N, D). None means
-                that x itself is normalised.
-
-        Returns:
-            The sum in the dtype of x, and the norm of the sum in the dtype of the weight.
+        `delta` is (N, D), or summands of it (parts, N, D). None normalises x itself.
         """
         from areno.kernels.elementwise.triton_norm import add_rms_norm
 
         return add_rms_norm(x_ND, delta, self.weight, self.eps, self.plus_one)
 
     def add_parts_and_norm(self, x_ND: Tensor, part_ND: Tensor, memory: SymmetricMemory) -> tuple[Tensor, Tensor]:
-        """Sum `part_ND` over the tensor-parallel ranks, add the sum to x, and normalise the result.
-
-        All ranks must call this.
-
-        Args:
-            x_ND: the residual stream.
-            part_ND: this rank's partial sum of the output of attention or MLP, bfloat16.
-            memory: the symmetric memory of the ranks, which the kernel sums through.
-
-        Returns:
-            The new residual stream in the dtype of x, and its norm in the dtype of the weight.
-        """
+        """Do `add_and_norm` with the sum of `part_ND` over the ranks. All ranks must call this."""
         return memory.add_and_norm(x_ND, part_ND, self.weight, self.eps, self.plus_one)
 
     def sum_gradient(self, grad_ND: Tensor, grad_sum_ND: Tensor | None, sum_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient with respect to the input of the norm. Adds the gradient of the weight to its `.grad`.
+        """Return the gradient with respect to the input `sum_ND`, in its dtype and in that of `grad_ND`.
 
-        Args:
-            grad_ND: the gradient with respect to the norm's output.
-            grad_sum_ND: the gradient that reaches the residual stream past the norm, which is added to the result. None
-                means zero.
-            sum_ND: the input of the norm, which is the first result of `add_and_norm`.
-
-        Returns:
-            The same gradient twice: in the dtype of `sum_ND`, and in the dtype of `grad_ND`.
+        `grad_sum_ND` is the gradient that reaches the residual stream past the norm. The weight's is added to its
+        `.grad`.
         """
         from areno.kernels.elementwise.triton_norm import rms_norm_backward
 
@@ -104,26 +69,14 @@ class RMSNorm(nn.Module):
         return rms_norm_backward(grad_ND, grad_sum_ND, sum_ND, self.weight, self.eps, weight_grad, self.plus_one)
 
     def accumulate(self, grad_D: Tensor) -> None:
-        """Add `grad_D`, which a kernel computed, to the float32 `.grad` of the weight.
-
-        Does nothing if the weight is frozen. With `own_data`, `grad_D` is first summed over the ranks, in place.
-
-        Args:
-            grad_D: the gradient of the weight from this rank's data.
-        """
+        """Add `grad_D` (with `own_data`, summed over the ranks) to the float32 `.grad` of the weight, unless frozen."""
         if self.weight.requires_grad:
             assert self.weight.grad is not None
             self.weight.grad.add_(self.tp.all_reduce(grad_D))
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMS norm of a vector whose elements, like those of the weight, are divided over the tensor-parallel ranks.
-
-    Args:
-        size: D, the size of the vector over all ranks.
-        eps: the constant that is added to the mean.
-        spec: dtype, device and ranks of the weight.
-    """
+    """RMS norm of a vector whose elements, like those of the weight, are divided over the tensor-parallel ranks."""
 
     def __init__(self, size: int, eps: float, spec: WeightSpec):
         super().__init__()
@@ -133,7 +86,6 @@ class ShardedRMSNorm(nn.Module):
         self.layout: Layout = {"weight": (Part((size,), dim=0, start=spec.tp.rank * local, size=local),)}
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        """Return this rank's slice (N, I) of the norm, in the dtype of x. The mean is over the slices of all ranks."""
         if self.tp.size == 1:
             return F.rms_norm(x_NI, self.weight.shape, self.weight, self.eps)
         squares_N1 = x_NI.float().square().sum(-1, keepdim=True)
@@ -142,15 +94,7 @@ class ShardedRMSNorm(nn.Module):
         return (x_NI.float() * torch.rsqrt(mean_N1 + self.eps) * self.weight.float()).to(x_NI.dtype)
 
     def backward(self, grad_NI: Tensor, x_NI: Tensor) -> Tensor:
-        """Return the gradient with respect to x, for the fused layers. Adds the gradient of the weight to its `.grad`.
-
-        Args:
-            grad_NI: the gradient with respect to the output.
-            x_NI: the input of the forward pass.
-
-        Returns:
-            (N, I).
-        """
+        """Return the gradient with respect to x, and add that of the weight to its `.grad`."""
         with torch.enable_grad():
             x_NI = x_NI.detach().requires_grad_()
             wanted = [x_NI, self.weight] if self.weight.requires_grad else [x_NI]

@@ -1,8 +1,10 @@
 """A process group and its collectives, for tensor, sequence, context and data parallelism.
 
-In a group of one rank, every collective returns its input, so model files need not check the number of devices.
+In a group of one rank, every collective returns its input, so model files need not check the number of devices. All
+ranks make the same calls, with tensors of the same shape and dtype. What returns a handle has only begun: pass the
+handle to `wait_for` before reading the result. On CUDA, this blocks the current stream, not the host.
 
-Shape letters: n rows (or tokens) of one rank, N = n * size rows of all ranks.
+Shape letters: n rows (or tokens) of one rank, N = n * size rows of all ranks, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -29,22 +31,13 @@ class ParallelGroup:
 
     The ranks of a tensor-parallel group hold shards of one copy of the model, whose layers call `copy_in` and
     `reduce_out`. The ranks of a data-parallel group hold the same shard in different copies of the model.
-
-    Attributes:
-        rank: this process's rank in the group.
-        size: the number of ranks.
-        group: the torch.distributed process group. None for a group of one rank.
-        in_order: whether `all_reduce` sums in the order of the ranks, so that the sum of an element does not depend on
-            the position of the element in its tensor.
-        symmetric_memory: faster collectives for small tensors on GPUs. None means that the process group does all
-            collectives.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
-    in_order: bool = False
-    symmetric_memory: SymmetricMemory | None = None
+    in_order: bool = False  # `all_reduce` sums in the order of the ranks, wherever an element is in its tensor
+    symmetric_memory: SymmetricMemory | None = None  # faster collectives for small tensors on GPUs
 
     @property
     def sum_backend(self) -> str:
@@ -54,32 +47,13 @@ class ParallelGroup:
         return "shared memory" if self.symmetric_memory is not None else dist.get_backend(self.group)
 
     def shard(self, total: int, what: str) -> int:
-        """Divide a size by the number of ranks.
-
-        Args:
-            total: the size over all ranks, such as a number of heads.
-            what: the name of the size, for the error message.
-
-        Returns:
-            The size on one rank.
-
-        Raises:
-            ValueError: the number of ranks does not divide the size.
-        """
+        """Return total / size, or raise ValueError about `what`."""
         if total % self.size:
             raise ValueError(f"{what} ({total}) is not divisible by the {self.size} ranks of the group")
         return total // self.size
 
     def all_reduce(self, x: Tensor, op: Any = None) -> Tensor:
-        """Reduce x over the ranks, in place and outside autograd.
-
-        Args:
-            x: a tensor of the same shape and dtype on all ranks.
-            op: the `torch.distributed.ReduceOp`. None means the sum.
-
-        Returns:
-            x itself.
-        """
+        """Reduce x (by a sum if `op` is None) in place, outside autograd."""
         if self.size > 2 and self.in_order and op is None:
             first, *others = self._pieces(x)
             x.copy_(functools.reduce(torch.Tensor.add_, others, first))
@@ -88,51 +62,27 @@ class ParallelGroup:
         return x
 
     def reduce_scatter(self, x: Tensor) -> Any:
-        """Start a reduce-scatter of x in place: each rank gets the sum over the ranks of the n elements that it owns.
-
-        Rank r owns the elements from r * n. The other elements become undefined.
-
-        Args:
-            x: (N,), changed in place.
-
-        Returns:
-            A handle. Call its wait() before reading x. On CUDA, wait() blocks the current stream, not the host.
-        """
+        """Start to sum, in place, the n elements that each rank owns. Return a handle. Others become undefined."""
         if self.size == 1:
             return _Done()
         return _reduce_scatter(self._own(x), x, group=self.group, async_op=True)  # type: ignore[misc]
 
     def all_gather(self, x: Tensor) -> Any:
-        """Start an all-gather of x in place: each rank provides the n elements that it owns, and gets all N.
-
-        Rank r owns the elements from r * n.
-
-        Args:
-            x: (N,), changed in place.
-
-        Returns:
-            A handle. Call its wait() before reading x. On CUDA, wait() blocks the current stream, not the host.
-        """
+        """Start to fill x in place with the n elements that each rank owns, and return a handle."""
         if self.size == 1:
             return _Done()
         return _all_gather(x, self._own(x), group=self.group, async_op=True)  # type: ignore[misc]
 
     def _own(self, x: Tensor) -> Tensor:
-        """Return the view of the n elements of a vector (N,) that this rank owns."""
+        """Return the view of the n elements of a vector (N,) that this rank owns, rank r those from r * n."""
         n = x.numel() // self.size
         return x[self.rank * n : (self.rank + 1) * n]
 
     def gather_copies(self, x: Tensor, n: int) -> Tensor:
-        """Gather x from the `n` neighbouring ranks that hold copies of the same weights.
+        """Gather vectors from the `n` neighbouring ranks that hold copies of the same weights, (n, x.numel()).
 
-        All ranks of the group call this together, each for its own set of `n` ranks.
-
-        Args:
-            x: a vector, whose length may differ between sets of ranks.
-            n: the number of ranks in a set.
-
-        Returns:
-            (n, x.numel()), in the order of the ranks.
+        All ranks of the group call this together, each for its own set of `n` ranks. Sets may have vectors of other
+        lengths.
         """
         counts = [x.numel() if rank // n == self.rank // n else 0 for rank in range(self.size)]
         out = x.new_empty((n, x.numel()))
@@ -140,34 +90,18 @@ class ParallelGroup:
         return out
 
     def sum_copies(self, x: Tensor, n: int) -> None:
-        """Sum x over the `n` neighbouring ranks that hold copies of the same weights, in place.
-
-        The result is bitwise equal on these ranks. All ranks of the group call this together, each for its own set of
-        `n` ranks.
-
-        Args:
-            x: a vector.
-            n: the number of ranks in a set.
-        """
+        """Sum x over the ranks of `gather_copies` in place, with the same bits on all of them."""
         if n == self.size:
             self.all_reduce(x)
         elif n > 1:
             x.copy_(self.gather_copies(x, n).sum(0))
 
     def copy_in(self, x: Tensor) -> Tensor:
-        """Return x. The backward pass sums the gradients over the ranks. Used before a column-parallel layer.
-
-        Args:
-            x: a tensor that is the same on all ranks.
-        """
+        """Return x. The backward pass sums the gradients over the ranks. Used before a column-parallel layer."""
         return x if self.size == 1 else _CopyIn.apply(x, self)  # type: ignore[return-value]
 
     def reduce_out(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the ranks. The backward pass is the identity. Used after a row-parallel layer.
-
-        Args:
-            x: this rank's partial sum, which may be changed in place.
-        """
+        """Return the sum of x (maybe in place). The backward pass is the identity. Used after a row-parallel layer."""
         if self.size == 1:
             return x
         if self.symmetric_memory is not None and not torch.is_grad_enabled() and self.symmetric_memory.can_sum(x):
@@ -178,84 +112,38 @@ class ParallelGroup:
     # consecutive tokens. A reduce-scatter and an all-gather together move as many bytes as an all-reduce.
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """Concatenate the rows of all ranks.
-
-        The backward pass sums the gradients and returns this rank's rows of the sum.
+        """Concatenate the rows of all ranks. The backward pass returns this rank's rows of the summed gradient.
 
         Replaces `copy_in` under sequence parallelism.
-
-        Args:
-            x: (n, ...), this rank's rows.
-
-        Returns:
-            (N, ...), the same on all ranks.
         """
         return x if self.size == 1 else _Exchange.apply(x, self.all_gather_rows, self.reduce_scatter_rows)  # type: ignore[return-value]
 
     def scatter_rows(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks and return this rank's rows of the sum.
-
-        The backward pass gathers the rows of the gradient.
+        """Sum x and return this rank's rows of the sum. The backward pass gathers the rows of the gradient.
 
         Replaces `reduce_out` under sequence parallelism.
-
-        Args:
-            x: (N, ...), this rank's partial sum.
-
-        Returns:
-            (n, ...).
         """
         return x if self.size == 1 else _Exchange.apply(x, self.reduce_scatter_rows, self.all_gather_rows)  # type: ignore[return-value]
 
     def gather_rows_equal(self, x: Tensor) -> Tensor:
-        """Concatenate the rows of all ranks. The backward pass takes this rank's rows of the gradient, without a sum.
-
-        Use it if the gradient of the result is the same on all ranks.
-
-        Args:
-            x: (n, ...), this rank's rows.
-
-        Returns:
-            (N, ...), the same on all ranks.
-        """
+        """Concatenate the rows of all ranks. The result's gradient must be equal on all ranks, and is not summed."""
         return x if self.size == 1 else _Exchange.apply(x, self.all_gather_rows, self.own_rows)  # type: ignore[return-value]
 
     def all_gather_rows(self, x: Tensor) -> Tensor:
-        """Concatenate the rows of all ranks, outside autograd.
-
-        Args:
-            x: (n, ...), this rank's rows.
-
-        Returns:
-            (N, ...), the same on all ranks.
-        """
+        """Concatenate the rows of all ranks, outside autograd."""
         out, work = self.begin_all_gather_rows(x)
         wait_for(work)
         return out
 
     def begin_all_gather_rows(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Start concatenating the rows of all ranks, outside autograd.
-
-        Args:
-            x: (n, ...), this rank's rows.
-
-        Returns:
-            The result (N, ...), and a handle. Pass the handle to `wait_for` before reading the result.
-        """
+        """Start `all_gather_rows`, and return its result and a handle."""
         if self.size == 1:
             return x, _Done()
         out = x.new_empty((self.size * len(x), *x.shape[1:]))
         return out, _all_gather(out, x.contiguous(), group=self.group, async_op=True)  # type: ignore[misc]
 
     def reduce_scatter_rows(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks and return this rank's rows of the sum, outside autograd.
-
-        Args:
-            x: (N, ...), this rank's partial sum.
-
-        Returns:
-            (n, ...).
-        """
+        """Sum x and return this rank's rows of the sum, outside autograd."""
         if self.size == 1:
             return x
         out = x.new_empty((len(x) // self.size, *x.shape[1:]))
@@ -263,95 +151,49 @@ class ParallelGroup:
         return out
 
     def own_rows(self, x: Tensor) -> Tensor:
-        """Return the view (n, ...) of this rank's rows, without communication.
-
-        Args:
-            x: (N, ...), the rows of all ranks.
-        """
+        """Return the view of this rank's rows, without communication."""
         n = len(x) // self.size
         return x[self.rank * n : (self.rank + 1) * n]
 
     def gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Concatenate the tensors of all ranks along a dimension, outside autograd.
-
-        Args:
-            x: a tensor of the same shape on all ranks.
-            dim: the dimension to concatenate along.
-
-        Returns:
-            The result, on every rank.
-        """
+        """Concatenate the tensors of all ranks along a dimension, outside autograd."""
         if self.size == 1:
             return x
         return torch.cat(self._pieces(x), dim=dim)
 
     def all_gather_stacked(self, x: Tensor) -> Tensor:
-        """Stack the tensors of all ranks along a new first dimension, outside autograd.
-
-        Args:
-            x: a tensor of the same shape on all ranks.
-
-        Returns:
-            (size, *x.shape), on every rank.
-        """
+        """Stack the tensors of all ranks, (size, *x.shape), outside autograd."""
         if self.size > 1 and self.symmetric_memory is not None and self.symmetric_memory.can_gather(x):
             return self.symmetric_memory.all_gather(x)
         return torch.stack(self._pieces(x)) if self.size > 1 else x.unsqueeze(0)
 
     def _pieces(self, x: Tensor) -> list[Tensor]:
-        """Return the tensors x of all ranks, in the order of the ranks."""
+        """Return the tensors x of all ranks."""
         pieces = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(pieces, x.contiguous(), group=self.group)
         return pieces
 
     def columns_to_rows(self, x: Tensor) -> Tensor:
-        """Exchange some columns of all rows for all columns of some rows (all-to-all). Differentiable.
-
-        Args:
-            x: (N, V, ...), this rank's columns of all rows. The number of ranks must divide N.
-
-        Returns:
-            (n, size * V, ...), all columns of this rank's rows. Columns are in the order of the ranks, and rank r has
-            the rows from r * n.
-        """
+        """Exchange some columns of all rows (N, V, ...) for all columns of some rows (n, size * V, ...)."""
         return x if self.size == 1 else _Exchange.apply(x, self._columns_to_rows, self._rows_to_columns)  # type: ignore[return-value]
 
     def rows_to_columns(self, x: Tensor) -> Tensor:
-        """Exchange all columns of some rows for some columns of all rows (all-to-all). Differentiable.
-
-        This is the inverse of `columns_to_rows`.
-
-        Args:
-            x: (n, V, ...), all columns of this rank's rows. The number of ranks must divide V.
-
-        Returns:
-            (N, V / size, ...), this rank's columns of all rows.
-        """
+        """Do the inverse of `columns_to_rows`: (n, V, ...) -> (N, V / size, ...)."""
         return x if self.size == 1 else _Exchange.apply(x, self._rows_to_columns, self._columns_to_rows)  # type: ignore[return-value]
 
     def _columns_to_rows(self, x: Tensor) -> Tensor:
-        """Compute `columns_to_rows` outside autograd."""
         pieces = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(pieces, x.contiguous(), group=self.group)
         return pieces.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
 
     def _rows_to_columns(self, x: Tensor) -> Tensor:
-        """Compute `rows_to_columns` outside autograd."""
         pieces = x.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
         out = torch.empty_like(pieces)
         dist.all_to_all_single(out, pieces, group=self.group)
         return out
 
     def gather_to(self, x: Tensor, rank: int) -> list[Tensor]:
-        """Gather the tensors of all ranks on one rank.
-
-        Args:
-            x: a tensor of the same shape on all ranks.
-            rank: the rank that receives.
-
-        Returns:
-            The tensors in the order of the ranks. On other ranks than `rank`, an empty list.
-        """
+        """Return the tensors of all ranks on one rank, an empty list on the others."""
         if self.size == 1:
             return [x]
         pieces = [torch.empty_like(x) for _ in range(self.size)] if self.rank == rank else []
@@ -360,18 +202,13 @@ class ParallelGroup:
 
 
 class _Done:
-    """The handle that asynchronous collectives return in a group of one rank, where nothing is left to wait for."""
+    """The handle of a collective in a group of one rank, where nothing is left to wait for."""
 
-    def wait(self) -> None:
-        """Return immediately."""
+    def wait(self) -> None: ...
 
 
 def wait_for(work: Any) -> None:
-    """Wait for an asynchronous collective. The stack trace of a hanging process shows this function.
-
-    Args:
-        work: the handle that the collective returned.
-    """
+    """Wait for an asynchronous collective. The stack trace of a hanging process shows this function."""
     work.wait()
 
 

@@ -1,8 +1,5 @@
 """Rotary position embedding (arXiv 2104.09864), with the scalings that `Rope` describes.
 
-`Rotary` computes angles from positions, and `rotate` applies them. `head_order` gives the order in which `rotate`
-expects the elements of a head, for checkpoints that have another order.
-
 Shape letters: N tokens, H heads, D head dimension, F = D / 2 frequencies.
 """
 
@@ -18,16 +15,9 @@ from areno.layers.config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the frequencies: the angle in radians from one position to the next, for each pair of elements of a head.
+    """Return the angle in radians from one position to the next for each pair of elements of a head, (F,) float32.
 
     Pairs that are not rotated have frequency 0.
-
-    Args:
-        rope: base and scaling.
-        head_dim: D, the size of a head.
-
-    Returns:
-        (F,) float32 on the CPU.
     """
     if rope.kind == "none":
         return torch.zeros(head_dim // 2)
@@ -40,14 +30,7 @@ def head_order(rope: Rope, head_dim: int) -> Tensor | None:
 
     `rotate` turns pairs of elements that are half a head apart. Attention gives the same result if the elements of
     queries and keys are permuted alike, so a checkpoint with other pairs is reordered once, when weights are loaded.
-
-    Args:
-        rope: which elements are rotated, and which form pairs.
-        head_dim: D, the size of a head.
-
-    Returns:
-        (D,) int64, for each element in the model the index of the element in the checkpoint. None if the orders are
-        equal.
+    The result has, for each element in the model, its index in the checkpoint, (D,). None if the orders are equal.
     """
     dim = rope.rotary_dim(head_dim)
     if dim == head_dim and not rope.interleaved:
@@ -59,21 +42,12 @@ def head_order(rope: Rope, head_dim: int) -> Tensor | None:
 
 
 def permute_heads(rows: Tensor, order_D: Tensor) -> Tensor:
-    """Return a copy of a weight in which the output rows of every head are permuted.
-
-    Args:
-        rows: (heads * D, ...), such as the weight of a query projection.
-        order_D: (D,) int64, the same permutation for every head. Row i of a head in the result is row order_D[i] of
-            the head in `rows`.
-    """
+    """Return a copy of a weight (heads * D, ...) in which row i of every head is the former row order_D[i]."""
     return rows.unflatten(0, (-1, len(order_D)))[:, order_D].flatten(0, 1)
 
 
 def _frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the scaled frequencies of the rotated pairs, (head_dim / 2,).
-
-    `head_dim` counts only the rotated elements of a head.
-    """
+    """Return the scaled frequencies of the rotated pairs. `head_dim` counts only the rotated elements."""
     exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     freqs_F = 1.0 / (rope.theta**exponents_F)
     if rope.kind in ("default", "dynamic"):
@@ -87,20 +61,14 @@ def _frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _kept_by_llama3(freqs_F: Tensor, rope: Rope) -> Tensor:
-    """Return how much of each frequency llama3 scaling keeps, (F,), between 0 and 1.
-
-    1 keeps the frequency, 0 divides it by `rope.factor`, and values in between interpolate.
-    """
+    """Return how much of each frequency is kept: 1 keeps it, 0 divides it by `rope.factor`, others interpolate."""
     wavelengths_F = 2 * math.pi / freqs_F
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return ((rope.original_max_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
-    """Return how much of each frequency yarn scaling keeps, (F,), between 0 and 1.
-
-    1 keeps the frequency, 0 divides it by `rope.factor`, and values in between interpolate.
-    """
+    """Return how much of each frequency is kept, as in `_kept_by_llama3`."""
 
     def index_of(turns: float) -> float:
         """Return the index (a float) of the frequency with this many turns within the original context length."""
@@ -116,22 +84,10 @@ def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Computes rotation angles from positions in each forward pass.
-
-    This is as fast as a table and has no maximum length.
-
-    Args:
-        rope: base and scaling.
-        head_dim: D, the size of a head.
-        device: the device of the frequencies.
-
-    Attributes:
-        freqs_F: float32, the angle in radians from one position to the next.
-        scale_F: float32, the factor of queries and keys for each pair of elements. None means 1.
-    """
+    """Computes rotation angles from positions in each forward pass: as fast as a table, without a maximum length."""
 
     freqs_F: Tensor
-    scale_F: Tensor | None
+    scale_F: Tensor | None  # factor of queries and keys for each pair of elements; None means 1
 
     def __init__(self, rope: Rope, head_dim: int, *, device: torch.device | str):
         super().__init__()
@@ -143,36 +99,21 @@ class Rotary(nn.Module):
 
     @torch.no_grad()
     def forward(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of the angles, each (N, 1, F) float32.
-
-        Both are multiplied by the factor `scale_F` of queries and keys.
-
-        Args:
-            positions_N: int64, the position of each token in its sequence.
-        """
+        """Return the cosines and sines of the angles, times `scale_F`, (N, 1, F) float32 each."""
         angles_N1F = (positions_N.float().unsqueeze(-1) * self.freqs_F).unsqueeze(1)
         cos_N1F, sin_N1F = angles_N1F.cos(), angles_N1F.sin()
         return (cos_N1F, sin_N1F) if self.scale_F is None else (cos_N1F * self.scale_F, sin_N1F * self.scale_F)
 
 
 def rotate(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
-    """Rotate the pairs (x[f], x[f + F]) of each head by their angle, in fp32. Differentiable with respect to x.
-
-    Args:
-        x_NHD: queries or keys.
-        cos_N1F: cosines of the angles, from `Rotary`.
-        sin_N1F: sines of the angles, from `Rotary`.
-
-    Returns:
-        (N, H, D) in the dtype of x.
-    """
+    """Rotate the pairs (x[f], x[f + F]) of each head by their angle, in fp32. Differentiable with respect to x."""
     if not torch.is_grad_enabled():
         return _turn(x_NHD, cos_N1F, sin_N1F)
     return _Rotate.apply(x_NHD, cos_N1F, sin_N1F)  # type: ignore[return-value]
 
 
 def _turn(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
-    """Return the rotated x. Few operations on large parts, because small models spend much of their time here."""
+    """Use few operations on large parts, because small models spend much of their time here."""
     x_NHD, dtype = x_NHD.float(), x_NHD.dtype
     a_NHF, b_NHF = x_NHD.chunk(2, dim=-1)
     turned_NHD = torch.empty(x_NHD.shape, dtype=torch.float32, device=x_NHD.device)
@@ -183,10 +124,7 @@ def _turn(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Autograd function of `rotate`.
-
-    It saves the angles but not x, since the gradient is the inverse rotation, with the same scale.
-    """
+    """Saves the angles but not x, since the gradient is the inverse rotation, with the same scale."""
 
     @staticmethod
     def forward(ctx: Any, x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:

@@ -1,9 +1,7 @@
 """Settings and results of routing tokens to experts, shared by all expert layers of a model.
 
-`Routing.begin` sets which experts to use in the next passes, and which results to record. The fields `chosen` and
-`loads` hold the results.
-
-Shape letters: N tokens of a pass, L expert layers, E experts, k experts of a token.
+Shape letters: N tokens of a pass, L expert layers, E experts, k experts of a token. `layer` is the index among the
+expert layers.
 """
 
 from __future__ import annotations
@@ -18,19 +16,12 @@ from areno.layers.config import Experts
 
 @dataclass
 class LayerLoad:
-    """Statistics of the experts that the tokens of one pass used in one layer, as tensors on the device.
+    """Statistics of the experts that the tokens of one pass used in one layer, summed over tokens, on the device."""
 
-    Attributes:
-        chosen_E: int64, for each expert, the number of times that a token used the expert.
-        probability_E: float32, the router's probability of each expert, summed over tokens.
-        entropy: scalar float32, the entropy of the router's probabilities in nats, summed over tokens.
-        changed: scalar int64, the number of used experts that the router would not have chosen, over all tokens.
-    """
-
-    chosen_E: Tensor
-    probability_E: Tensor
-    entropy: Tensor
-    changed: Tensor
+    chosen_E: Tensor  # int64, number of times that a token used the expert
+    probability_E: Tensor  # float32, of the router
+    entropy: Tensor  # float32, of the router's probabilities in nats
+    changed: Tensor  # int64, number of used experts that the router would not have chosen
 
 
 @dataclass
@@ -40,16 +31,13 @@ class Routing:
     If a backward pass computes parts of its forward pass again, the settings must still be those of the forward pass.
 
     Attributes:
-        experts: number and sizes of the experts.
-        n_layers: L, the number of layers with experts.
         given_NLk: recorded experts to use in place of the router's choice (routing replay), of any integer dtype. The
-            router chooses for tokens whose first entry is `none`, and for tokens after the end of this tensor. None
-            means that the router chooses for all tokens.
-        balance_E: float32, the gradient of the load-balancing loss with respect to the router's probabilities, the same
-            for each token. None means that there is no such loss.
-        n_tokens: the number of tokens before the padding. None means that there is no padding.
-        counts_N: float32, how often each token before the padding counts in `loads` and in the load-balancing loss.
-            None means once.
+            router chooses for tokens whose first entry is `none`, and for tokens after the end of this tensor.
+        balance_E: float32, the gradient of the load-balancing loss with respect to the router's probabilities, for
+            each token alike.
+        n_tokens: the number of tokens before the padding, if any.
+        counts_N: float32, how often each token before the padding counts in `loads` and in the balancing loss. None
+            means once.
         records: whether to store the used experts in `chosen`.
         observes: whether to store statistics in `loads`.
         chosen: for each layer, the experts that the last pass used, (N, k) int64.
@@ -87,20 +75,7 @@ class Routing:
         records: bool = False,
         observes: bool = False,
     ) -> None:
-        """Set how the next passes are routed, and clear the results.
-
-        By default the router chooses all experts, and nothing is recorded.
-
-        Args:
-            given_NLk: recorded experts to use in place of the router's choice (routing replay). None means that the
-                router chooses.
-            balance_E: the gradient of the load-balancing loss with respect to the router's probabilities. None means
-                that there is no such loss.
-            n_tokens: the number of tokens before the padding. None means that there is no padding.
-            counts_N: float32, how often each token before the padding counts. None means once.
-            records: whether to store the used experts in `chosen`.
-            observes: whether to store statistics in `loads`.
-        """
+        """Set how the next passes are routed, and clear the results."""
         self.given_NLk, self.balance_E, self.n_tokens, self.counts_N = given_NLk, balance_E, n_tokens, counts_N
         self.records, self.observes = records, observes
         self.chosen, self.loads = {}, {}
@@ -115,26 +90,11 @@ class Routing:
         return self.given_NLk is None and not self.observes
 
     def record_experts(self, layer: int, chosen_Nk: Tensor) -> None:
-        """Store the experts that a layer used, if `records` is set.
-
-        Args:
-            layer: the index among the expert layers.
-            chosen_Nk: int64, the experts of each token.
-        """
         if self.records:
             self.chosen[layer] = chosen_Nk
 
     def choose(self, layer: int, logits_NE: Tensor) -> Tensor:
-        """Choose the experts of each token, and record the results that `begin` asked for.
-
-        Args:
-            layer: the index among the expert layers.
-            logits_NE: the router's logits.
-
-        Returns:
-            (N, k) int64. For tokens without recorded experts in `given_NLk`, the most probable experts, in descending
-            order of probability.
-        """
+        """Return the given experts of each token, or the most probable ones in descending order, and record them."""
         with torch.no_grad():
             own_Nk = logits_NE.topk(self.experts.top_k, dim=-1).indices
             chosen_Nk = own_Nk
@@ -149,13 +109,7 @@ class Routing:
         return chosen_Nk
 
     def _load(self, logits_NE: Tensor, own_Nk: Tensor, chosen_Nk: Tensor) -> LayerLoad:
-        """Return the statistics of a layer.
-
-        Args:
-            logits_NE: the router's logits.
-            own_Nk: the experts that the router would choose.
-            chosen_Nk: the experts that were used.
-        """
+        """Compute statistics from the experts that the router would choose (own) and those that were used (chosen)."""
         n = len(logits_NE) if self.n_tokens is None else self.n_tokens
         probs_NE, own_Nk, chosen_Nk = logits_NE[:n].softmax(-1), own_Nk[:n], chosen_Nk[:n]
         is_own_Nk = (chosen_Nk.unsqueeze(-1) == own_Nk.unsqueeze(-2)).any(-1)

@@ -1,9 +1,7 @@
-"""Descriptions of where checkpoint tensors lie in this rank's parameters.
-
-Each layer declares such descriptions for its parameters, and loading and saving use them.
+"""Descriptions of where checkpoint tensors lie in this rank's parameters. Loading and saving use them.
 
 A parameter may hold several checkpoint tensors, stacked by rows (such as q, k and v), and only this rank's shard of
-each. A `Part` describes one checkpoint tensor in a parameter. A `WeightSpec` creates parameters.
+each.
 """
 
 from __future__ import annotations
@@ -23,27 +21,14 @@ GATHERED_ON_CPU = 2**20  # the limit on the CPU, where received shards and the r
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Dtype, device and ranks with which the layers of a model create their weights on this rank.
-
-    Attributes:
-        dtype: the dtype of the weights.
-        device: the device of the weights.
-        tp: the tensor-parallel ranks that share one copy of the model.
-        placed: whether to allocate memory. If False, a parameter has a shape but no memory of its own until
-            `parameter.data = view` sets it.
-    """
+    """Dtype, device and ranks with which the layers of a model create their weights on this rank."""
 
     dtype: torch.dtype
     device: torch.device | str
     tp: ParallelGroup = field(default_factory=ParallelGroup)
-    placed: bool = True
+    placed: bool = True  # if False, parameters have no memory until `parameter.data = view` sets it
 
     def empty(self, *shape: int) -> nn.Parameter:
-        """Return a parameter with uninitialised values.
-
-        Args:
-            shape: the shape on this rank.
-        """
         if not self.placed:
             return nn.Parameter(torch.empty(1, dtype=self.dtype, device=self.device).expand(shape))
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
@@ -56,15 +41,13 @@ class Part:
     Attributes:
         full_shape: the shape of the checkpoint tensor.
         offset: the first row of the parameter that the checkpoint tensor fills.
-        dim: the dimension that is divided over the tensor-parallel ranks, 0 or 1. None means that every rank has the
-            whole tensor.
+        dim: the dimension that is divided over the tensor-parallel ranks, 0 or 1. None: every rank has all of it.
         start: the first index of this rank's shard along `dim`.
-        size: the length of this rank's shard along `dim`. The last ranks may have less than the others (a padded
-            vocabulary).
-        holder: the only rank that has the tensor, and has it as a whole; used for the matrices of an expert. `dim` is
-            then 0, and `size` is 0 on the other ranks. None means that the tensor is divided or copied as `dim` says.
-        copies: the number of neighbouring ranks that have the same shard. It is above 1 if there are fewer key-value
-            heads than ranks.
+        size: the length of this rank's shard along `dim`. The last ranks may have less (a padded vocabulary).
+        holder: the only rank that has the tensor, and has it as a whole; for the matrices of an expert. `dim` is then
+            0, and `size` is 0 on the other ranks.
+        copies: the number of neighbouring ranks that have the same shard. Above 1 if there are fewer key-value heads
+            than ranks.
     """
 
     full_shape: tuple[int, ...]
@@ -76,37 +59,23 @@ class Part:
     copies: int = 1
 
     def cut(self, full: Any) -> Tensor:
-        """Return this rank's shard of the checkpoint tensor.
-
-        Args:
-            full: the checkpoint tensor, or a safetensors slice of it.
-        """
+        """Return this rank's shard of the checkpoint tensor, or of a safetensors slice of it."""
         if self.dim is None:
             return full[:]
         piece = slice(self.start, self.start + self.size)
         return full[piece] if self.dim == 0 else full[:, piece]
 
     def region(self, parameter: Tensor) -> Tensor:
-        """Return the view of a parameter that holds this rank's shard of the checkpoint tensor.
-
-        Args:
-            parameter: the parameter of this rank.
-        """
+        """Return the view of a parameter that holds this rank's shard."""
         rows = self.size if self.dim == 0 else self.full_shape[0]
         return parameter.detach()[self.offset : self.offset + rows]
 
     def gather(self, parameter: Tensor, tp: ParallelGroup, owner: int, out: Tensor | None) -> None:
-        """Copy the full checkpoint tensor to `out` on the rank `owner`.
+        """Copy the full checkpoint tensor to `out` on the rank `owner`. `out` is None on the other ranks.
 
         All ranks must call this, unless `self.dim` is None. Each rank sends at most GATHERED_BYTES at a time
         (GATHERED_ON_CPU on the CPU), which limits the memory that is needed in addition to the shards. A copy to pinned
         memory may still be in progress on return.
-
-        Args:
-            parameter: the parameter of this rank.
-            tp: the tensor-parallel ranks.
-            owner: the rank that receives the tensor.
-            out: a tensor of `full_shape` on the rank `owner`, to be filled. None on the other ranks.
         """
         piece = self.region(parameter)
         if self.dim is None or tp.size == 1:
