@@ -154,7 +154,7 @@ class Adapter(nn.Module):
 
     def add_input_gradient(self, grad_x_NI: Tensor, grad_NO: Tensor) -> Tensor:
         """Add the adapter's part of the gradient with respect to x to that of the layer's weight, in place."""
-        return grad_x_NI.addmm_(self._back(grad_NO), self.a)
+        return grad_x_NI.addmm_(self._grad_h(grad_NO), self.a)
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
         """Add the gradients of A and B to their float32 `.grad`, unless they are frozen or the adapter is off."""
@@ -162,15 +162,15 @@ class Adapter(nn.Module):
             return
         assert self.a.grad is not None
         assert self.b.grad is not None
-        h_NR, back_NR = self.project_a(x_NI), self._back(grad_NO)
-        self.tp.all_reduce(h_NR if self.row_parallel else back_NR)
+        h_NR, grad_h_NR = self.project_a(x_NI), self._grad_h(grad_NO)
+        self.tp.all_reduce(h_NR if self.row_parallel else grad_h_NR)
         h_NR = h_NR * self.scaling
         for index, (column, row, size) in enumerate(self.slices):
             h_Nr = h_NR[:, index * self.rank : (index + 1) * self.rank]
             add_matmul(self.b.grad[row : row + size], grad_NO[:, column : column + size].t(), h_Nr)
-        add_matmul(self.a.grad, back_NR.t(), x_NI)
+        add_matmul(self.a.grad, grad_h_NR.t(), x_NI)
 
-    def _back(self, grad_NO: Tensor) -> Tensor:
+    def _grad_h(self, grad_NO: Tensor) -> Tensor:
         """Return the gradient with respect to x A^T, (N, R), from this rank's outputs only."""
         pieces = [grad_NO[:, column : column + size] @ self.b[row : row + size] for column, row, size in self.slices]
         return torch.cat(pieces, dim=-1) * self.scaling

@@ -18,7 +18,7 @@ from areno.layers.shard import Layout, Part, WeightSpec
 
 
 @runtime_checkable
-class Recurs(Protocol):
+class RecurrentAttend(Protocol):
     """Protocol of an `attend` that can also compute recurrent layers, because it has the states of the sequences."""
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor: ...
@@ -70,7 +70,7 @@ class GatedDelta(nn.Module):
 
     def mixed(self, proj_NP: Tensor, attend: object, weights: DeltaWeights) -> Tensor:
         """Return the result of the delta rule, (N, I), which is the input of the output projection."""
-        assert isinstance(attend, Recurs), "`attend` has no `recur`, which layers with a state call"
+        assert isinstance(attend, RecurrentAttend), "`attend` has no `recur`, which layers with a state call"
         return attend.recur(self.index, proj_NP, weights)
 
     def mixed_backward(self, grad_NI: Tensor, proj_NP: Tensor, attend: PackedAttend) -> Tensor:

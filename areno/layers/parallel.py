@@ -55,7 +55,7 @@ class ParallelGroup:
     def all_reduce(self, x: Tensor, op: Any = None) -> Tensor:
         """Reduce x (by a sum if `op` is None) in place, outside autograd."""
         if self.size > 2 and self.in_order and op is None:
-            first, *others = self._pieces(x)
+            first, *others = self._all_shards(x)
             x.copy_(functools.reduce(torch.Tensor.add_, others, first))
         elif self.size > 1:  # the sum of two numbers has only one order
             dist.all_reduce(x, op=op or dist.ReduceOp.SUM, group=self.group)
@@ -64,16 +64,16 @@ class ParallelGroup:
     def reduce_scatter(self, x: Tensor) -> Any:
         """Start to sum, in place, the n elements that each rank owns. Return a handle. Others become undefined."""
         if self.size == 1:
-            return _Done()
-        return _reduce_scatter(self._own(x), x, group=self.group, async_op=True)  # type: ignore[misc]
+            return _CompletedWork()
+        return _reduce_scatter(self._owned(x), x, group=self.group, async_op=True)  # type: ignore[misc]
 
     def all_gather(self, x: Tensor) -> Any:
         """Start to fill x in place with the n elements that each rank owns, and return a handle."""
         if self.size == 1:
-            return _Done()
-        return _all_gather(x, self._own(x), group=self.group, async_op=True)  # type: ignore[misc]
+            return _CompletedWork()
+        return _all_gather(x, self._owned(x), group=self.group, async_op=True)  # type: ignore[misc]
 
-    def _own(self, x: Tensor) -> Tensor:
+    def _owned(self, x: Tensor) -> Tensor:
         """Return the view of the n elements of a vector (N,) that this rank owns, rank r those from r * n."""
         n = x.numel() // self.size
         return x[self.rank * n : (self.rank + 1) * n]
@@ -138,7 +138,7 @@ class ParallelGroup:
     def begin_all_gather_rows(self, x: Tensor) -> tuple[Tensor, Any]:
         """Start `all_gather_rows`, and return its result and a handle."""
         if self.size == 1:
-            return x, _Done()
+            return x, _CompletedWork()
         out = x.new_empty((self.size * len(x), *x.shape[1:]))
         return out, _all_gather(out, x.contiguous(), group=self.group, async_op=True)  # type: ignore[misc]
 
@@ -159,15 +159,15 @@ class ParallelGroup:
         """Concatenate the tensors of all ranks along a dimension, outside autograd."""
         if self.size == 1:
             return x
-        return torch.cat(self._pieces(x), dim=dim)
+        return torch.cat(self._all_shards(x), dim=dim)
 
     def all_gather_stacked(self, x: Tensor) -> Tensor:
         """Stack the tensors of all ranks, (size, *x.shape), outside autograd."""
         if self.size > 1 and self.symmetric_memory is not None and self.symmetric_memory.can_gather(x):
             return self.symmetric_memory.all_gather(x)
-        return torch.stack(self._pieces(x)) if self.size > 1 else x.unsqueeze(0)
+        return torch.stack(self._all_shards(x)) if self.size > 1 else x.unsqueeze(0)
 
-    def _pieces(self, x: Tensor) -> list[Tensor]:
+    def _all_shards(self, x: Tensor) -> list[Tensor]:
         """Return the tensors x of all ranks."""
         pieces = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(pieces, x.contiguous(), group=self.group)
@@ -201,7 +201,7 @@ class ParallelGroup:
         return pieces
 
 
-class _Done:
+class _CompletedWork:
     """The handle of a collective in a group of one rank, where nothing is left to wait for."""
 
     def wait(self) -> None: ...
@@ -238,10 +238,12 @@ class _Exchange(torch.autograd.Function):
     """Applies one collective in the forward pass, and another one to the gradient in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.inverse = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grads[0]), None, None
+        return ctx.inverse(grads[0]), None, None
