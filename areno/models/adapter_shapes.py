@@ -1,6 +1,7 @@
 """The layers of a model that may have LoRA adapters, and the number of parameters of adapters. Does not import torch.
 
-Module names are those of the checkpoint, such as "q_proj", unless a docstring says otherwise.
+Module names are those of the checkpoint, such as "q_proj", unless a docstring says otherwise. `layout` says how the
+model is divided over devices; results are those of one rank.
 """
 
 from __future__ import annotations
@@ -18,25 +19,15 @@ OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 class _Linear(NamedTuple):
-    """The sizes of a linear layer, which may compute several projections.
+    """The sizes of a linear layer, which may compute several projections."""
 
-    Attributes:
-        outputs: the output size of each projection, over all ranks.
-        n_in: the input size, over all ranks.
-        n_layers: the number of layers of the model that have this linear layer.
-        row_parallel: whether ranks divide the inputs, rather than the outputs.
-        least: a lower bound on the output size of a projection on one rank. It is more than outputs / ranks if
-            several ranks hold the same key head.
-    """
-
-    outputs: tuple[int, ...]
-    n_in: int
-    n_layers: int
-    row_parallel: bool = False
-    least: int = 0
+    outputs: tuple[int, ...]  # of each projection, over all ranks
+    n_in: int  # over all ranks
+    n_layers: int  # number of layers of the model that have this linear layer
+    row_parallel: bool = False  # ranks divide the inputs, not the outputs
+    least: int = 0  # least output size on one rank; above outputs / ranks if ranks share a key head
 
     def on_rank(self, layout: Layout) -> tuple[int, list[int]]:
-        """Return the input size, and the output size of each projection, on one rank."""
         if self.row_parallel:
             return layout.share(self.n_in), list(self.outputs)
         return self.n_in, [max(layout.share(size), self.least) for size in self.outputs]
@@ -67,11 +58,7 @@ def _linears(config: TransformerConfig) -> dict[str, _Linear]:
 def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     """Return the sizes of the linear layers that may have adapters: name -> (outputs, inputs).
 
-    Experts cannot have adapters and are left out. Projections that the checkpoint stores as one matrix count as one
-    layer, as in peft.
-
-    Args:
-        config: the shape of the model.
+    Projections that the checkpoint stores as one matrix count as one layer, as in peft.
     """
     return {
         name.rsplit(".", 1)[-1]: (sum(linear.outputs[index] for index in group), linear.n_in)
@@ -81,22 +68,11 @@ def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
 
 
 def fused_names(config: TransformerConfig) -> dict[str, str]:
-    """Return the projections that the checkpoint stores inside a fused matrix: name -> name of the fused matrix.
-
-    Args:
-        config: the shape of the model.
-    """
+    """Return the projections that the checkpoint stores inside a fused matrix: name -> name of the fused matrix."""
     return {part.rsplit(".", 1)[-1]: whole.rsplit(".", 1)[-1] for part, whole in stored_names(config).items()}
 
 
 def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
-    """Return the number of parameters of all adapters on one rank.
-
-    Args:
-        config: the shape of the model.
-        adapters: the LoRA rank and the adapted modules.
-        layout: how the model is divided over devices. The default is one device.
-    """
     total = 0
     for linear, groups in _adapted(config, adapters):
         n_in, outputs = linear.on_rank(layout)
@@ -106,15 +82,7 @@ def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, layout:
 
 
 def stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
-    """Return by how many elements `Adapter.stack` enlarges the weights on one rank.
-
-    `Adapter.stack` appends a copy of the LoRA matrix A to the rows of each adapted weight, and pads the number of rows.
-
-    Args:
-        config: the shape of the model.
-        adapters: the LoRA rank and the adapted modules.
-        layout: how the model is divided over devices. The default is one device.
-    """
+    """Return by how many elements `Adapter.stack` enlarges the weights: a padded copy of A below each."""
     total = 0
     for linear, groups in _adapted(config, adapters):
         n_in, outputs = linear.on_rank(layout)
@@ -124,11 +92,7 @@ def stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layout:
 
 
 def _adapted(config: TransformerConfig, adapters: AdapterSpec) -> Iterator[tuple[_Linear, list[list[int]]]]:
-    """Yield each linear layer that has adapters, with its projections grouped by the LoRA matrix A that they share.
-
-    Yields:
-        (layer, groups), where a group lists the indices of projections in the layer's `outputs`.
-    """
+    """Yield each linear layer with adapters, and the indices of its projections, grouped by the A that they share."""
     for module, linear in _linears(config).items():
         stored = stored_modules(module, config)
         if groups := [group for name, group in stored.items() if name.rsplit(".", 1)[-1] in adapters.targets]:

@@ -1,7 +1,6 @@
 """The LoRA adapters of a model: adding, initialising and disabling them, and reading and writing peft folders.
 
-A peft folder has adapter_config.json and adapter_model.safetensors. `read_adapter_config` and `load_adapters` read such
-a folder, `adapter_writes` writes it. Tensors have peft's names.
+A peft folder has adapter_config.json and adapter_model.safetensors. Tensors have peft's names.
 """
 
 from __future__ import annotations
@@ -44,12 +43,7 @@ PREFIX = "base_model.model."  # the prefix of every tensor name in a peft folder
 
 
 def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
-    """Add adapters with uninitialised weights to a model, and freeze all other parameters.
-
-    Args:
-        model: the model, which is changed in place.
-        adapters: the LoRA rank, the scaling factor and the adapted modules.
-    """
+    """Add adapters with uninitialised weights to a model, and freeze all other parameters."""
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if isinstance(module, Linear):
@@ -59,60 +53,32 @@ def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
 
 
 def init_adapters(model: Transformer, seed: int) -> None:
-    """Initialise the adapters so that the model still computes the same as its base.
-
-    Args:
-        model: a model with adapters.
-        seed: the seed of the random generator. The weights do not depend on the number of ranks or the device.
-    """
+    """Initialise the adapters, independently of ranks and device, so that the model computes the same as its base."""
     generator = torch.Generator().manual_seed(seed)
     for _, adapter in _adapters(model):
         adapter.init(generator)
 
 
 def stack_adapters(model: Transformer) -> None:
-    """Make room for a copy of the LoRA matrix A below the weight of each adapted layer.
-
-    With the copy, one matrix product computes both x W^T and x A^T while sampling; see `Adapter.stack`. The weights
-    move into larger tensors.
-
-    Args:
-        model: a model with adapters, whose weights have memory.
-    """
+    """Make room for a copy of A below the weight of each adapted layer; see `Adapter.stack`. The weights move."""
     for _, module in _adapted(model):
         assert module.adapter is not None
         module.adapter.stack(module.weight, module.bias)
 
 
 def refresh_adapters(model: Transformer) -> None:
-    """Copy each LoRA matrix A to the rows below its layer's weight; see `stack_adapters`.
-
-    Call this before sampling, because training may have changed A.
-
-    Args:
-        model: a model with adapters.
-    """
+    """Copy each A below its layer's weight before sampling, because training may have changed A."""
     for _, adapter in _adapters(model):
         adapter.refresh_stacked()
 
 
 def adapter_weights(model: Transformer) -> list[torch.Tensor]:
-    """Return copies of this rank's adapter matrices, for `set_adapter_weights`.
-
-    Args:
-        model: a model with adapters.
-    """
+    """Return copies of this rank's adapter matrices, for `set_adapter_weights`."""
     return [matrix.detach().clone() for _, adapter in _adapters(model) for matrix in (adapter.a, adapter.b)]
 
 
 @torch.no_grad()
 def set_adapter_weights(model: Transformer, weights: Sequence[torch.Tensor]) -> None:
-    """Replace the adapter matrices of a model, and keep its base weights.
-
-    Args:
-        model: a model with adapters.
-        weights: the matrices, from `adapter_weights` of this model.
-    """
     matrices = [matrix for _, adapter in _adapters(model) for matrix in (adapter.a, adapter.b)]
     for matrix, values in zip(matrices, weights, strict=True):
         matrix.copy_(values)
@@ -125,9 +91,6 @@ def adapter_table(model: Transformer) -> list[Entry]:
     If the checkpoint stores several projections as one matrix, they share one A, listed under the name of the first
     projection. Each projection has its own B in this list, although a peft folder stores their B matrices as one
     tensor.
-
-    Args:
-        model: the model, with or without adapters.
     """
     found = []
     for name, adapter in _adapters(model):
@@ -140,13 +103,7 @@ def adapter_table(model: Transformer) -> list[Entry]:
 
 
 def stored_adapters(model: Transformer) -> dict[str, Stored]:
-    """Return the adapter tensors as a peft folder stores them: name in the folder -> `weights.Stored`.
-
-    A `Stored` lists the tensors of the model that the tensor in the folder consists of.
-
-    Args:
-        model: a model with adapters.
-    """
+    """Return the adapter tensors as a peft folder stores them: name in the folder -> the tensors it consists of."""
     config = model.config
     order, whole = head_order(config.rope, config.head_dim), stored_names(config)
     found: dict[str, Stored] = {}
@@ -161,13 +118,7 @@ def stored_adapters(model: Transformer) -> dict[str, Stored]:
 
 @contextmanager
 def without_adapters(model: Transformer) -> Iterator[None]:
-    """Disable all adapters within this `with` block, so that the model computes the same as its base.
-
-    CUDA graphs that were captured before keep using the adapters.
-
-    Args:
-        model: the model, with or without adapters.
-    """
+    """Disable all adapters within this context. CUDA graphs that were captured before keep using the adapters."""
     adapters = [adapter for _, adapter in _adapters(model)]
     try:
         for adapter in adapters:
@@ -179,14 +130,12 @@ def without_adapters(model: Transformer) -> Iterator[None]:
 
 
 def _adapters(model: Transformer) -> Iterator[tuple[str, Adapter]]:
-    """Yield the name and the adapter of each adapted layer."""
     for name, module in _adapted(model):
         assert module.adapter is not None
         yield name, module.adapter
 
 
 def _adapted(model: Transformer) -> Iterator[tuple[str, Linear]]:
-    """Yield the name and the layer of each linear layer that has an adapter."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.adapter is not None:
             yield name, module
@@ -233,36 +182,18 @@ _CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initialisa
 
 
 class PeftFolder(NamedTuple):
-    """The contents of adapter_config.json.
-
-    Attributes:
-        adapters: the LoRA rank, the scaling factor and the adapted modules.
-        base: the folder or hub id of the model that the adapters were trained on. "": not recorded.
-    """
-
     adapters: AdapterSpec
-    base: str
+    base: str  # folder or hub id of the model that the adapters were trained on, "" if not recorded
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Return whether a local folder holds adapters and no model.
-
-    Args:
-        folder: the path of the folder, which may not exist.
-    """
+    """Return whether a local folder, which may not exist, holds adapters and no model."""
     folder = Path(folder).expanduser()
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def base_of(folder: str | Path) -> str:
-    """Return the folder or hub id of the model that a peft folder's adapters were trained on.
-
-    Args:
-        folder: a peft folder.
-
-    Raises:
-        CheckpointError: adapter_config.json cannot be read, or does not record the model.
-    """
+    """Return the folder or hub id of the model that a peft folder's adapters were trained on."""
     file = Path(folder).expanduser() / ADAPTER_CONFIG
     raw = RawConfig(read_json(file), str(file))
     base = raw.get("base_model_name_or_path", str, "")
@@ -274,17 +205,9 @@ def base_of(folder: str | Path) -> str:
 
 
 def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolder:
-    """Read the adapter_config.json of a peft folder.
+    """Read adapter_config.json for a model. The adapted modules are those of the tensors in the weight file.
 
-    The names of the adapted modules are taken from the tensors in the folder's weight file.
-
-    Args:
-        path: the folder or hub id.
-        model: the shape of the model that the adapters are for.
-
-    Raises:
-        CheckpointError: the files are missing, fields ask for something unsupported, or the weights hold adapters of
-            other modules. The error lists all wrong fields.
+    Raises CheckpointError, which lists all fields that ask for something unsupported.
     """
     folder = resolve(path)
     file = folder / ADAPTER_CONFIG
@@ -314,15 +237,9 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
 
 
 def _targets(folder: Path, model: TransformerConfig, given: object) -> tuple[str, ...]:
-    """Return the adapted modules of a peft folder, such as q_proj, from the names of the tensors in its weight file.
+    """Return the adapted modules, such as q_proj, from the names of the tensors, which `given` must include.
 
-    Args:
-        folder: the peft folder.
-        model: the shape of the model that the adapters are for.
-        given: the field target_modules of adapter_config.json, a list of names or a regular expression.
-
-    Raises:
-        CheckpointError: a tensor belongs to a module that cannot have adapters, or that `given` does not include.
+    `given` is the field target_modules of adapter_config.json, a list of names or a regular expression.
     """
     with opened(_weights_file(folder)) as tensors:
         names = list(tensors.keys())
@@ -346,12 +263,7 @@ def _targets(folder: Path, model: TransformerConfig, given: object) -> tuple[str
 
 
 def _is_named(module: str, given: object) -> bool:
-    """Return whether peft would adapt a module.
-
-    Args:
-        module: the full name of the module, such as "model.layers.0.self_attn.q_proj".
-        given: the field target_modules of adapter_config.json, a list of names or a regular expression.
-    """
+    """Return whether peft would adapt a module such as "model.layers.0.self_attn.q_proj"."""
     if isinstance(given, str) and given != "all-linear":
         try:
             return re.fullmatch(given, module) is not None
@@ -363,12 +275,7 @@ def _is_named(module: str, given: object) -> bool:
 def load_adapters(model: Transformer, path: str | Path) -> None:
     """Load the model's adapters from a peft folder. Each rank reads only its own shards.
 
-    Args:
-        model: a model with the adapters that `read_adapter_config` returned.
-        path: the folder or hub id.
-
-    Raises:
-        CheckpointError: tensors are missing, unexpected, not finite, or have another shape.
+    Raises CheckpointError if tensors are missing, unexpected, not finite, or have another shape.
     """
     folder = resolve(path)
     file, table = _weights_file(folder), stored_adapters(model)
@@ -387,7 +294,6 @@ def load_adapters(model: Transformer, path: str | Path) -> None:
 
 
 def _weights_file(folder: Path) -> Path:
-    """Return the path of a peft folder's weight file. Raises CheckpointError if there is none."""
     if not (folder / WEIGHTS).is_file():
         advice = "; save it again with safe_serialization" if (folder / "adapter_model.bin").is_file() else ""
         raise CheckpointError(f"{folder} has no {WEIGHTS}{advice}")
@@ -406,16 +312,9 @@ def adapter_writes(
 ) -> Iterator[Callable[[], None]]:
     """Yield the functions that write this rank's files of a peft folder, for `weights.write_all`.
 
-    Taking a function from the iterator is a collective call over the ranks of a copy of the model.
-
-    Args:
-        model: a model with adapters.
-        folder: the folder, created if needed.
-        adapters: the LoRA rank, the scaling factor and the adapted modules.
-        base: the folder or hub id of the base model, which is recorded in adapter_config.json.
-        source: folders or hub ids to copy tokenizer files from. The first folder that has tokenizer files is used.
-        dp: the ranks with copies of the model. Only the first copy is written. None: there is one copy.
-        pin_memory: whether to copy the weights to pinned host memory.
+    Taking a function from the iterator is a collective call over the ranks of a copy of the model. Of the copies in
+    `dp`, only the first is written. `base` is recorded in adapter_config.json. Tokenizer files come from the first
+    folder or hub id of `source` that has any.
     """
     if dp is not None and dp.rank > 0:
         return
@@ -428,7 +327,6 @@ def adapter_writes(
 
 
 def _config(adapters: AdapterSpec, base: str) -> dict[str, Any]:
-    """Return the contents of adapter_config.json."""
     alpha = int(adapters.alpha) if math.floor(adapters.alpha) == adapters.alpha else adapters.alpha
     return {
         "peft_type": "LORA",

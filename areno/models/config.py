@@ -42,15 +42,10 @@ UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Properties that may differ between the attention layers of a model.
-
-    Attributes:
-        rope: The rotary positions.
-        window: The number of last tokens that a token attends to, itself included. None: all.
-    """
+    """Properties that may differ between the attention layers of a model."""
 
     rope: Rope
-    window: int | None = None
+    window: int | None = None  # number of last tokens that a token attends to, itself included; None means all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +62,13 @@ class TransformerConfig:
             computes.
         norms: Where the norms are: before attention and MLP, after them, or both.
         norm_plus_one: Whether norms multiply by 1 + weight.
-        embed_scale: The factor of the embeddings.
         kinds: The properties of each layer. Empty if all layers have `rope` and no window. Unused for recurrent layers.
-        eos_token_ids: The token ids that end a completion.
         initializer_range: The standard deviation of random weights.
         hf: `config.json` as read, which is written again when the model is saved.
-        experts: The mixtures of experts that layers have in place of the plain MLP. None: there are none.
-        delta: The layers with a recurrent state in place of attention. None: there are none.
+        experts: The mixtures of experts that layers have in place of the plain MLP.
+        delta: The layers with a recurrent state in place of attention.
         within: The image-text architecture that transformers builds from this folder, and whose tensor names peft uses.
             Empty for a folder with a text model only.
-        head: Kind of the head.
         stored_vocab_size: Number of token ids in the checkpoint, if the model is divided over ranks like one of
             `vocab_size` ids. Further rows are left out, and missing ones have no logits.
         has_head: Whether the checkpoint has the weights of the head. False for a critic or a reward model made from a
@@ -148,11 +140,6 @@ class TransformerConfig:
         return N_LABELS[self.head]
 
     def kind(self, index: int) -> LayerKind:
-        """Return the properties of an attention layer.
-
-        Args:
-            index: The index of the layer.
-        """
         return self.kinds[index] if self.kinds else LayerKind(self.rope)
 
 
@@ -220,12 +207,10 @@ def read_decoder(
     rope: Rope | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> TransformerConfig:
-    """Read the fields of `config.json` that all families share.
-
-    The `read` function of a family replaces the other fields of the result.
+    """Read the fields of `config.json` that all families share. The family replaces the other fields of the result.
 
     Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+        raw: The fields of `config.json`. The result is usable only if its `problems` are empty.
         family: The name of the family.
         default_head_dim: The head dimension if `head_dim` is absent. None: hidden size divided by the number of heads.
         partial_rotary: The share of a head that is rotated if `config.json` does not set it. None: the whole head must
@@ -234,11 +219,8 @@ def read_decoder(
             apart.
         may_slide: Whether the family supports layers with a window, see `with_windows`.
         may_recur: Whether the family supports layers with a recurrent state.
-        rope: The rotary positions, if the family has read them. None: read them here.
+        rope: The rotary positions, if the family has read them.
         activation: The field that names the activation, and its only supported value.
-
-    Returns:
-        The shape. It is usable only if `raw.problems` is empty.
     """
     num_layers = raw.get("num_hidden_layers", int, ge=1, le=MAX_LAYERS)
     field, only = activation
@@ -273,12 +255,9 @@ def read_decoder(
 
 
 def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool) -> None:
-    """Add problems to `raw.problems` for sizes that contradict each other.
+    """Add problems for sizes that contradict each other.
 
-    Args:
-        raw: The fields of `config.json`.
-        config: The shape that was read.
-        is_derived: Whether the head dimension is hidden_size divided by the number of heads.
+    `is_derived` says whether the head dimension is hidden_size divided by the number of heads.
     """
     heads = f"num_attention_heads={config.num_heads}"
     if config.num_heads % config.num_kv_heads:
@@ -298,14 +277,7 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
 
 
 def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_recur: bool) -> None:
-    """Add problems to `raw.problems` for fields that ask for a computation that is not implemented.
-
-    Args:
-        raw: The fields of `config.json`.
-        num_layers: The number of layers.
-        may_slide: Whether the family supports layers with a window.
-        may_recur: Whether the family supports layers with a recurrent state.
-    """
+    """Add problems for fields that ask for a computation that is not implemented."""
     if raw.get("attention_dropout", float, 0.0):
         raw.refuse("attention_dropout", "0, since there is no dropout")
     for name, code in raw.get("auto_map", dict, {}).items():
@@ -334,15 +306,10 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
 def with_windows(
     raw: RawConfig, config: TransformerConfig, slides: Callable[[int], bool], local_rope: Rope | None = None
 ) -> TransformerConfig:
-    """Return the shape with the window `sliding_window` in some layers.
+    """Return the shape with the window `sliding_window` in some layers, named by `layer_types` or else by `slides`.
 
-    A window at least as long as the context has no effect and is dropped.
-
-    Args:
-        raw: The fields of `config.json`. The field `layer_types` names the layers with a window.
-        config: The shape without windows.
-        slides: Returns whether the layer of an index has a window. It is used for files without `layer_types`.
-        local_rope: The rotary positions of layers with a window. None: all layers keep the positions of `config`.
+    A window at least as long as the context has no effect and is dropped. `local_rope` are the rotary positions of
+    layers with a window, if they have their own.
     """
     types = raw.get("layer_types", list, [])
     raw.get("sliding_window", int, 0, ge=1)  # counts as read, since the field may be unused

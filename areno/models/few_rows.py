@@ -34,11 +34,6 @@ def runs_few_rows(layers: Sequence[Layer], n_tokens: int, attend: Attend) -> boo
     The pass must belong to a rollout, without gradients, and have at most `MOST_ROWS` tokens. The model must be on one
     GPU, and `supports_few_rows` must accept its weights. Each layer must have attention and a gated MLP, with norms
     only before them. Adapters must be inactive, and products must not need a fixed order (`engine.exact`).
-
-    Args:
-        layers: the layers of the model.
-        n_tokens: number of tokens of the pass.
-        attend: the attention of the pass.
     """
     if torch.is_grad_enabled() or n_tokens > MOST_ROWS or isinstance(attend, PackedAttend | CachedAttend):
         return False
@@ -46,7 +41,6 @@ def runs_few_rows(layers: Sequence[Layer], n_tokens: int, attend: Attend) -> boo
 
 
 def _is_plain(layer: Layer) -> bool:
-    """Return whether `few_rows_layers` supports all parts of a layer."""
     attention, mlp = layer.attention, layer.mlp
     if attention is None or attention.gated or isinstance(attention.q_norm, ShardedRMSNorm):
         return False
@@ -66,20 +60,10 @@ def _is_plain(layer: Layer) -> bool:
 def few_rows_layers(
     layers: Sequence[Layer], final_norm: RMSNorm, x_ND: Tensor, angles: Sequence[Angles], attend: Attend
 ) -> Tensor:
-    """Run all layers and the final norm of a model, if `runs_few_rows` returns True for the pass.
+    """Return the hidden states after all layers and the final norm, in the dtype of the weights.
 
     The kernel that computes the embeddings is launched without PDL. So the weights are complete before the products
     copy them (`kernels/jit.py`).
-
-    Args:
-        layers: the layers of the model.
-        final_norm: the norm after the last layer.
-        x_ND: the embeddings of the tokens, (N tokens, D hidden size).
-        angles: for each layer the (cosines, sines) of its rotary embedding, each (N, 1, C / 2) float32.
-        attend: a callable that computes attention over a KV cache.
-
-    Returns:
-        The hidden states after the final norm, (N, D) in the dtype of the weights.
     """
     stream_ND, delta_SND = x_ND.float(), None
     for layer, of_layer in zip(layers, angles, strict=True):
@@ -90,10 +74,9 @@ def few_rows_layers(
 def _run(
     layer: Layer, stream_ND: Tensor, delta_SND: Tensor | None, angles: Angles, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """Run a layer on the sum of the residual stream and of the previous MLP's output, given as summands.
+    """Run a layer on the residual stream plus the previous MLP's output, given as summands.
 
-    Returns:
-        The residual stream without the output of this layer's MLP, and the summands of this output.
+    Return the stream without the output of this layer's MLP, and the summands of this output.
     """
     attention, mlp = layer.attention, layer.mlp
     assert attention is not None

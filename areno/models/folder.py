@@ -1,7 +1,7 @@
 """Model folders: finding or downloading them, reading config.json, and listing their weight and tokenizer files.
 
-`resolve` turns a path or hub id into a local folder. `RawConfig` looks up fields of a JSON file, and collects all
-problems, so that a single error reports all of them. `tensor_files` reads the headers of weight files.
+Functions that read raise CheckpointError if a file or folder is missing or damaged. `what` is "model" or "adapter", for
+messages.
 """
 
 from __future__ import annotations
@@ -28,15 +28,7 @@ TIMEOUT_S = 5.0  # of the request before a download, so that a machine without n
 
 
 def resolve(path: str | Path, what: str = "model") -> Path:
-    """Return the local folder of a model: the path itself, or the downloaded or cached hub repository.
-
-    Args:
-        path: a folder or hub id.
-        what: "model" or "adapter", for messages.
-
-    Raises:
-        CheckpointError: the path is neither a folder nor a hub id, or the repository cannot be downloaded.
-    """
+    """Return the local folder of a model: the path itself, or the downloaded or cached hub repository."""
     folder = Path(os.path.expanduser(path))
     if os.path.isdir(folder):  # unlike Path.is_dir, no error for a name that is too long
         return folder
@@ -49,15 +41,7 @@ def resolve(path: str | Path, what: str = "model") -> Path:
 
 
 def _download(repo: str, what: str) -> Path:
-    """Download a hub repository and return its local folder. Without a connection, return the cached folder.
-
-    Args:
-        repo: the hub id.
-        what: "model" or "adapter", for messages.
-
-    Raises:
-        CheckpointError: the repository can neither be downloaded nor found in the cache.
-    """
+    """Download a hub repository. Without a connection, return the cached folder."""
     # Imported here, as local folders do not need it.
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -90,14 +74,6 @@ MOST = 2**31 - 1  # the largest int of a field, as kernels index with int32
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Args:
-        file: the path of the file.
-
-    Raises:
-        CheckpointError: the file cannot be read, or does not hold a JSON object.
-    """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -108,39 +84,21 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, values: dict[str, Any]) -> Path:
-    """Write a JSON object to a file, and return the path of the file.
-
-    Args:
-        file: the path of the file.
-        values: the object.
-    """
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return file
 
 
 def listing(names: list[str]) -> str:
-    """Join names for an error message. Only the first few (SHOWN) are written out, and the rest are counted.
-
-    Args:
-        names: the names to join.
-    """
+    """Join names for an error message. Only the first few (SHOWN) are written out, and the rest are counted."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
 
 class RawConfig:
-    """The fields of a JSON file, or of a section in it.
+    """The fields of a JSON file, or of a section in it. `origin` is the file and section, for messages.
 
     A failed look-up adds to `problems` and returns a value of the requested type, so that reading can continue. The
     caller raises `error()` at the end if there are problems.
-
-    Args:
-        values: the fields.
-        origin: the file and section, for messages.
-        problems: the list to which problems are added. None: a new list.
-
-    Attributes:
-        problems: all problems so far. Each names the file and the field.
     """
 
     def __init__(self, values: dict[str, Any], origin: str, problems: list[Problem] | None = None):
@@ -153,20 +111,11 @@ class RawConfig:
         """Set defaults of absent fields. They take precedence over the default that `get` is called with.
 
         A family uses this for fields whose defaults in transformers differ from those of other families.
-
-        Args:
-            values: the default of each field.
         """
         self._assumed.update(values)
 
     def section(self, name: str) -> RawConfig:
-        """Return the object in a field as a RawConfig that shares `problems`.
-
-        The returned RawConfig is empty if the field is absent or null.
-
-        Args:
-            name: the field.
-        """
+        """Return the object in a field, empty if absent or null, as a RawConfig that shares `problems`."""
         return RawConfig(self.get(name, dict, {}), f"{self.origin}: {name}", self.problems)
 
     def get(
@@ -181,13 +130,8 @@ class RawConfig:
     ) -> T:
         """Return the value of a field, after checks of its type and bounds. A failed check adds a problem.
 
-        Args:
-            name: the field.
-            kind: the type of the value. An int must be at most MOST, and a float must be finite.
-            default: the value for a field that is absent or null. None: the field is required.
-            ge: the smallest allowed number. None: no bound.
-            gt: a number that the value must exceed. None: no bound.
-            le: the largest allowed number. None: no bound.
+        The default is for a field that is absent or null. Without one, the field is required. An int must be at most
+        MOST, and a float must be finite.
         """
         self._read.add(name)
         value: Any = self.values.get(name, self._assumed.get(name))
@@ -208,32 +152,22 @@ class RawConfig:
         return cast(T, kind(1) if kind in (int, float) else kind())  # type: ignore[call-arg]
 
     def wrong(self, what: str) -> None:
-        """Add a problem to `problems`.
-
-        Args:
-            what: the message, which should name the field. The file and section are put before it.
-        """
+        """Add a problem. The message should name the field; file and section are put before it."""
         self.problems.append(Problem("", f"{self.origin}: {what}"))
 
     def refuse(self, name: str, supported: str, found: object = None) -> None:
         """Add a problem for a field whose value is not supported.
 
-        Args:
-            name: the field.
-            supported: a text that describes the supported values.
-            found: the value to show in the message. None: the value of the field.
+        `supported` is a text about the supported values. `found` is shown in place of the value of the field.
         """
         shown = reprlib.repr(self.values.get(name) if found is None else found)
         self.wrong(f"{name} is {shown}, which is not supported; expected {supported}")
 
     def refuse_unknown(self, harmless: Collection[str], where: str = "") -> None:
-        """Add a problem for each unknown field: a field that was never looked up and is set.
+        """Add a problem for each field that was never looked up, is set, and is not `harmless`.
 
-        An empty value, 0 and false count as not set.
-
-        Args:
-            harmless: fields that do not change the computation. Names with a leading underscore are ignored, too.
-            where: a text that is added after "a field that areno does not know", to say where the field is.
+        An empty value, 0 and false count as not set. Names with a leading underscore are ignored. `where` is put after
+        "a field that areno does not know".
         """
         for name, value in self.values.items():
             if name in self._read or name in harmless or name.startswith("_") or not value:
@@ -243,7 +177,7 @@ class RawConfig:
             self.wrong(f"{name} is {reprlib.repr(value)}, a field that areno does not know{where}; {advice}")
 
     def error(self) -> CheckpointError:
-        """Return an error with all problems, without duplicates. The caller raises it."""
+        """Return an error with all problems, without duplicates."""
         return CheckpointError(dict.fromkeys(self.problems))
 
 
@@ -261,15 +195,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the weight file of each tensor, by the tensor's name in the file.
-
-    Args:
-        folder: a model folder.
-
-    Raises:
-        CheckpointError: there are no weights, or files are missing, truncated or damaged. The error lists all of
-            them.
-    """
+    """Return the weight file of each tensor, by the tensor's name in the file. The error lists all bad files."""
     if (folder / SINGLE).is_file():
         files = [folder / SINGLE]
     elif (folder / INDEX).is_file():
@@ -298,11 +224,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def same_weights(folder: Path, other: Path) -> bool:
-    """Return whether a model folder has the tensors of another one, rounded to its types. Stops at a difference.
-
-    Raises:
-        CheckpointError: A folder cannot be read.
-    """
+    """Return whether a model folder has the tensors of another one, rounded to its types."""
     files, others = tensor_files(folder), tensor_files(other)
     for name, file in files.items():
         if name not in others:
@@ -315,10 +237,7 @@ def same_weights(folder: Path, other: Path) -> bool:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """Return the names of the weight files that an index file lists.
-
-    Raises CheckpointError if the index is invalid, or a name is not that of a .safetensors file in the same folder.
-    """
+    """Return the names of the weight files that an index file lists, which must lie in the same folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} is not a safetensors index; expected weight_map, an object of file names")
@@ -336,14 +255,7 @@ def _is_plain(name: str) -> bool:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file for a `with` block, which gets the object of `safetensors.safe_open`.
-
-    Args:
-        file: the path of the file.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is damaged.
-    """
+    """Open a safetensors file for a `with` block, which gets the object of `safetensors.safe_open`."""
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
@@ -376,15 +288,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 def copy_tokenizer_files(
     sources: Sequence[Path], folder: Path, sets: Sequence[Sequence[str]] = (TOKENIZER, GENERATION)
 ) -> list[Path]:
-    """Copy tokenizer files, chat template and generation settings to a folder.
+    """Copy tokenizer files, chat template and generation settings, and return the copies.
 
-    Args:
-        sources: model folders. Each set of files comes from the first folder that has any file of the set.
-        folder: the destination.
-        sets: the sets of file names.
-
-    Returns:
-        The paths of the copies, which are files and folders in `folder`.
+    Each set of file names comes from the first source that has any file of the set.
     """
     copies = []
     for names in sets:
@@ -417,11 +323,7 @@ def add_ends(folder: Path, listed: Collection[int], ends: Collection[int]) -> Pa
 
 
 def is_replaceable(folder: Path) -> bool:
-    """Return whether a folder is empty or has only the files of a model, so that a new model may replace it.
-
-    Args:
-        folder: the path of the folder. The result is False if it is not a folder.
-    """
+    """Return whether a folder is empty or has only the files of a model, so that a new model may replace it."""
     if not folder.is_dir():
         return False
     names = {entry.name for entry in folder.iterdir()}

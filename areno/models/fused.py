@@ -6,10 +6,12 @@ kernels compute it again. Under recompute, attention and the two products whose 
 gradients in the fp32 gradient buffer themselves.
 
 The residual stream is float32 for any dtype of the weights. Rounding it to bf16 after each addition would be the
-largest source of error in log-probabilities, and of disagreement between rollout and training.
+largest source of error in log-probabilities, and of disagreement between rollout and training. Where `memory` (the
+ranks' symmetric memory) is given, a norm sums its input over the ranks, without gradients and sequence parallelism.
 
-This file imports Triton: import it only if `Transformer.runs_fused` returns True. Shape letters as in
-`transformer.py`; X outputs of the qkv product, P outputs of the input projection of the gated delta rule.
+This file imports Triton: import it only if `Transformer.runs_fused` returns True. Shape letters and the arguments
+`angles`, `split` and `attend` as in `layer.py`; X outputs of the qkv product, P outputs of the input projection of the
+gated delta rule.
 """
 
 from __future__ import annotations
@@ -35,21 +37,8 @@ Angles = tuple[Tensor, Tensor]
 def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool = True) -> Forward:
     """Compute attention or the gated delta rule of a layer, outside autograd.
 
-    Args:
-        layer: the layer to compute.
-        x_ND: the normalised input, (N tokens, D hidden size).
-        angles: (cosines, sines) of the rotary embedding, each (N, 1, C / 2) float32 for head dimension C.
-        attend: a callable that computes attention over packed rows or over a KV cache.
-        split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence parallelism).
-        whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
-
-    Returns:
-        A tuple (output, projected, needed).
-
-        - output: (N, D), or this rank's share of the tokens if `split`.
-        - projected: the output of the input projection, which is qkv or that of the delta rule. Pass this tensor
-          to `mix_tokens_backward` as `kept`, or drop it to save memory.
-        - needed: tensors for the argument `needed` of `mix_tokens_backward`.
+    Return the output, or this rank's partial sum unless `whole`; the output of the input projection, which may be
+    dropped to save memory; and other tensors that the backward pass needs.
     """
     if layer.attention is not None:
         return _attended(layer.attention, x_ND, angles, attend, split, whole)
@@ -69,20 +58,9 @@ def mix_tokens_backward(
     attend: PackedAttend,
     split: bool,
 ) -> Tensor:
-    """Return the gradient with respect to the input of `mix_tokens`. Adds the gradients of the parameters to `.grad`.
+    """Return the gradient with respect to the normalised input, and add those of the parameters to `.grad`.
 
-    Args:
-        layer: the layer whose gradients are computed.
-        grad_ND: the gradient with respect to the output of `mix_tokens`, (N tokens, D hidden size).
-        x_ND: the input of `mix_tokens`.
-        kept: the second result of `mix_tokens`. None: compute it again.
-        needed: the third result of `mix_tokens`.
-        angles: (cosines, sines) of the rotary embedding, each (N, 1, C / 2) float32 for head dimension C.
-        attend: a callable that computes attention over packed rows or over a KV cache.
-        split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence parallelism).
-
-    Returns:
-        (N, D), or this rank's share of the tokens if split.
+    `kept` and `needed` are results of `mix_tokens`. If `kept` is None, it is computed again.
     """
     module: Attention | GatedDelta | None = layer.attention or layer.delta
     assert module is not None
@@ -92,7 +70,6 @@ def mix_tokens_backward(
         x_ND, work = tp.begin_all_gather_rows(x_ND)
 
     def recompute() -> Tensor:
-        """Return the output of the input projection: `kept` or, if `kept` is None, a newly computed tensor."""
         if kept is not None:
             return kept
         if work is not None:
@@ -111,12 +88,10 @@ def mix_tokens_backward(
 
 
 def _input_product(module: Attention | GatedDelta) -> Any:
-    """Return the input projection: `qkv` of attention, or `in_proj` of the gated delta rule."""
     return module.qkv if isinstance(module, Attention) else module.in_proj
 
 
 def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
-    """Compute attention outside autograd, with the arguments and results of `mix_tokens`."""
     both_NX = attention.qkv(x_ND, split)
     qkv_NX, gate_NQ = attention.split_gate(both_NX)
     heads = to_heads(attention, qkv_NX, angles)
@@ -137,11 +112,7 @@ def _attended_backward(
     angles: Angles,
     attend: PackedAttend,
 ) -> Tensor:
-    """Return the gradient with respect to the output of the qkv projection.
-
-    Adds the gradients of the output projection and of the norms to `.grad`. `recompute` is a function that returns the
-    output of the qkv projection.
-    """
+    """Return the gradient with respect to the output of the qkv projection, which `recompute` returns."""
     out_NHC, *saved = needed
     grad_gate_NQ = None
     if attention.gated:
@@ -169,13 +140,7 @@ def _attended_backward(
 
 
 def to_heads(attention: Attention, qkv_NX: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normalised and rotated queries and keys, and values: each (N tokens, heads, C head dimension).
-
-    Args:
-        attention: the attention whose norms and sizes are used.
-        qkv_NX: the output of the qkv projection, (N, (H + 2 K) C).
-        angles: (cosines, sines) of the rotary embedding, each (N, 1, C / 2) float32.
-    """
+    """Return normalised and rotated queries and keys, and values, (N, heads, C) each."""
     q_size, kv_size, _ = attention.sizes
     dim = attention.head_dim
     q_weight, k_weight, eps, plus_one = _head_norms(attention)
@@ -184,12 +149,7 @@ def to_heads(attention: Attention, qkv_NX: Tensor, angles: Angles) -> tuple[Tens
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
-    """Return the parameters of the query and key norms.
-
-    Returns:
-        (weight of the query norm, weight of the key norm, eps, whether the factor is 1 + weight). The weights are None
-        unless each head has a norm.
-    """
+    """Return the weights of query and key norm (None unless each head has a norm), eps, and whether 1 is added."""
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
         return None, None, 0.0, False
@@ -209,40 +169,16 @@ def fused_layer(
 ) -> tuple[Tensor, Tensor]:
     """Run a layer on the residual stream plus the output of the previous MLP.
 
-    The output of this layer's MLP is returned, not added, because the next norm adds and normalises in one pass.
-
-    Args:
-        layer: the layer to compute.
-        stream_ND: the residual stream, (N tokens, D hidden size) float32.
-        delta_ND: the output of the previous layer's MLP, which is added to the stream. None: nothing is added.
-        cos: cosines of the rotary embedding, (N, 1, C / 2) float32, where C is the head dimension.
-        sin: sines of the rotary embedding, (N, 1, C / 2) float32.
-        attend: a callable that computes attention over packed rows or over a KV cache. With gradients, a PackedAttend.
-        keep: whether to keep the large intermediate results of attention and MLP for the backward pass. If False, the
-            backward pass computes them again.
-        split: whether each tensor-parallel rank has a different share of the tokens in `stream_ND` (sequence
-            parallelism).
-        memory: symmetric memory through which norms sum over the ranks. `delta_ND` and the returned output of the MLP
-            are then partial sums of this rank. Requires that gradients are off and `split` is False. None: the ranks'
-            outputs are summed before the norms.
-
-    Returns:
-        The residual stream before the addition of the MLP's output, and the MLP's output.
+    The output of this layer's MLP is returned next to the stream, not added, because the next norm adds and normalises
+    in one pass. With `memory`, MLP outputs are partial sums. Unless `keep`, the backward pass computes the large
+    intermediate results of attention and MLP again.
     """
     stream_ND = _tracked(stream_ND, layer)
     return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, memory)  # type: ignore[return-value]
 
 
 def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: SymmetricMemory | None = None) -> Tensor:
-    """Return the norm of the residual stream plus the last MLP's output, after the last fused layer.
-
-    Args:
-        norm: the final norm.
-        stream_ND: the residual stream, (N tokens, D hidden size) float32.
-        delta_ND: the output of the last MLP.
-        memory: symmetric memory through which the kernel sums `delta_ND` over the ranks. None: `delta_ND` is summed
-            already.
-    """
+    """Return the norm of the residual stream plus the last MLP's output."""
     if memory is not None:
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)[1]
     return _FusedNorm.apply(_tracked(stream_ND, norm), delta_ND, norm)  # type: ignore[return-value]
@@ -267,18 +203,7 @@ def _add_norm(
     dtype: torch.dtype,
     memory: SymmetricMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add `delta_ND` to the residual stream, and normalise the sum.
-
-    Args:
-        norm: the norm of the sum. None: the sum is only converted to `dtype`.
-        stream_ND: the residual stream, (N tokens, D hidden size) float32.
-        delta_ND: the summand. None: nothing is added.
-        dtype: the dtype of the result if there is no norm.
-        memory: symmetric memory through which `delta_ND` is first summed over the ranks. None: it is summed already.
-
-    Returns:
-        (sum in the dtype of the stream, normalised sum in the dtype of the norm's weight).
-    """
+    """Return the stream plus `delta_ND`, and the norm of this sum, or the sum in `dtype` without a norm."""
     if memory is not None and delta_ND is not None:
         assert norm is not None
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)
@@ -291,17 +216,7 @@ def _add_norm(
 def _add_norm_backward(
     norm: RMSNorm | None, grad_ND: Tensor, grad_sum_ND: Tensor, sum_ND: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient with respect to the sum that `_add_norm` computes, in two dtypes.
-
-    Args:
-        norm: the norm, or None.
-        grad_ND: the gradient with respect to the normalised sum.
-        grad_sum_ND: the gradient with respect to the sum itself, as the first result of `_add_norm`.
-        sum_ND: the sum.
-
-    Returns:
-        (gradient in the dtype of the sum, gradient in the dtype of `grad_ND`).
-    """
+    """Return the gradient with respect to the sum of `_add_norm`, in the dtypes of the sum and of `grad_ND`."""
     if norm is not None:
         return norm.sum_gradient(grad_ND, grad_sum_ND, sum_ND)
     grad_sum_ND = grad_sum_ND + grad_ND
@@ -309,21 +224,15 @@ def _add_norm_backward(
 
 
 def _post_norm(norm: RMSNorm | None, x_ND: Tensor) -> Tensor:
-    """Return the normalised output of attention or MLP. Without a norm, return `x_ND` itself."""
     return x_ND if norm is None else norm.add_and_norm(x_ND, None)[1]
 
 
 def _post_norm_backward(norm: RMSNorm | None, grad_ND: Tensor, x_ND: Tensor | None) -> Tensor:
-    """Return the gradient with respect to the input of `_post_norm`.
-
-    `grad_ND` is the gradient with respect to the output of `_post_norm`. `x_ND` is the input of `_post_norm`, which may
-    be None without a norm.
-    """
     return grad_ND if norm is None or x_ND is None else norm.sum_gradient(grad_ND, None, x_ND)[1]
 
 
 class _FusedLayer(torch.autograd.Function):
-    """The autograd function of `fused_layer`. Parameters are not inputs: their gradients are added to `.grad`."""
+    """Parameters are not inputs: their gradients are added to `.grad`."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,11 @@
 """One layer of the transformer, its attention, and the choice of its MLP.
 
-Shapes: N tokens, D hidden size, C head dimension. On one rank: H query heads, K key heads, Q = H * C the width of
-the queries, P = K * C the width of the keys, X the output width of the fused projection of queries, keys and values.
+`attend` computes attention over packed rows or over a KV cache. `cos` and `sin` (together `angles`) are those of the
+rotary embedding, (N, 1, C / 2) float32. With `split` (sequence parallelism), inputs and outputs are this rank's share
+of the N tokens.
+
+Shapes: N tokens, D hidden size, C head dimension. On one rank: H query heads, K key heads, Q = H * C the width of the
+queries, P = K * C the width of the keys, X the output width of the fused projection of queries, keys and values.
 """
 
 from __future__ import annotations
@@ -23,19 +27,11 @@ from areno.models.config import TransformerConfig
 class Attention(nn.Module):
     """Grouped-query attention with rotary embedding.
 
-    The argument `attend` of `forward` computes the attention itself, over packed rows or over a KV cache.
-
     With `config.attention_gate`, the qkv projection computes a gate next to the query of each head. The head's output
     is multiplied by the sigmoid of the gate.
 
-    Args:
-        config: the shape of the model.
-        index: the index of the layer in the model.
-        spec: dtype, device and ranks of the weights.
-
     Attributes:
         index: the index among the layers with attention.
-        window: the number of last tokens that a token attends to, itself included. None: all.
         sizes: the widths of all queries, all keys and all values of one token on this rank, without gates.
         q_norm: the norm of queries: an RMSNorm of each head, a ShardedRMSNorm of all heads together, or None.
         k_norm: the norm of keys, of the same type as `q_norm`.
@@ -64,18 +60,6 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(q_size, config.hidden_size, spec, bias=config.o_bias)
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
-        """Compute attention, differentiable.
-
-        Args:
-            x_ND: the input, (N tokens, D hidden size). The same on every tensor-parallel rank unless `split`.
-            cos: cosines of the rotary embedding, (N, 1, C / 2) float32, where C is the head dimension.
-            sin: sines of the rotary embedding, (N, 1, C / 2) float32.
-            attend: a callable that computes attention over packed rows or over a KV cache.
-            split: whether `x_ND` and the result hold only this rank's share of the N tokens (sequence parallelism).
-
-        Returns:
-            (N, D), or (N / ranks, D) if split.
-        """
         qkv_NX, gate_NQ = self.split_gate(self.qkv(x_ND, split))
         heads_NJC = self.norm_all_heads(qkv_NX).unflatten(-1, (-1, self.head_dim))
         n_q, n_kv = self.sizes[0] // self.head_dim, self.sizes[1] // self.head_dim
@@ -93,16 +77,7 @@ class Attention(nn.Module):
         return self.out(self.gate(out_NHC.flatten(-2), gate_NQ), split)
 
     def split_gate(self, qkv_NX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Split the output of the qkv projection into queries, keys and values, and the gate of gated attention.
-
-        Args:
-            qkv_NX: the output of the qkv projection for N tokens. In gated attention, each query head is followed by
-                its gate.
-
-        Returns:
-            A tuple (qkv, gate). qkv has queries, keys and values side by side. gate is as wide as the queries. Without
-            gates: `qkv_NX` itself and None.
-        """
+        """Split the output of the qkv projection into queries, keys and values, and the gate, None without gates."""
         if not self.gated:
             return qkv_NX, None
         both_NQ2, keys_values = qkv_NX.tensor_split((2 * self.sizes[0],), dim=-1)
@@ -110,14 +85,7 @@ class Attention(nn.Module):
         return torch.cat((q_NHC.flatten(-2), keys_values), dim=-1), gate_NHC.flatten(-2)
 
     def join_gate_gradient(self, grad_NX: Tensor, grad_gate_NQ: Tensor | None) -> Tensor:
-        """Return the gradient with respect to the output of the qkv projection, as the backward of `split_gate`.
-
-        Args:
-            grad_NX: the gradient with respect to the first result of `split_gate`: queries, keys and values side by
-                side.
-            grad_gate_NQ: the gradient with respect to the gate, as wide as the queries. None without gates; `grad_NX`
-                is then returned.
-        """
+        """Return the gradient with respect to the input of `split_gate`."""
         if grad_gate_NQ is None:
             return grad_NX
         grad_q_NQ, keys_values = grad_NX.tensor_split((self.sizes[0],), dim=-1)
@@ -126,38 +94,18 @@ class Attention(nn.Module):
 
     @staticmethod
     def gate(out_NQ: Tensor, gate_NQ: Tensor | None) -> Tensor:
-        """Multiply the output of attention by the sigmoid of the gate.
-
-        The result is the input of the output projection.
-
-        Args:
-            out_NQ: the output of attention, (N tokens, width Q of the queries).
-            gate_NQ: the gate, of the same shape. None without gates; `out_NQ` is then returned.
-        """
+        """Multiply the output of attention by the sigmoid of the gate, if any."""
         return out_NQ if gate_NQ is None else out_NQ * torch.sigmoid(gate_NQ)
 
     def norm_all_heads(self, qkv_NX: Tensor) -> Tensor:
-        """Normalise the queries of all heads together, and likewise the keys, for families with such norms.
-
-        Args:
-            qkv_NX: queries, keys and values of N tokens, side by side.
-
-        Returns:
-            The normalised queries, the normalised keys and the unchanged values, side by side. For other families,
-            `qkv_NX` itself.
-        """
+        """Normalise the queries of all heads together, and likewise the keys, for families with such norms."""
         if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
             return qkv_NX
         q_NQ, k_NP, v_NP = qkv_NX.split(self.sizes, dim=-1)
         return torch.cat((self.q_norm(q_NQ), self.k_norm(k_NP), v_NP), dim=-1)
 
     def norm_all_heads_backward(self, grad_NX: Tensor, qkv_NX: Tensor) -> Tensor:
-        """Return the gradient with respect to the input of `norm_all_heads`. Adds the gradients of the norms' weights.
-
-        Args:
-            grad_NX: the gradient with respect to the result of `norm_all_heads`.
-            qkv_NX: the input of `norm_all_heads`.
-        """
+        """Return the gradient with respect to the input of `norm_all_heads`, and add those of the norms' weights."""
         if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
             return grad_NX
         q_NQ, k_NP, _ = qkv_NX.split(self.sizes, dim=-1)
@@ -166,14 +114,6 @@ class Attention(nn.Module):
 
 
 def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None) -> GatedMLP | ExpertMLP:
-    """Create the MLP of a layer: a mixture of experts or a gated MLP, as the config says.
-
-    Args:
-        config: the shape of the model.
-        index: the index of the layer.
-        spec: dtype, device and ranks of the weights.
-        routing: the routing that all layers with experts share. None: the model has no experts.
-    """
     experts = config.experts
     if experts is not None and routing is not None and index not in experts.dense_layers:
         place = experts.layers(config.num_layers).index(index)
@@ -186,23 +126,8 @@ def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: R
 class Layer(nn.Module):
     """A transformer layer: attention and an MLP, each followed by a residual addition.
 
-    Norms are before attention and MLP, after them, or both. A layer with a recurrent state has `delta` in place of
-    `attention`.
-
-    Args:
-        config: the shape of the model.
-        index: the index of the layer.
-        spec: dtype, device and ranks of the weights.
-        routing: the routing that all layers with experts share. None: the model has no experts.
-
-    Attributes:
-        input_norm: the norm before attention, or None.
-        attention: the attention, or None in a layer with a recurrent state.
-        delta: the gated delta rule, or None in a layer with attention.
-        post_attention_norm: the norm between attention and the residual addition, or None.
-        pre_mlp_norm: the norm before the MLP, or None.
-        mlp: the gated MLP or mixture of experts.
-        post_mlp_norm: the norm between the MLP and the residual addition, or None.
+    Norms are before attention and MLP, after them, or both; the others are None. A layer with a recurrent state has
+    `delta` in place of `attention`. All layers with experts share one `routing`.
     """
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None = None):
@@ -226,19 +151,7 @@ class Layer(nn.Module):
         self.post_mlp_norm = norm("after", "both")
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
-        """Compute the layer without fused kernels, differentiable.
-
-        Args:
-            x_ND: the residual stream, (N tokens, D hidden size).
-            cos: cosines of the rotary embedding, (N, 1, C / 2) float32, where C is the head dimension.
-            sin: sines of the rotary embedding, (N, 1, C / 2) float32.
-            attend: a callable that computes attention over packed rows or over a KV cache.
-            split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence
-                parallelism). Attention still covers all tokens.
-
-        Returns:
-            The new residual stream, in the shape of `x_ND`.
-        """
+        """Compute the layer without fused kernels, differentiable, from and to the residual stream."""
         y_ND = self._mix_tokens(x_ND if self.input_norm is None else self.input_norm(x_ND), cos, sin, attend, split)
         x_ND = x_ND + (y_ND if self.post_attention_norm is None else self.post_attention_norm(y_ND))
         y_ND = self.mlp(x_ND if self.pre_mlp_norm is None else self.pre_mlp_norm(x_ND), split)
@@ -246,7 +159,6 @@ class Layer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
         module = self.attention or self.delta
         assert module is not None
         return module.out.weight.dtype

@@ -77,16 +77,12 @@ _OF_HEAD: dict[HeadName, tuple[str, str, str, str]] = {
 def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = False) -> TransformerConfig:
     """Read `config.json` of a model, and the end-of-sequence ids of `generation_config.json`.
 
-    Args:
-        path: A model folder or hub id.
-        head: "lm" for a language model, which requires a ...ForCausalLM. "value" for a critic or reward model, which is
-            a ...ForSequenceClassification with one label, or a ...ForCausalLM without its head. "step" for a process
-            reward model, which is a ...ForTokenClassification with two labels, or a ...ForCausalLM without its head.
-        needs_head: Whether "value" and "step" require a trained head, so that a ...ForCausalLM is an error.
+    "lm" is a ...ForCausalLM. "value" is a critic or reward model, a ...ForSequenceClassification with one label. "step"
+    is a process reward model, a ...ForTokenClassification with two labels. Both may also be a ...ForCausalLM without
+    its head, unless `needs_head`.
 
-    Raises:
-        CheckpointError: There is no `config.json`, its architecture is not supported or has another head, or fields
-            are wrong, unknown or ask for a computation that is not implemented. The error lists all such fields.
+    Raises CheckpointError if the file is missing or has another head, or if fields are wrong, unknown or ask for a
+    computation that is not implemented. The error lists all such fields.
     """
     folder = resolve(path)
     file = folder / "config.json"
@@ -105,18 +101,7 @@ def parse_config(
     needs_head: bool = False,
     generation: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Read the shape of a model from the content of its `config.json`.
-
-    Args:
-        values: Content of `config.json`.
-        origin: Path of the file, for messages.
-        head: As in `load_config`.
-        needs_head: As in `load_config`.
-        generation: Content of `generation_config.json`, whose end-of-sequence ids count too. None if there is no file.
-
-    Raises:
-        CheckpointError: As `load_config`, except for a missing file.
-    """
+    """Read the shape of a model from the content of its files, as `load_config` does."""
     outer = RawConfig(dict(values), origin)
     raw = _text_of(outer)
     family, own_head = _find_family(raw)
@@ -141,34 +126,19 @@ def parse_config(
 
 
 def head_of(folder: Path) -> HeadName:
-    """Return the kind of head of the model in a folder.
-
-    Args:
-        folder: The folder. The result is "lm" if it has no `config.json`.
-
-    Raises:
-        CheckpointError: The architecture is not supported.
-    """
+    """Return the kind of head of the model in a folder, "lm" if it has no `config.json`."""
     if not (folder / "config.json").is_file():
         return "lm"
     return _find_family(_text_of(RawConfig(read_json(folder / "config.json"), str(folder / "config.json"))))[1]
 
 
 def layout_problems(config: TransformerConfig, layout: Layout, whose: str = "the model") -> list[Problem]:
-    """Check whether the ranks of a layout can divide the sizes of a model.
+    """Return a problem about engine.tp_size or engine.cp_size if the ranks cannot divide the sizes of a model.
 
     The tensor-parallel size must divide the numbers of heads and the other sizes. It may instead be a multiple of the
     number of key-value heads, with several ranks holding the same head, unless one norm covers the keys of all heads.
     The context-parallel size must divide the heads of each tensor-parallel rank. It must be 1 for a model with
     recurrent layers.
-
-    Args:
-        config: Shape of the model.
-        layout: The ranks that share the model and the rows.
-        whose: Name of the model in the message.
-
-    Returns:
-        A list with one problem about engine.tp_size or engine.cp_size. Empty if the layout fits.
     """
     tp_size, cp_size, sizes = layout.tp_size, layout.cp_size, config.divided
     wrong = [(what, name, size) for what, name, size in sizes if size % tp_size]
@@ -201,18 +171,7 @@ def build_model(
     tp: ParallelGroup | None = None,
     placed: bool = True,
 ) -> Transformer:
-    """Build a model with uninitialised weights. The parameters are the shards of this rank only.
-
-    Args:
-        config: The shape of the model.
-        dtype: The dtype of the weights.
-        device: The device of the weights.
-        tp: The tensor-parallel ranks that share the model. None: a single rank.
-        placed: Whether to allocate memory for the weights; see WeightSpec.
-
-    Raises:
-        ConfigError: The number of ranks does not divide the sizes of the model.
-    """
+    """Build a model with uninitialised weights, the shards of this rank. `placed` is explained at WeightSpec."""
     # Here, because plans read shapes of models without torch.
     from areno.layers.parallel import ParallelGroup
     from areno.layers.shard import WeightSpec
@@ -225,11 +184,7 @@ def build_model(
 
 
 def _text_of(raw: RawConfig) -> RawConfig:
-    """Return the fields of the text model.
-
-    For an image-text model of a supported family, these are the fields in `text_config`. Otherwise `raw` is
-    returned.
-    """
+    """Return the fields in `text_config` for an image-text model of a supported family, otherwise `raw`."""
     for family in FAMILIES.values():
         if family.around and family.around in raw.get("architectures", list, []):
             text = raw.get("text_config", dict)
@@ -243,10 +198,7 @@ def _text_of(raw: RawConfig) -> RawConfig:
 
 
 def _find_family(raw: RawConfig) -> tuple[Family, HeadName]:
-    """Return the family, found by `architectures` or else `model_type`, and the kind of the model's head.
-
-    Raises CheckpointError if no supported family matches.
-    """
+    """Return the family, found by `architectures` or else `model_type`, and the kind of the model's head."""
     architectures = raw.get("architectures", list, [])
     model_type = raw.get("model_type", str, "")
     for family in FAMILIES.values():
@@ -288,10 +240,7 @@ def _check_scores(raw: RawConfig, family: Family, own: HeadName, head: HeadName)
 
 
 def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
-    """Add a problem to `raw.problems` if the sizes give an impossible number of parameters.
-
-    Without this check, memory would run out when the model is built.
-    """
+    """Add a problem if the sizes give an impossible number of parameters, before memory runs out."""
     if (size := parameters(config)) > MAX_PARAMETERS:
         sizes = ", ".join(f"{name}={raw.values[name]}" for name in SIZES)
         limit = f"expected at most {MAX_PARAMETERS:.0e}"
@@ -301,8 +250,7 @@ def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
 def _eos_ids(raw: RawConfig, config: TransformerConfig) -> set[int]:
     """Return the token ids in the field `eos_token_id`, which is an int, a list of ints, or null.
 
-    A value of another type, or an id outside of the vocabulary, adds a problem to `raw.problems` and gives an empty
-    set.
+    Another type, or an id outside of the vocabulary, is a problem and gives an empty set.
     """
     value = raw.values.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]

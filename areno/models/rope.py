@@ -1,4 +1,8 @@
-"""Rotary positions read from `config.json`, with the defaults of transformers."""
+"""Rotary positions read from `config.json`, with the defaults of transformers.
+
+Lengths are in tokens. `partial` is the share of a head that is rotated if the file does not set it. None: the whole
+head must be rotated, and another share is a problem. `unused` are fields that do not change the computation.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +28,8 @@ def read_rope(
     """Read rotary positions from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (older).
 
     If a file has both `rope_parameters` and `rope_scaling`, transformers uses `rope_scaling` alone. So it is a problem
-    here if the two contradict each other.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
-        max_positions: The context length of the model, in tokens.
-        partial: The share of a head that is rotated if the file does not set it. None: the whole head must be rotated,
-            and another share is a problem.
-        interleaved: Whether neighbouring elements of a head are rotated together, rather than elements half a head
-            apart.
-        unused: Names of fields in `rope_parameters` or `rope_scaling` that do not change the computation.
+    here if the two contradict each other. If `interleaved`, neighbouring elements of a head are rotated together,
+    rather than elements half a head apart.
     """
     scaling, parameters = raw.section("rope_scaling"), raw.section("rope_parameters")
     if not scaling.values:
@@ -49,18 +45,10 @@ def read_rope(
 
 
 def read_two_ropes(raw: RawConfig, max_positions: int, local_theta: str) -> tuple[Rope, Rope]:
-    """Read the rotary positions of a model whose layers with a window have positions of their own.
+    """Read the rotary positions of layers without a window, and of those with a window, which have their own.
 
-    `rope_parameters` has one section for the layers with a window and one for the layers without. Before transformers
-    5, `rope_theta` and `rope_scaling` described the layers without a window.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
-        max_positions: The context length of the model, in tokens.
-        local_theta: The field that held the rope base of the layers with a window before transformers 5.
-
-    Returns:
-        (positions of the layers without a window, positions of the layers with a window).
+    `rope_parameters` has one section for each of them. Before transformers 5, `rope_theta` and `rope_scaling` described
+    the layers without a window, and the field `local_theta` held the base of the others.
     """
     sections, scaling = raw.section("rope_parameters"), raw.section("rope_scaling")
     full, local = sections.section("full_attention"), sections.section("sliding_attention")
@@ -79,16 +67,7 @@ def _read_section(
     theta: float | None = None,
     unused: Collection[str] = (),
 ) -> Rope:
-    """Read the rotary positions that one section of `config.json` describes.
-
-    Args:
-        params: The section. Problems are added to its `problems`.
-        raw: All fields of `config.json`.
-        max_positions: The context length of the model, in tokens.
-        partial: The share of a head that is rotated if the file does not set it. None: the whole head must be rotated.
-        theta: The rope base if the section has no `rope_theta`. None: `rope_theta` of `raw`.
-        unused: Names of further fields in the section that do not change the computation.
-    """
+    """Read the rotary positions that one section describes. `theta` is the base if it has no `rope_theta`."""
     theta = params.get("rope_theta", float, theta or raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
     kind = params.get("rope_type", str, params.get("type", str, "default"))
     if kind not in _KINDS:
@@ -110,20 +89,18 @@ def _read_section(
 
 
 def _none(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return an empty dictionary, because rotary positions without scaling have no further fields."""
+    """Return the arguments of `Rope` for a kind of scaling, as all functions of this signature. Here there are none.
+
+    `original` and `max_positions` are the context lengths before and after scaling.
+    """
     return {}
 
 
 def _factor(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return {"factor": value}, the argument of `Rope` for linear or dynamic scaling, from the section `params`."""
     return {"factor": params.get("factor", float, ge=1)}
 
 
 def _llama3(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return the arguments of `Rope` for Llama 3's scaling by frequency bands, from the section `params`.
-
-    `original` is the context length before scaling, in tokens.
-    """
     low = params.get("low_freq_factor", float, gt=0, le=1e6)
     high = params.get("high_freq_factor", float, gt=low, le=1e6)
     factor = params.get("factor", float, ge=1)
@@ -131,11 +108,9 @@ def _llama3(params: RawConfig, original: int, max_positions: int) -> dict[str, A
 
 
 def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return the arguments of `Rope` for YaRN scaling, from the section `params`.
+    """As in transformers, compute an absent `factor` as max_positions / original, which must be above 1.
 
-    `original` and `max_positions` are the context lengths before and after scaling, in tokens. As in transformers, an
-    absent `factor` is max_positions / original, which must be above 1. An absent `attention_factor` is computed from
-    the factor.
+    An absent `attention_factor` is computed from the factor.
     """
     factor = params.get("factor", float, max_positions / original if original < max_positions else None, ge=1)
     above, below = (params.get(name, float, 0.0, ge=0, le=1e3) for name in ("mscale", "mscale_all_dim"))
@@ -154,10 +129,9 @@ def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any
 
 
 def _longrope(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return the arguments of `Rope` for longrope, from the section `params`.
+    """Use only `short_factor`, because the context is supported up to the length `original`.
 
-    Of the two lists of factors, only `short_factor` is used, because areno supports the context only up to the length
-    `original`, in tokens. A missing `long_factor` is a problem all the same, since transformers refuses it.
+    A missing `long_factor` is a problem all the same, since transformers refuses it.
     """
     params.get("long_factor", list)
     factors = params.get("short_factor", list)
@@ -183,5 +157,4 @@ _KINDS: dict[str, Callable[[RawConfig, int, int], dict[str, Any]]] = {
 
 
 def _spelled(rope: Rope) -> str:
-    """Return the kind, base and factor of a rope, for error messages."""
     return f"rope_type={rope.kind}, rope_theta={rope.theta}, factor={rope.factor}"

@@ -1,7 +1,7 @@
 """The decoder-only transformer of all families, with grouped-query attention and gated MLPs or experts.
 
 Sequences are packed end to end into one dimension of tokens. The argument `attend` decides which tokens attend to
-which, so the same model trains and decodes.
+which, so the same model trains and decodes. Names of parameters are those of `named_parameters`.
 
 Shape letters: N tokens, D hidden size, H query heads, K key heads, C head dimension, V vocabulary; H, K and V are this
 rank's share under tensor parallelism. In the shapes of logits and values, K is the number of positions instead.
@@ -38,16 +38,10 @@ class Transformer(nn.Module):
     Parameters have a fixed order and may be replaced by views of a flat buffer (`parameter.data = view`). A tied
     embedding is one parameter. Norm weights and biases have one dimension, matrices two.
 
-    Args:
-        config: the shape of the model.
-        spec: dtype, device and ranks of the weights.
-
     Attributes:
-        row_multiple: the number of tokens of a pass is padded to a multiple of this. It is larger than 1 only for
-            `engine.exact`.
+        row_multiple: the number of tokens of a pass is padded to a multiple of this, for `engine.exact`.
         on_stage_backward: a function that the backward pass calls with the index of a stage, such as a layer (see
-            `stage`). At the call, the gradients of all parameters in this stage and in later stages are complete. None:
-            no function.
+            `stage`). At the call, the gradients of all parameters in this stage and in later stages are complete.
     """
 
     def __init__(self, config: TransformerConfig, spec: WeightSpec):
@@ -80,17 +74,11 @@ class Transformer(nn.Module):
         n_kept: int = 0,
         split: bool = False,
     ) -> Tensor:
-        """Return the hidden states after the final norm, (N tokens, D hidden size), the same on every rank.
+        """Return the hidden states after the final norm, (N, D), the same on every rank.
 
-        Args:
-            tokens_N: int64 token ids of all sequences, packed.
-            positions_N: int64, the position of each token in its sequence, from 0.
-            attend: a callable that computes attention over packed rows or over a KV cache.
-            recompute: whether to keep little of each layer for the backward pass, and compute the rest again
-                (activation checkpointing).
-            n_kept: the number of last layers that keep everything in spite of `recompute`.
-            split: whether to use sequence parallelism, in which each tensor-parallel rank has a share of the residual
-                stream's tokens. N must be a multiple of the number of ranks.
+        With `recompute` (activation checkpointing), all but the last `n_kept` layers keep little for the backward pass.
+        With `split` (sequence parallelism), each rank has a share of the residual stream's tokens, whose number must be
+        a multiple of the number of ranks. Positions are those of tokens in their sequences.
         """
         assert not split or len(tokens_N) % self.tp.size == 0 == self.row_multiple - 1, (
             "the ranks do not divide the tokens"
@@ -160,9 +148,6 @@ class Transformer(nn.Module):
 
         The stage of a layer's parameter is the index of the layer. The final norm and the head have the largest stage,
         and the embedding has -1.
-
-        Args:
-            parameter: the name of the parameter, as in `named_parameters`.
         """
         module, _, rest = parameter.partition(".")
         if module == "layers":
@@ -175,9 +160,6 @@ class Transformer(nn.Module):
         This requires Triton. With gradients, it also requires a float32 `grad` of every trained parameter, to
         accumulate in, and a `PackedAttend`, which has a backward function. Results are those of `Layer.forward`, except
         for rounding.
-
-        Args:
-            attend: a callable that computes attention over packed rows or over a KV cache.
         """
         if not use_triton(self.embed.weight):
             return False
@@ -188,12 +170,10 @@ class Transformer(nn.Module):
         return buffered and isinstance(attend, PackedAttend)
 
     def has_finite_weights(self) -> bool:
-        """Return whether no weight of this rank is NaN or infinite."""
         return all(is_finite(parameter.detach()) for parameter in self.parameters())
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.embed.weight.device
 
     @property
@@ -203,72 +183,36 @@ class Transformer(nn.Module):
         return self.embed if self.head is None else self.head
 
     def logits(self, hidden_KD: Tensor) -> Tensor:
-        """Return the logits of all token ids, (K, vocab_size) float32, gathered over the ranks.
-
-        If there are several ranks, the logits have no gradient.
-
-        Args:
-            hidden_KD: hidden states of K positions, (K, D hidden size).
-        """
+        """Return the logits of all token ids, (K, vocab_size) float32, without gradient if there are several ranks."""
         return self.tp.gather(self.logit_columns(hidden_KD))[:, : self.config.vocab_size]
 
     def logit_columns(self, hidden_KD: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, (K, V) float32.
-
-        V is the vocabulary size divided by the ranks and rounded up, so it is equal on all ranks. Padding columns are
-        zero.
-
-        Args:
-            hidden_KD: hidden states of K positions, (K, D hidden size).
-        """
+        """Return this rank's columns of the logits, as many on all ranks. Padding columns are zero."""
         return self.output.product(pad_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
 
     def local_logits(self, hidden_KD: Tensor) -> Tensor:
-        """Return this rank's columns of the logits without padding columns, (K, token ids of this rank) float32.
-
-        Args:
-            hidden_KD: hidden states of K positions, (K, D hidden size).
-        """
+        """Return this rank's columns of the logits without padding columns."""
         return self.logit_columns(hidden_KD)[:, : self.output.n_valid]
 
     def values(self, hidden_KD: Tensor) -> Tensor:
-        """Return the values (K,) float32 that the head of a critic or reward model computes.
-
-        For a process reward model, a value is the log-odds of the label "right".
-
-        Args:
-            hidden_KD: hidden states of K positions, (K, D hidden size).
-        """
+        """Return the values (K,) float32. For a process reward model, a value is the log-odds of the label "right"."""
         assert self.score is not None, "a language model has no value head"
         return self.score(hidden_KD)
 
     def layout(self, parameter: str) -> tuple[Part, ...]:
-        """Return where each checkpoint tensor lies in a parameter, in order from the first row.
-
-        Args:
-            parameter: the name of the parameter, as in `named_parameters`.
-        """
+        """Return where each checkpoint tensor lies in a parameter, in order from the first row."""
         layer, kind = parameter.rsplit(".", 1)
         return self.get_submodule(layer).layout[kind]  # type: ignore[return-value, index]
 
     def is_sharded(self, parameter: str) -> bool:
-        """Return whether the ranks hold different shards of a parameter, rather than copies of it.
-
-        Args:
-            parameter: the name of the parameter, as in `named_parameters`.
-        """
+        """Return whether the ranks hold different shards of a parameter, rather than copies of it."""
         return self.tp.size > 1 and self.layout(parameter)[0].dim is not None
 
     def partial_gradients(self, parameter: str, split: bool = False) -> list[tuple[slice, int]]:
         """Return the elements of a parameter whose gradient must still be summed over ranks after a backward pass.
 
-        Args:
-            parameter: the name of the parameter, as in `named_parameters`.
-            split: whether the pass was sequence-parallel.
-
-        Returns:
-            Pairs of a range of elements of the flattened parameter, and the number of neighbouring ranks that hold
-            copies of this range. The gradient is the sum over these ranks. Empty if the gradient is complete.
+        Each range of the flattened parameter has the number of neighbouring ranks that hold copies of it, to sum over.
+        `split` says whether the pass was sequence-parallel.
         """
         whole = self.get_parameter(parameter)
         module = self.get_submodule(parameter.rsplit(".", 1)[0])
@@ -285,9 +229,6 @@ class Transformer(nn.Module):
         Matrices are normal with the config's `initializer_range`. Norm factors are 1, biases and the weights of a head
         that gives scores are 0. Decay rates of recurrent states are uniform from 0.01 to 16. The full tensors depend on
         the seed and the device type alone, not on the number of ranks.
-
-        Args:
-            seed: the seed of the random generator.
         """
         for module in self.modules():
             if isinstance(module, RMSNorm):
@@ -316,15 +257,9 @@ class Transformer(nn.Module):
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether no number of a tensor is NaN or infinite.
-
-    Args:
-        tensor: the tensor, which may be empty and requires no gradient.
-    """
     # If any number is NaN, so are minimum and maximum. Unlike a mask, they take no memory.
     return tensor.numel() == 0 or bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def _call_stage_hook(on_stage_backward: Callable[[int], None], stage: int, _grad: Tensor) -> None:
-    """Call `on_stage_backward` with the stage, as a gradient hook of autograd."""
     on_stage_backward(stage)

@@ -1,7 +1,7 @@
 """Loading and saving the weights of Hugging Face folders, in safetensors files.
 
-`stored_tensors` is the table of tensor names, for both directions. `load_weights` reads this rank's shards.
-`save_weights` writes a folder. `file_writes` returns the same work as functions that can run in another thread.
+`stored_tensors` is the table of tensor names, for both directions. Functions raise CheckpointError, which lists all
+tensors and files that are missing, damaged or do not fit.
 """
 
 from __future__ import annotations
@@ -51,13 +51,7 @@ MAX_SHARD_BYTES = 2**32  # the most of a file with several tensors; pinned memor
 
 
 class Entry(NamedTuple):
-    """A checkpoint tensor and where the model keeps it.
-
-    Attributes:
-        name: the name in the naming of Llama or of the family, in which no modules are fused.
-        parameter: the parameter that holds the tensor.
-        part: which rows or columns of the parameter hold the tensor, and how the tensor is sharded over ranks.
-    """
+    """A checkpoint tensor, under the name in which no modules are fused, and where the model keeps it."""
 
     name: str
     parameter: Tensor
@@ -65,11 +59,7 @@ class Entry(NamedTuple):
 
 
 def checkpoint_table(model: Transformer) -> list[Entry]:
-    """Return every tensor of the model's checkpoint in a fixed order, without adapters. A tied head is listed once.
-
-    Args:
-        model: the model whose tensors are listed.
-    """
+    """Return every tensor of the model's checkpoint in a fixed order, without adapters. A tied head is listed once."""
     return [
         Entry(name, parameter, part)
         for own_name, parameter in model.named_parameters()
@@ -79,30 +69,19 @@ def checkpoint_table(model: Transformer) -> list[Entry]:
 
 
 class Stored(NamedTuple):
-    """A tensor in the weight files. If the files fuse several modules, the rows of several entries are stacked in it.
-
-    Attributes:
-        entries: the entries, from the first row.
-        orders: for each entry, the permutation of the rows of a head from the file's order to the model's, as returned
-            by `head_order`. None: the orders are equal.
-    """
+    """A tensor in the weight files, in which the rows of several entries are stacked if the files fuse modules."""
 
     entries: list[Entry]
-    orders: list[Tensor | None]
+    orders: list[Tensor | None]  # for each entry, the result of `head_order`
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor in the file, with the rows of all entries."""
         shapes = [entry.part.full_shape for entry in self.entries]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def stored_tensors(model: Transformer) -> dict[str, Stored]:
-    """Return the tensors of the weight files by their names in the files, in the order of `checkpoint_table`.
-
-    Args:
-        model: the model whose tensors are listed.
-    """
+    """Return the tensors of the weight files by their names in the files, in the order of `checkpoint_table`."""
     config = model.config
     order = head_order(config.rope, config.head_dim)
     stacked = stored_names(config)
@@ -118,15 +97,7 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
 
 
 def order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
-    """Return the permutation of the rows of a head for a module. None if the module's rows are not permuted.
-
-    Only the projections and norms of queries and keys are permuted.
-
-    Args:
-        inner: the name of the module inside a layer, such as "self_attn.q_proj".
-        order: the permutation that `head_order` returned. None: no module is permuted.
-        config: the shape of the model.
-    """
+    """Return `order`, a result of `head_order`, for the queries' and keys' projections and norms, else None."""
     if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
         return None
     if inner.endswith("_norm"):
@@ -143,26 +114,14 @@ def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
 
 
 class _Matched(NamedTuple):
-    """The tensors of weight files, matched with those of a model.
-
-    All keys are the names that `stored_tensors` returns. An image-text model has other prefixes in its files.
-
-    Attributes:
-        table: name -> description of the tensor.
-        stored_as: name -> name of the tensor in the files.
-        file_of: name -> file that holds the tensor.
-    """
+    """The tensors of weight files, matched with those of a model by the names that `stored_tensors` returns."""
 
     table: dict[str, Stored]
-    stored_as: dict[str, str]
+    stored_as: dict[str, str]  # other names in the files, whose prefixes differ in an image-text model
     file_of: dict[str, Path]
 
 
 def _matched(model: Transformer, folder: Path) -> _Matched:
-    """Match the tensors of a folder with those of the model.
-
-    Raises CheckpointError, which lists the names that differ.
-    """
     found, family = tensor_files(folder), FAMILIES[model.config.family]
     stored_as = {_own_name(name, family): name for name in found}
     file_of = {name: found[stored] for name, stored in stored_as.items()}
@@ -182,18 +141,9 @@ def _matched(model: Transformer, folder: Path) -> _Matched:
 
 
 def check_weights(model: Transformer, folder: Path) -> str:
-    """Compare the headers of weight files with a model. Reads no weights.
+    """Compare the headers of weight files with a model, which may be on the device `meta`. Reads no weights.
 
-    Args:
-        model: the model, which may be on the device `meta`.
-        folder: the model folder.
-
-    Returns:
-        A text with the number of tensors and files and their size, such as "310 tensors in 1 file, 1,137.0 MiB".
-
-    Raises:
-        CheckpointError: files are missing or truncated, or tensors differ in name, shape or dtype. The error lists
-            them.
+    Return a text such as "310 tensors in 1 file, 1,137.0 MiB".
     """
     table, stored_as, file_of = _matched(model, folder)
     problems, files = [], sorted(set(file_of.values()))
@@ -210,15 +160,7 @@ def check_weights(model: Transformer, folder: Path) -> str:
 
 
 def load_weights(model: Transformer, folder: str | Path) -> None:
-    """Load weights from a folder or hub id, one tensor at a time. Each rank reads only its own shards.
-
-    Args:
-        model: the model to load the weights into.
-        folder: the folder or hub id.
-
-    Raises:
-        CheckpointError: weights are missing, corrupt, unexpected, not finite, or differ in shape from config.json.
-    """
+    """Load weights from a folder or hub id, one tensor at a time. Each rank reads only its own shards."""
     folder = resolve(folder)
     table, stored_as, file_of = _matched(model, folder)
     if not model.config.has_head:  # a critic that starts from a language model
@@ -262,16 +204,11 @@ def save_weights(
     returned, so a caller that needs atomic replacement must write to a temporary folder and rename it.
 
     Args:
-        model: the model to save.
-        folder: the folder, created if needed.
-        source: folders or hub ids to copy tokenizer, chat template and generation settings from. Of several folders,
-            the first that has such files is used.
+        source: folders or hub ids to copy tokenizer, chat template and generation settings from. Of several, the first
+            that has such files is used.
         dtype: the dtype of the written weights. None: the model's.
-        max_shard_bytes: the largest size of a file with several tensors, in bytes.
+        max_shard_bytes: the largest size of a file with several tensors.
         dp: the ranks with copies of the model, which share the work. None: only the ranks of `model.tp` call this.
-
-    Raises:
-        CheckpointError: this rank cannot write its files.
     """
     write_all(folder, file_writes(model, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes, dp=dp))
 
@@ -291,18 +228,7 @@ def file_writes(
 
     Taking a function from the iterator is a collective call, and copies the weights of one file to host memory. Calling
     the function writes the file. If all functions are taken before the next update of the weights, they may be called
-    later, in any thread.
-
-    Args:
-        model: the model to save.
-        folder: the folder, created if needed.
-        source: folders or hub ids to copy tokenizer, chat template and generation settings from. Of several folders,
-            the first that has such files is used.
-        dtype: the dtype of the written weights. None: the model's.
-        max_shard_bytes: the largest size of a file with several tensors, in bytes.
-        dp: the ranks with copies of the model, which share the work. None: only the ranks of `model.tp` call this.
-        pin_memory: whether to copy the weights to pinned host memory.
-        ends: token ids that generation_config.json must list as ends of completions.
+    later, in any thread. generation_config.json lists the token ids `ends` as ends of completions.
     """
     folder, dp = Path(folder), dp or ParallelGroup()
     dtype = dtype or model.embed.weight.dtype
@@ -338,13 +264,6 @@ def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
     """Take and call all functions that `file_writes` or `adapter_writes` yields.
 
     After a failure the remaining functions are taken but not called, because taking a function is a collective call.
-
-    Args:
-        folder: the folder, for the error message.
-        writes: the iterator that yields the functions.
-
-    Raises:
-        CheckpointError: a file of the folder cannot be written.
     """
     failure: Exception | None = None
     for write in writes:  # take all, even after a failure: taking a function is a collective call
@@ -360,15 +279,7 @@ def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
 
 
 def _shares(sizes: dict[str, int], n: int) -> list[list[str]]:
-    """Divide files over n ranks: the largest first, each to the rank with the fewest bytes so far.
-
-    Args:
-        sizes: name of the file -> bytes.
-        n: the number of ranks.
-
-    Returns:
-        For each rank, the names of its files.
-    """
+    """Divide files (name -> bytes) over n ranks: the largest first, each to the rank with the fewest bytes so far."""
     shares: list[list[str]] = [[] for _ in range(n)]
     loads = [0] * n
     for file in sorted(sizes, key=lambda file: -sizes[file]):
@@ -381,19 +292,10 @@ def _shares(sizes: dict[str, int], n: int) -> list[list[str]]:
 def gathered(
     named: Mapping[str, Stored], model: Transformer, owner: int, dtype: torch.dtype, pin_memory: bool
 ) -> dict[str, Tensor]:
-    """Gather tensors into host memory of the tensor-parallel rank `owner`. A collective call.
+    """Gather tensors into host memory of the tensor-parallel rank `owner`, others get none. A collective call.
 
     Adapters are merged. The rows of heads are in the model's order; `write_tensors` changes them to the file's order.
-
-    Args:
-        named: the tensors by name.
-        model: the model that holds them.
-        owner: the tensor-parallel rank that receives the tensors.
-        dtype: the dtype of the result.
-        pin_memory: whether to use pinned host memory. Copies may then still be in progress on return.
-
-    Returns:
-        The full tensors by name. Empty on other ranks than `owner`.
+    Copies to pinned memory may still be in progress on return.
     """
     entries = [entry for stored in named.values() for entry in stored.entries]
     shapes = [entry.part.full_shape for entry in entries]
@@ -419,28 +321,14 @@ def gathered(
 
 
 def reached(device: torch.device) -> Any:
-    """Record a CUDA event after all work queued on a device, for `write_tensors`.
-
-    Args:
-        device: the device whose copies to host memory are in progress.
-
-    Returns:
-        The event. None for a CPU, which has no queue.
-    """
+    """Record a CUDA event after all work queued on a device, for `write_tensors`. None for a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file: Path, copied: Any) -> None:
     """Write the tensors that `gathered` returned to a safetensors file, and sync the file to disk.
 
-    The rows of heads are first put into the file's order, in place.
-
-    Args:
-        tensors: the full tensors by name.
-        named: the description of the same tensors.
-        file: the path of the file.
-        copied: the CUDA event that `reached` returned. The function waits for it first. None: the tensors are
-            complete.
+    The function waits for the event `copied` first. The rows of heads are put into the file's order, in place.
     """
     if copied is not None:
         copied.synchronize()
@@ -493,20 +381,9 @@ def _layers_problem(names: Iterable[str], num_layers: int) -> str | None:
 
 
 def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "config.json") -> bool:
-    """Copy this rank's shard of a tensor from a weight file into the model.
+    """Copy this rank's shard of a tensor from a safetensors slice, and return whether all values are finite.
 
-    Args:
-        name: the name of the tensor, for messages.
-        target: where the model keeps the tensor.
-        source: the safetensors slice of the tensor.
-        file: the file, for messages.
-        shaped_by: where the expected shape comes from, for messages.
-
-    Returns:
-        Whether all loaded values are finite.
-
-    Raises:
-        CheckpointError: the tensor has another shape, or a dtype that cannot be loaded.
+    `shaped_by` is the file that sets the expected shape, for messages.
     """
     if wrong := _header_problem(name, target, source, shaped_by):
         raise CheckpointError(f"{file}: {wrong}")
@@ -533,10 +410,7 @@ def _header_problem(name: str, target: Stored, source: Any, shaped_by: str) -> s
 
 
 def _own_name(name: str, family: Family) -> str:
-    """Return the name that a tensor of the weight files has in a text model.
-
-    The names differ only in prefixes, and only if the files are those of an image-text model.
-    """
+    """Return the name that a tensor has in a text model. Files of an image-text model have other prefixes."""
     for within, own in family.beginnings.items():
         if name.startswith(within):
             return own + name.removeprefix(within)

@@ -36,13 +36,8 @@ LAYER_NAMES = {
 def module_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
     """Return the names of the checkpoint modules that one module of `Transformer` holds, such as q_proj and k_proj.
 
-    Args:
-        module: The name of the module in `Transformer`, such as "layers.3.attention.qkv".
-        config: The shape of the model.
-
-    Returns:
-        The names, in the order in which the modules are stacked, from the first row. Modules that the weight files fuse
-        into a single module are still listed separately.
+    They are in the order in which they are stacked, from the first row. Modules that the weight files fuse into a
+    single module are still listed separately.
     """
     if module in NAMES:
         return NAMES[module]
@@ -51,15 +46,7 @@ def module_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def layer_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
-    """Return the names of the checkpoint modules that one module of a layer holds, without "model.layers.N".
-
-    Args:
-        module: The name inside the layer, such as "attention.qkv".
-        config: The shape of the model.
-
-    Returns:
-        The names, in the order in which the modules are stacked, from the first row.
-    """
+    """Return the `module_names` of a module inside a layer, such as "attention.qkv", without "model.layers.N"."""
     family = FAMILIES[config.family]
     if config.experts is not None and module in family.expert_names:
         names = family.expert_names[module]
@@ -70,24 +57,14 @@ def layer_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def stored_names(config: TransformerConfig) -> dict[str, str]:
-    """Return the modules that the weight files store fused: name of the separate module -> name of the fused module.
-
-    Args:
-        config: The shape of the model.
-    """
+    """Return the modules that the weight files store fused: name of the separate module -> name of the fused module."""
     return {part: whole for whole, parts in FAMILIES[config.family].stacked.items() for part in parts}
 
 
 def stored_modules(module: str, config: TransformerConfig) -> dict[str, list[int]]:
-    """Return the modules of the weight files that are stacked in a module of a layer.
+    """Return the modules of the weight files that are stacked in a module of a layer, such as "attention.qkv".
 
-    Args:
-        module: The name inside the layer, such as "attention.qkv".
-        config: The shape of the model.
-
-    Returns:
-        Name of a module in the weight files -> indices of its projections in the result of `layer_names`. There are
-        several indices if the weight files fuse several projections.
+    Each name has the indices of its projections in `layer_names`, several if the weight files fuse them.
     """
     whole, found = stored_names(config), {}
     for index, name in enumerate(layer_names(module, config)):

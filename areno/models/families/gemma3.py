@@ -19,9 +19,6 @@ def read(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a Gemma 3 model.
 
     Attention scores are divided by the square root of `query_pre_attn_scalar`, which may differ from the head size.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
     """
     raw.assume(sliding_window=4096, rope_theta=1e6, tie_word_embeddings=True, num_key_value_heads=4)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):

@@ -9,13 +9,7 @@ from areno.models.folder import RawConfig
 
 
 def read(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a GLM-4 model.
-
-    `attention_bias` sets the biases of q, k and v.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
-    """
+    """Read the shape of a GLM-4 model. `attention_bias` sets the biases of q, k and v."""
     raw.assume(rms_norm_eps=1.5625e-7, num_key_value_heads=2, attention_bias=True)
     config = read_decoder(raw, "glm4", default_head_dim=128, partial_rotary=0.5, interleaved=True)
     return replace(config, qkv_bias=raw.get("attention_bias", bool, False), norms="both")

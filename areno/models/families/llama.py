@@ -17,13 +17,7 @@ from areno.models.folder import RawConfig
 
 
 def read_llama(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a Llama model.
-
-    `attention_bias` sets the biases of q, k, v and o. `mlp_bias` sets those of gate, up and down.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
-    """
+    """Read the shape of a Llama model. `attention_bias` sets the biases of q, k, v and o."""
     bias, mlp_bias = raw.get("attention_bias", bool, False), raw.get("mlp_bias", bool, False)
     return replace(read_decoder(raw, "llama"), qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
 
@@ -38,24 +32,13 @@ LLAMA = Family(
 
 
 def read_mistral(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a Mistral model.
-
-    An absent `sliding_window` means 4096, and null means no window.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
-    """
+    """Read the shape of a Mistral model. An absent `sliding_window` means 4096, and null means no window."""
     raw.assume(sliding_window=4096, num_key_value_heads=8)
     return with_window(raw, read_decoder(raw, "mistral", may_slide=True))
 
 
 def with_window(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
-    """Return the shape with the window `sliding_window` in all layers, or unchanged if the model has no window.
-
-    Args:
-        raw: The fields of `config.json`. A `layer_types` that contradicts `sliding_window` is a problem.
-        config: The shape without windows.
-    """
+    """Return the shape with the window `sliding_window`, if any, in all layers. `layer_types` may not contradict it."""
     types = raw.get("layer_types", list, [])
     has_window = raw.get("sliding_window", int, 0, ge=1) > 0
     if any(kind != ("sliding_attention" if has_window else "full_attention") for kind in types):
@@ -73,13 +56,7 @@ MISTRAL = Family(
 
 
 def read_phi3(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a Phi-3 or Phi-4 model.
-
-    All layers have the window `sliding_window`, if the field is set.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
-    """
+    """Read the shape of a Phi-3 or Phi-4 model. All layers have the window `sliding_window`, if the field is set."""
     raw.assume(rms_norm_eps=1e-5)
     config = read_decoder(raw, "phi3", partial_rotary=1.0, may_slide=True)
     for name in ("resid_pdrop", "embd_pdrop"):
@@ -109,9 +86,6 @@ def read_smollm3(raw: RawConfig) -> TransformerConfig:
 
     `no_rope_layers` has a 1 for each layer with rotary positions, and a 0 for each layer without. If the field is
     absent, every `no_rope_layer_interval`-th layer has none (default: every fourth).
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
     """
     raw.assume(rope_theta=2e6, tie_word_embeddings=True, num_key_value_heads=4)
     config = read_decoder(raw, "smollm3", may_slide=True)

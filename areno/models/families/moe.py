@@ -19,9 +19,6 @@ def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a Qwen3-MoE model.
 
     A layer has experts if its index + 1 is a multiple of `decoder_sparse_step` and `mlp_only_layers` does not list it.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
     """
     config = read_decoder(raw, "qwen3_moe")
     bias, step = raw.get("attention_bias", bool, False), raw.get("decoder_sparse_step", int, 1, ge=1)
@@ -42,13 +39,7 @@ def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
 
 
 def read_mixtral(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a Mixtral model.
-
-    `intermediate_size` is the inner size of an expert.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
-    """
+    """Read the shape of a Mixtral model. `intermediate_size` is the inner size of an expert."""
     config = read_decoder(raw, "mixtral")
     if raw.get("sliding_window", int, -1, ge=0) >= 0:
         raw.refuse("sliding_window", "null, since sliding-window attention is not implemented")
@@ -64,7 +55,7 @@ def read_mixtral(raw: RawConfig) -> TransformerConfig:
 
 
 def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> Experts:
-    """Read the experts. fields: the two possible fields for the number of experts. more: other fields of `Experts`."""
+    """Read the experts. `fields` are the two possible fields for their number, and `more` other fields of `Experts`."""
     given = [field for field in fields if raw.values.get(field) is not None] or [fields[0]]
     n_experts = raw.get(given[0], int, ge=1, le=2**15 - 1)
     if len(given) == 2 and raw.get(given[1], int, ge=1) != n_experts:
@@ -76,10 +67,7 @@ def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> Exper
 
 
 def _layers(raw: RawConfig, field: str, num_layers: int) -> set[int]:
-    """Return the layer indices that a field lists.
-
-    An index that does not exist is a problem, and gives an empty set.
-    """
+    """Return the layer indices that a field lists. An index that does not exist is a problem and gives an empty set."""
     listed = raw.get(field, list, [])
     if not all(type(index) is int and 0 <= index < num_layers for index in listed):
         raw.refuse(field, f"numbers of layers, 0 to {num_layers - 1}")

@@ -16,25 +16,13 @@ _NORMS = {"post_attention_norm": ("post_attention_layernorm",), "post_mlp_norm":
 
 
 def read_olmo2(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of an OLMo 2 model.
-
-    No layer has a window.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
-    """
+    """Read the shape of an OLMo 2 model. No layer has a window."""
     raw.assume(rms_norm_eps=1e-5)
     return _with_norms(raw, read_decoder(raw, "olmo2"))
 
 
 def read_olmo3(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of an OLMo 3 model.
-
-    Without `layer_types`, three of four layers have a window.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
-    """
+    """Read the shape of an OLMo 3 model. Without `layer_types`, three of four layers have a window."""
     raw.assume(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=5e5)
     rope, local = read_two_ropes(raw, raw.get("max_position_embeddings", int, ge=1), "rope_theta")
     config = read_decoder(raw, "olmo3", may_slide=True, rope=rope)
@@ -44,7 +32,6 @@ def read_olmo3(raw: RawConfig) -> TransformerConfig:
 
 
 def _with_norms(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
-    """Return the shape with the norms and biases that OLMo 2 and OLMo 3 share."""
     bias = raw.get("attention_bias", bool, False)
     return replace(config, qkv_bias=bias, o_bias=bias, qk_norm_whole=True, norms="after")
 

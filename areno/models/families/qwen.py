@@ -22,9 +22,6 @@ def read_qwen2(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a Qwen2 or Qwen2.5 model.
 
     q, k and v always have biases: `config.json` has no field for them.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
     """
     return with_late_windows(raw, replace(read_decoder(raw, "qwen2", may_slide=True), qkv_bias=True))
 
@@ -32,13 +29,8 @@ def read_qwen2(raw: RawConfig) -> TransformerConfig:
 def with_late_windows(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
     """Return the shape with the window `sliding_window` in the layers from the index `max_window_layers` on.
 
-    If the file has `layer_types`, this field names the layers instead. The shape is unchanged unless
-    `use_sliding_window` is true.
-
-    Args:
-        raw: The fields of `config.json`. If `use_sliding_window` is false, a sliding layer in `layer_types` is a
-            problem.
-        config: The shape without windows.
+    If the file has `layer_types`, this field names the layers instead. Without `use_sliding_window`, the shape is
+    unchanged, and a sliding layer in `layer_types` is a problem.
     """
     raw.assume(sliding_window=4096)
     first = raw.get("max_window_layers", int, 28, ge=0)
@@ -59,13 +51,7 @@ QWEN2 = Family(
 
 
 def read_qwen3(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a Qwen3 model.
-
-    An absent `head_dim` is 128, whatever the hidden size.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
-    """
+    """Read the shape of a Qwen3 model. An absent `head_dim` is 128, whatever the hidden size."""
     bias = raw.get("attention_bias", bool, False)
     config = read_decoder(raw, "qwen3", default_head_dim=128, may_slide=True)
     return with_late_windows(raw, replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True))
@@ -90,9 +76,6 @@ def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a Qwen3.5 model.
 
     Without `layer_types`, every `full_attention_interval`-th layer has attention.
-
-    Args:
-        raw: The fields of `config.json`. Problems are added to `raw.problems`.
     """
     bias = raw.get("attention_bias", bool, False)
     if not raw.get("attn_output_gate", bool, True):
