@@ -54,13 +54,9 @@ _OTHERS = {"transformers": TransformersContender, "vllm": VllmContender}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one benchmark, and print its results or its error.
+    """Run one benchmark and print its results or its error.
 
-    Args:
-        argv: Command-line arguments. None takes those of the process.
-
-    Returns:
-        The exit code: 0, 2 for a wrong argument, 1 if the work failed, 130 after Ctrl-C.
+    Return 0, 2 for a wrong argument, 1 for a failure, 130 for Ctrl-C.
     """
     interrupts.end()
     try:
@@ -75,14 +71,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show(settings: Settings) -> None:
-    """Run one benchmark, and print its results as text or JSON.
-
-    Args:
-        settings: The parsed command line.
-
-    Raises:
-        ArenoError: An argument does not fit the model, or the work failed.
-    """
     with tempfile.TemporaryDirectory() as folder:
         found = run(settings, Path(folder))
     agents_page = partial(sampling_page, title="rollout", base="direct")
@@ -94,26 +82,14 @@ def show(settings: Settings) -> None:
 
 
 def configure_logging() -> None:
-    """Send log messages to stderr."""
     logging.basicConfig(level=logging.INFO, format="bench: %(message)s", stream=sys.stderr)
 
 
 def run(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Run one benchmark, and return its results.
+    """Run one benchmark, and return its results, which `report.record` or the function of the work describes.
 
-    Most kinds of work measure the device first, then areno, then each library that `--against` names.
-
-    Args:
-        settings: The parsed command line.
-        folder: Temporary folder. If the command line gives the name of a shape, such as "qwen3-4b", instead of a model
-            folder, the configuration of such a model is written here.
-
-    Returns:
-        The results. `report.record` describes them, except for kinds of work with results of their own, such as
-        "serve".
-
-    Raises:
-        ConfigError: The shape is unknown, or the rows (prompt plus completion) are longer than the model's context.
+    Most kinds of work measure the device first, then areno, then each library that `--against` names. For the name of a
+    shape, such as "qwen3-4b", the configuration of such a model is written to `folder`.
     """
     if settings.kind == "trl":
         return run_parity(settings, folder)
@@ -148,16 +124,7 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def _run_other(name: str, settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
-    """Run the benchmark's work with the library `name`, and return the library's figures by name.
-
-    The memory of the library is free when the function returns.
-
-    Args:
-        name: Name of the library, such as "vllm".
-        settings: The parsed command line.
-        folder: Path of the model folder.
-        random_init: Whether to draw random weights instead of loading weights.
-    """
+    """Run the work with another library, whose memory is free afterwards, and return its figures."""
     log_progress(f"{name}: starting {settings.shape} on {settings.device}")
     other = _OTHERS[name](settings, folder, random_init)
     timed = measure(other, settings.kind, settings.work, settings.against_repeats, other.warm_up)

@@ -38,40 +38,22 @@ _FULL_STEPS = 64  # decoding steps of a full batch that are timed
 
 @dataclass
 class _Step:
-    """The figures of a rollout.
-
-    Attributes:
-        seconds: Duration.
-        sampled: Number of sampled tokens.
-        trained: Number of tokens of the trained samples.
-        recomputed: Number of sampled tokens whose keys and values were computed again.
-        age: Largest number of steps between beginning and training of a group.
-        dropped: Number of groups with equal rewards, and of groups for which the step had no place.
-    """
+    """The figures of a rollout."""
 
     seconds: float
     sampled: int
-    trained: int
-    recomputed: int
-    age: int
-    dropped: int
+    trained: int  # tokens of the trained samples
+    recomputed: int  # tokens whose keys and values were computed again
+    age: int  # of the oldest trained group, in steps
+    dropped: int  # groups with equal rewards, or without a place in the step
 
 
 def run_ahead(settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
     """Time rollouts that wait and rollouts that do not, in turn, over the same prompts with the same lengths.
 
-    Args:
-        settings: The parsed command line. --new-tokens is the largest length of a sample.
-        folder: Path of the model folder.
-        random_init: Whether to draw random weights instead of loading weights.
-
-    Returns:
-        Figures by name: `full_batch` with `tokens_per_second`, of --at-once samples that are all decoded. `waits` and
-        `ahead`, each with `tokens_per_second` (of sampled tokens; with --max-head-offpolicyness 0, of trained ones),
-        `step_s` (duration of a step), `over_full` (this duration, divided by the time that the sampled tokens of the
-        step take at full batch) and `dropped` (groups per step that are not trained). `ratio` of the tokens per second
-        of the two, `recomputed` (tokens computed again, as a share of the trained tokens), `age` (of the oldest sample,
-        in steps), `prompts_ahead`, `mean_tokens` (length of a sample).
+    `tokens_per_second` of `waits` and `ahead` counts sampled tokens or, with --max-head-offpolicyness 0, trained ones.
+    `over_full` is `step_s` divided by the time that its sampled tokens take at full batch. `dropped` is in groups per
+    step, `recomputed` a share of the trained tokens, and `age` that of the oldest sample in steps.
     """
     ours = ArenoContender(settings, folder, random_init)
     with ours.engine:
@@ -101,7 +83,6 @@ def run_ahead(settings: Settings, folder: str, random_init: bool) -> dict[str, A
 
 
 def _figures(steps: Sequence[_Step], full: float, limit: int) -> dict[str, float]:
-    """Return the figures of a mode, see `run_ahead`."""
     seconds, sampled = sum(each.seconds for each in steps), sum(each.sampled for each in steps)
     counted = sampled if limit else sum(each.trained for each in steps)  # without a limit, tokens are thrown away
     return {
@@ -124,33 +105,23 @@ class _Decodes(Protocol):
 
 
 class _Simulated:
-    """Stands in for an Engine: each running sample gets a random token in each decoding step.
-
-    Args:
-        vocab_size: Number of token ids.
-        at_once: Number of samples that run at the same time.
-    """
+    """Stands in for an Engine: each running sample gets a random token in each decoding step."""
 
     def __init__(self, vocab_size: int, at_once: int):
         self._vocab_size, self._at_once, self._draw = vocab_size, at_once, random.Random(7)
         self._waiting: deque[tuple[GenerationRequest, int]] = deque()  # request, tokens so far
         self._running: list[tuple[GenerationRequest, int]] = []
 
-    def begin_rollout(self, spec: RolloutSpec) -> None:
-        """Begin a rollout."""
+    def begin_rollout(self, spec: RolloutSpec) -> None: ...
 
-    def hold(self) -> None:
-        """Do nothing: no sample runs by itself."""
+    def hold(self) -> None: ...
 
-    def end_rollout(self) -> None:
-        """End the rollout."""
+    def end_rollout(self) -> None: ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Add requests to the queue."""
         self._waiting += [(each, 0 if each.begun is None else len(each.begun.tokens)) for each in requests]
 
     def advance(self, n_finished: int, n_steps: int | None = None) -> tuple[list[GenerationOutput], None]:
-        """Decode until enough samples have finished, or for `n_steps` steps."""
         left, finished = n_steps or 1 << 40, list[GenerationOutput]()
         while left and len(finished) < n_finished and (self._running or self._waiting):
             while self._waiting and len(self._running) < self._at_once:
@@ -163,7 +134,6 @@ class _Simulated:
         return finished, None
 
     def park(self) -> list[GenerationOutput]:
-        """End all requests, and return their samples."""
         parked = [self._output(*each, None) for each in (*self._running, *self._waiting)]
         self._running, self._waiting = [], deque()
         return parked
@@ -184,17 +154,7 @@ class _Simulated:
 class _Mode:
     """The rollouts of one way to end a step. Subclasses decide about groups.
 
-    Args:
-        ours: The engine, for the prompts.
-        settings: The parsed command line.
-        n_ahead: Number of prompts that a step samples beyond its batch. 0 waits for all samples.
-
-    Attributes:
-        name: Name for the progress.
-        settings: The parsed command line.
-        prompts: Token ids of the prompts of each batch.
-        at_once: Number of samples that are decoded at the same time.
-        spec: The rollout phase.
+    A step samples `n_ahead` prompts beyond its batch. 0 waits for all samples.
     """
 
     name = "waits"
@@ -225,15 +185,10 @@ class _Mode:
         raise NotImplementedError
 
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
-        """Record finished samples. Returns (number of unfinished samples of the step, groups that begin)."""
+        """Record finished samples. Return (number of unfinished samples of the step, groups that begin)."""
         raise NotImplementedError
 
     def step(self, engine: _Decodes) -> _Step:
-        """Run the rollout of a step.
-
-        Args:
-            engine: The engine, or its simulation.
-        """
         self.number += 1
         ids, group_of, before = itertools.count(), dict[int, Group](), list[tuple[Group, GenerationOutput, int]]()
 
@@ -283,7 +238,6 @@ class _Mode:
         return GenerationRequest(request_id=0, prompt=group.item.tokens, params=params, seed=seed)
 
     def has_equal_rewards(self, group: Group) -> bool:
-        """Return whether the rewards of a group are equal."""
         return random.Random(f"reward {group.batch}.{group.place}").random() < self.settings.equal_rewards
 
 
@@ -293,20 +247,16 @@ class _Waits(_Mode):
     choice: Choice
 
     def begin(self) -> list[Group]:
-        """Begin a step, and return the groups to sample."""
         number, items = self.batch()
         self.choice = self.in_flight.begin(self.number, self.n_ahead, items, lambda n: [self.items] * n, number)
         return list(self.choice.groups)
 
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
-        """Record finished samples. Returns (number of unfinished samples of the step, groups that begin)."""
         self.choice.add(found)
         return self.choice.missing, []
 
 
 class _Ahead(_Waits):
-    """Steps that do not wait."""
-
     name = "ahead"
 
     def __init__(self, ours: ArenoContender, settings: Settings):
@@ -323,13 +273,11 @@ class _Replaces(_Mode):
         super().__init__(ours, settings, settings.ahead)
 
     def begin(self) -> list[Group]:
-        """Begin a step, and return the groups to sample."""
         size = len(self.items)
         self.choice = self.in_flight.begin_replacing(self.number, size, size + self.n_ahead, self.at_once, self.batch)
         return []
 
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
-        """Record finished samples. Returns (number of unfinished samples of the step, groups that begin)."""
         more: list[Group] = []
         return self.choice.decide(found, more.extend, self.has_equal_rewards), more
 
@@ -344,14 +292,12 @@ class _Rounds(_Mode):
     choice: Admission
 
     def begin(self) -> list[Group]:
-        """Begin a step, and return the groups to sample."""
         self.choice = Admission([], 0, len(self.items), 1 << 40, 1, lambda: None)
         self._missing: dict[Group, int] = {}
         self._n_equal = 0
         return []
 
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
-        """Record finished samples. Returns (number of unfinished samples of the step, groups that begin)."""
         for group, output in found:
             group.record(output)
             self._n_equal += not group.missing and self.has_equal_rewards(group)
@@ -371,13 +317,9 @@ class _Rounds(_Mode):
 
 
 def _full_batch_speed(engine: Engine, mode: _Mode) -> float:
-    """Return the number of tokens that a full batch samples per second. It also warms up all sizes of a batch.
+    """Return the tokens per second of a full batch, with the mean context lengths of decoding.
 
-    The contexts have the lengths that samples have on average while they are decoded.
-
-    Args:
-        engine: The engine.
-        mode: Steps, for their prompts and sizes.
+    Warms up all batch sizes.
     """
     work, mean = mode.settings.work, mode.settings.mean_tokens
     draw, vocab = random.Random(11), range(engine.info.vocab_size)
@@ -408,17 +350,11 @@ def _full_batch_speed(engine: Engine, mode: _Mode) -> float:
 
 
 def _ignoring_ends(request_id: int, prompt: list[int], n_tokens: int) -> GenerationRequest:
-    """Return a request for one sample of exactly `n_tokens` tokens, which end-of-sequence tokens do not end."""
     params = SamplingParams(max_new_tokens=n_tokens, ignore_eos=True)
     return GenerationRequest(request_id=request_id, prompt=prompt, params=params, seed=request_id)
 
 
 def ahead_page(found: dict[str, Any]) -> str:
-    """Format the results of `run_ahead` as text.
-
-    Args:
-        found: The results.
-    """
     lines = [
         f"mean length of a sample: {found['mean_tokens']:,.0f} tokens",
         f"full batch:                {found['full_batch']['tokens_per_second']:12,.0f} tokens/s",

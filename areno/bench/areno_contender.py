@@ -39,24 +39,14 @@ from areno.types import GenerationRequest, SamplingParams, TrainSequence
 
 
 def adapters_of(settings: Settings, config: TransformerConfig) -> AdapterSpec | None:
-    """Return the LoRA adapters of the benchmark, which are on all linear layers. None without `--lora-rank`.
-
-    Args:
-        settings: The parsed command line.
-        config: Configuration of the model.
-    """
+    """Return LoRA adapters on all linear layers. None without `--lora-rank`."""
     if settings.lora_rank is None:
         return None
     return AdapterSpec(settings.lora_rank, 2.0 * settings.lora_rank, tuple(linear_shapes(config)))
 
 
 def decoder_config(settings: Settings, speculation: Literal["on", "off"] = "off") -> DecoderConfig:
-    """Return the settings of the decoder that the command line asks for.
-
-    Args:
-        settings: The parsed command line.
-        speculation: As rollout.speculation. "off" by default, because drafts would know the samples of repetitions.
-    """
+    """Return the settings of the decoder. No speculation by default: drafts would know the samples of repetitions."""
     return DecoderConfig(
         max_prefill_tokens=settings.max_prefill_tokens,
         mem_fraction=settings.mem_fraction,
@@ -66,22 +56,7 @@ def decoder_config(settings: Settings, speculation: Literal["on", "off"] = "off"
 
 
 class ArenoContender:
-    """areno as one of the compared libraries. Close its `engine` at the end.
-
-    Args:
-        settings: The parsed command line.
-        folder: Path of the model folder.
-        random_init: Whether to draw random weights instead of loading weights.
-
-    Attributes:
-        engine: The engine.
-        start_s: Seconds that the start of the engine took.
-        vocab_size: Number of token ids.
-        cache_tokens: Number of tokens that the KV cache had room for in the last rollout.
-
-    Raises:
-        ConfigError: `--routing-replay` is set for a model without experts.
-    """
+    """areno as one of the compared libraries. Close its `engine` at the end."""
 
     name = "areno"
 
@@ -123,12 +98,10 @@ class ArenoContender:
         self.cache_tokens = 0
 
     def first_tokens(self) -> dict[str, float]:
-        """Run two short rollouts right after the start, and return how long the first tokens took.
+        """Run two short rollouts, and return the seconds since the beginning of the engine's start.
 
-        Returns:
-            Seconds by name, all counted from the beginning of the engine's start. `start_s`: until the engine is
-            started. `first_token_s`: until the first rollout has one token for every sample. `second_token_s`: until
-            the second rollout, which follows the first, has two tokens for every sample.
+        `start_s` ends with the start, `first_token_s` with one token for every sample, and `second_token_s` with two
+        tokens in the second rollout.
         """
         work, out = self._settings.work, {"start_s": self.start_s}
         for name, max_new in (("first_token_s", 1), ("second_token_s", 2)):
@@ -137,30 +110,11 @@ class ArenoContender:
         return out
 
     def begin_rollout(self, max_running: int, max_len: int) -> RequestLimits:
-        """Begin a rollout phase of the engine.
-
-        Args:
-            max_running: Largest number of samples in the decode batch.
-            max_len: Largest number of tokens of a sequence, prompt and completion together.
-
-        Returns:
-            The limits on requests in this phase.
-        """
         decoder = decoder_config(self._settings)
         max_len = min(max_len, self.engine.info.context_len)
         return self.engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=max_len, decoder=decoder))
 
     def rollout(self, work: Work, prompts: list[list[int]], **params: Any) -> list[TrainSequence]:
-        """Run one rollout phase, from `begin_rollout` to `end_rollout`.
-
-        Args:
-            work: The batch, described by the lengths of its prompts and completions.
-            prompts: Token ids of each prompt.
-            **params: Further fields of `SamplingParams`.
-
-        Returns:
-            A training row for each sample.
-        """
         limits = self.begin_rollout(
             self._settings.at_once or self._settings.work.n_rows, max(self._settings.work.row_lens)
         )
@@ -170,16 +124,10 @@ class ArenoContender:
         return rows_of_outputs(prompts, outputs)
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Run GSPO updates on rows as if they had just been sampled, and wait until the weights are updated.
+        """Run GSPO updates on rows as if they had just been sampled: earlier `old_logprobs` are dropped.
 
-        With `--teacher`, the loss of distillation is added. Its sampled form scores the rows with the teacher first.
-
-        Args:
-            rows: Training rows, such as those from `rollout`. They are changed: earlier `old_logprobs` are dropped, and
-                `--teacher` sets `teacher_logprobs`.
-
-        Returns:
-            Statistics of the update.
+        With `--teacher`, the loss of distillation is added. Its sampled form sets the `teacher_logprobs` of the rows
+        first.
         """
         for item in rows:
             item.old_logprobs = None
@@ -199,22 +147,10 @@ class ArenoContender:
         return stats
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[np.ndarray]:
-        """Return the log-probability of every token in each row under the actor.
-
-        Args:
-            rows: Rows to score.
-        """
         return self.engine.logprobs("actor", token_rows(rows), routes=[item.routes for item in rows])
 
 
 def requests(work: Work, prompts: list[list[int]], **params: Any) -> list[GenerationRequest]:
-    """Build the requests to the engine for a batch of prompts.
-
-    Args:
-        work: The batch, with the number of samples and the number of tokens to generate.
-        prompts: Token ids of each prompt.
-        **params: Further fields of `SamplingParams`.
-    """
     return [
         GenerationRequest(
             request_id=index,
@@ -228,17 +164,6 @@ def requests(work: Work, prompts: list[list[int]], **params: Any) -> list[Genera
 
 
 def run_areno(settings: Settings, folder: str, random_init: bool, cost: Cost) -> dict[str, Any]:
-    """Run the work with areno, and return all its figures.
-
-    Args:
-        settings: The parsed command line.
-        folder: Path of the model folder.
-        random_init: Whether to draw random weights instead of loading weights.
-        cost: Sizes and FLOPs of the model.
-
-    Returns:
-        Figures by name, for `report.record`.
-    """
     log_progress(f"areno: starting {settings.shape} on {settings.device}")
     with memory_watched(settings.device, on=not settings.profile) as device_peak:
         ours = ArenoContender(settings, folder, random_init)
@@ -269,33 +194,14 @@ def run_areno(settings: Settings, folder: str, random_init: bool, cost: Cost) ->
 
 
 def _agreement(rows: Sequence[TrainSequence], scored: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return how far the log-probabilities of the rollout are from those of scoring.
-
-    Args:
-        rows: Rows with the log-probabilities of the rollout. Prompt tokens are left out.
-        scored: For each row, the log-probability of each token as `ArenoContender.logprobs` returns it.
-
-    Returns:
-        `logp_abs_diff_mean` and `logp_abs_diff_max`: the mean and the largest absolute difference.
-    """
+    """Return mean and maximum of the distance of log-probabilities of rollout and scoring, without prompts."""
     rescored = [scores[trained_mask(item)] for item, scores in zip(rows, scored, strict=True)]
     differences = np.abs(np.concatenate(trained(rows, "logprobs")) - np.concatenate(rescored))
     return {"logp_abs_diff_mean": float(differences.mean()), "logp_abs_diff_max": float(differences.max())}
 
 
 def _profile(ours: ArenoContender, settings: Settings, timed: Timed, figures: dict[str, Any]) -> dict[str, float]:
-    """Trace each timed phase once, and write the kernel tables to the file that `--profile` names.
-
-    Args:
-        ours: The contender whose engine does the work.
-        settings: The parsed command line.
-        timed: The measured times, which name the phases to trace. The rows of the last repeat are trained on and scored
-            again.
-        figures: Figures that include the seconds of each phase without the profiler, as "<phase>_s".
-
-    Returns:
-        "<phase>_idle_share" -> fraction of the phase in which the device was idle, between 0 and 1.
-    """
+    """Trace each timed phase once, write the kernel tables to the file of `--profile`, and return the idle shares."""
     prompts = settings.work.prompts(ours.vocab_size, -3)
     bodies: dict[str, Any] = {
         "rollout": lambda: ours.rollout(settings.work, prompts),
@@ -321,17 +227,9 @@ _QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # what the model card 
 
 
 def run_sampling(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """Time a rollout with each of several sampling settings.
+    """Time a rollout with each of several sampling settings, relative to plain sampling.
 
     Every repeat runs all settings, so that a change of the device's speed affects all settings alike.
-
-    Args:
-        settings: The parsed command line.
-        folder: Path of the model folder.
-        random_init: Whether to draw random weights instead of loading weights.
-
-    Returns:
-        Name of the setting -> its times and speeds, as returned by `speeds`. Speeds are relative to plain sampling.
     """
     work = settings.work
     ours = ArenoContender(settings, folder, random_init)
@@ -351,16 +249,9 @@ def run_sampling(settings: Settings, folder: str, random_init: bool) -> dict[str
 
 
 def speeds(work: Work, seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
-    """Summarize the times of several ways to sample the same batch.
+    """Summarize the seconds of several ways to sample the same batch.
 
-    Args:
-        work: The batch, described by the lengths of its prompts and completions.
-        seconds: Name of the way -> seconds of each repeat.
-        base: Name of the way that the others are compared with.
-
-    Returns:
-        Name of the way -> `rollout_s` (median seconds), `tok_s` (generated tokens per second), `relative` (speed
-        divided by that of `base`), `fastest_s` and `slowest_s` (seconds).
+    `relative` is the speed divided by that of `base`.
     """
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
@@ -376,12 +267,7 @@ def speeds(work: Work, seconds: dict[str, list[float]], base: str) -> dict[str, 
 
 
 def _kinds(work: Work, has_tokenizer: bool) -> dict[str, dict[str, Any]]:
-    """Return name of the setting -> sampling parameters, for each sampling setting to time.
-
-    Args:
-        work: The batch, whose longest completion sets `min_new_tokens`.
-        has_tokenizer: Whether there is a tokenizer, which the setting with a stop string needs.
-    """
+    """Return name -> sampling parameters of the settings to time, without a stop string if there is no tokenizer."""
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
         "min_new_tokens": {"min_new_tokens": max(work.new_lens), "ignore_eos": False},
@@ -396,13 +282,6 @@ def _kinds(work: Work, has_tokenizer: bool) -> dict[str, dict[str, Any]]:
 
 
 def sampling_page(found: dict[str, dict[str, float]], title: str = "sampling", base: str = "plain") -> str:
-    """Format the figures of `speeds` as a table.
-
-    Args:
-        found: Result of `speeds`.
-        title: Heading of the first column.
-        base: Name of the way that speeds are relative to, for the heading.
-    """
     width = max(map(len, [title, *found]))
     rows = [
         f"{name:<{width}}  {value['rollout_s']:8.3f} s  {value['fastest_s']:8.3f} to {value['slowest_s']:.3f} s"

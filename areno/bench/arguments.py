@@ -54,21 +54,7 @@ _WORKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One parsed command line of the benchmark.
-
-    The help texts in `add_arguments` describe the fields that are not listed here.
-
-    Attributes:
-        kind: Kind of work, such as "rollout" or "step".
-        work: The batch, described by the lengths of its prompts and completions.
-        device: First device, by its name in torch.
-        dtype: Dtype of the weights, by its name in torch.
-        copies: Numbers of model copies to simulate, for the work "driver".
-        batches: Numbers of samples at once, for the work "speculation".
-        against: Names of the libraries to compare with.
-        seeds: Seeds of the runs, for the work "trl".
-        overrides: Settings of the runs as `key=value`, for the work "trl".
-    """
+    """One parsed command line of the benchmark. The help texts in `add_arguments` describe the fields."""
 
     kind: Kind
     shape: str
@@ -135,37 +121,21 @@ class Settings:
 
     @property
     def rolls_out(self) -> bool:
-        """Whether the kind of work includes a rollout."""
         return self.kind in ("rollout", "step", "state")
 
     @property
     def trains(self) -> bool:
-        """Whether the kind of work includes training."""
         return self.kind in _TRAINS
 
 
 def parse(argv: list[str] | None = None) -> Settings:
-    """Parse and check a command line. `--help` ends the program.
-
-    Args:
-        argv: Command-line arguments. None takes those of the process.
-
-    Raises:
-        ConfigError: An argument is wrong. The message names the argument.
-    """
     parser = _Parser(prog="python -m areno.bench")
     add_arguments(parser)
     return settings_of(parser.parse_args(argv))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the benchmark to a parser.
-
-    This function does not import torch, which takes seconds, so that `--help` is fast.
-
-    Args:
-        parser: The parser to extend.
-    """
+    """Add the arguments of the benchmark. Does not import torch, which takes seconds, so that `--help` is fast."""
     parser.description = (
         "Measures the speed of rollout, training, a whole step or scoring on random prompts, and compares it with the "
         "limits of the device."
@@ -228,7 +198,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_arguments_of_runs(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the works "trl" and "speculation", which take settings of runs."""
     add = parser.add_argument
     at_once = (
         "speculation: numbers of samples that are decoded at once, rounded up to whole prompts (default: 8 32 256)"
@@ -253,7 +222,6 @@ def _add_arguments_of_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ahead_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the work "ahead" to a parser."""
     add = parser.add_argument
     add("--mean-tokens", type=_positive, default=64, help="ahead: mean length of a sample (default: %(default)s)")
     add("--ahead", type=_positive, default=4, help="ahead: number of prompts ahead (default: %(default)s)")
@@ -264,7 +232,6 @@ def _add_ahead_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that configure the engine."""
     add = parser.add_argument
     add("--world-size", type=_positive, default=1, help="number of devices, starting at --device. They share the batch")
     add("--tp-size", type=_positive, default=1, help="as engine.tp_size")
@@ -297,14 +264,6 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Check parsed arguments, fill in the defaults, and return the settings.
-
-    Args:
-        args: Arguments from a parser to which `add_arguments` has added the arguments of the benchmark.
-
-    Raises:
-        ConfigError: An argument is wrong. The message names the argument.
-    """
     import torch
 
     from areno.kernels.backend import default_dtype
@@ -332,13 +291,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> None:
-    """Raise ConfigError if arguments are wrong or do not fit the other arguments.
-
-    Args:
-        args: The parsed arguments.
-        device: Value of `--device`, or the default device.
-        against: Names of the libraries that `--against` lists.
-    """
     import torch
 
     kind = args.work
@@ -396,11 +348,7 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
 
 
 def _raise_problems(checks: Iterable[tuple[Any, str, str]]) -> None:
-    """Raise ConfigError if an argument is wrong, with the first message of each wrong argument.
-
-    Args:
-        checks: (whether it is wrong, argument, message).
-    """
+    """Raise ConfigError with the first message of each wrong argument. A check is (is wrong, argument, message)."""
     messages = dict[str, str]()
     for is_wrong, option, message in checks:
         if is_wrong:
@@ -410,7 +358,6 @@ def _raise_problems(checks: Iterable[tuple[Any, str, str]]) -> None:
 
 
 def _problems_of_ahead(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
-    """Yield (whether it is wrong, argument, message) for the arguments of the work "ahead"."""
     kind, equal = args.work, args.equal_rewards > 0
     most = max(1, args.max_head_offpolicyness) * (args.prompts or 32)
     yield equal and kind != "ahead", "--equal-rewards", f"is for ahead, not for {kind}"
@@ -420,7 +367,6 @@ def _problems_of_ahead(args: argparse.Namespace) -> Iterator[tuple[bool, str, st
 
 
 def _problems_of_profile(args: argparse.Namespace, device: str) -> Iterator[tuple[bool, str, str]]:
-    """Yield (whether it is wrong, argument, message) for the argument `--profile`, the path of a file."""
     if args.profile is not None:
         file, option = Path(args.profile), "--profile"
         yield args.world_size > 1, option, "traces one process, and --world-size starts several"
@@ -431,7 +377,6 @@ def _problems_of_profile(args: argparse.Namespace, device: str) -> Iterator[tupl
 
 
 def _problems_of_speculation(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
-    """Yield (whether it is wrong, argument, message) for the arguments of the work "speculation"."""
     is_ours = args.work == "speculation"
     yield args.batches != _BATCHES and not is_ours, "--batches", f"is for speculation, not for {args.work}"
     yield args.turns != 1 and not is_ours, "--turns", f"is for speculation, not for {args.work}"
@@ -443,13 +388,7 @@ def _problems_of_speculation(args: argparse.Namespace) -> Iterator[tuple[bool, s
 
 
 def _check_trl(args: argparse.Namespace) -> None:
-    """Raise ConfigError if arguments do not fit the work "trl".
-
-    Such arguments are missing for trl, are not used by trl, or are only for trl and were given to another work.
-
-    Args:
-        args: The parsed arguments.
-    """
+    """Raise ConfigError if arguments are missing for the work "trl", not used by it, or only for it."""
     parser = _Parser()
     add_arguments(parser)
     kind, is_trl = args.work, args.work == "trl"
@@ -491,31 +430,26 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _positive(text: str) -> int:
-    """Parse a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}; a whole number of at least 1 is needed")
     return int(text)
 
 
 def _seed(text: str) -> int:
-    """Parse a whole number of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"is {text!r}; a whole number of at least 0 is needed")
     return int(text)
 
 
 def _share(text: str) -> float:
-    """Parse a number of at least 0 and below 1."""
     return _number(text, lambda value: 0 <= value < 1, "of at least 0 and below 1")
 
 
 def _fraction(text: str) -> float:
-    """Parse a number above 0 and at most 1."""
     return _number(text, lambda value: 0 < value <= 1, "above 0 and at most 1")
 
 
 def _number(text: str, fits: Callable[[float], bool], words: str) -> float:
-    """Parse a number that `fits`."""
     with suppress(ValueError):
         if fits(value := float(text)):
             return value

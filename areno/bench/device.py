@@ -32,14 +32,8 @@ def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int 
     """Return the least seconds of all decoding steps, if all samples run at once.
 
     The first token of a sample comes from the prefill. Step j = 1, 2, ... samples the next token for each sample with
-    more than j new tokens, and attends to the prompt and j tokens.
-
-    Args:
-        cost: Sizes and FLOPs of the model.
-        work: The batch, described by the lengths of its prompts and completions.
-        rates: Rates of all devices together.
-        shared: Whether the samples of a prompt read its keys and values together.
-        copies: Number of copies of the model, each with its share of the samples.
+    more than j new tokens, and attends to the prompt and j tokens. `rates` are of all devices together. With `shared`,
+    the samples of a prompt read its keys and values together.
     """
     prompt_P, new_P = np.array(work.prompt_lens, np.float64), np.array(work.new_lens, np.float64)
     n_samples = work.n_samples
@@ -57,27 +51,12 @@ def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int 
 
 
 def _seen(cost: Cost, lengths: np.ndarray | int) -> np.ndarray:
-    """Return the number of keys that the last token of a row attends to, averaged over the attention layers.
-
-    Args:
-        cost: Sizes of the model, which include the attention windows of the layers.
-        lengths: Number of tokens of each row.
-
-    Returns:
-        One number for each element of `lengths`.
-    """
+    """Return the number of keys that the last token of each row attends to, averaged over the attention layers."""
     return sum((share * np.minimum(lengths, window or np.inf) for window, share in cost.windows), np.zeros(()))
 
 
 def prefill_s(cost: Cost, work: Work, rates: Rates, copies: int = 1) -> float:
-    """Return the least seconds to compute every prompt once, with the LM head only for its last token.
-
-    Args:
-        cost: Sizes and FLOPs of the model.
-        work: The batch, described by the lengths of its prompts and completions.
-        rates: Rates of all devices together.
-        copies: Number of copies of the model, each with its share of the prompts.
-    """
+    """Return the least seconds to compute every prompt once, with the LM head only for its last token."""
     n_tokens = sum(work.prompt_lens)
     flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
     flops += cost.attn_flops * mean_pairs(cost, work.prompt_lens) + cost.rule_flops * n_tokens
@@ -86,19 +65,10 @@ def prefill_s(cost: Cost, work: Work, rates: Rates, copies: int = 1) -> float:
 
 
 def floors(cost: Cost, work: Work, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:
-    """Return the least seconds, and the resulting tokens per second, of each phase in one kind of work.
+    """Return the least seconds, FLOPs, and most tokens per second, of each phase in one kind of work.
 
-    Args:
-        cost: Sizes and FLOPs of the model.
-        work: The batch, described by the lengths of its prompts and completions.
-        rates: Rates of all devices together.
-        kind: Kind of work: "rollout", "train", "step" or "logprob". Other kinds give an empty result.
-        copies: Number of copies of the model.
-
-    Returns:
-        Values by name: "<phase>_s" in seconds, "<phase>_tok_s" in tokens per second, "<phase>_flops" in FLOPs. For
-        rollout and decode, <phase> is followed by `_ordinary`, or by `_shared` if the samples of a prompt read its
-        keys and values together. `train_needed_flops` counts the LM head only for sampled tokens.
+    `_ordinary` or `_shared` say whether the samples of a prompt read its keys and values together. `train_needed_flops`
+    counts the LM head only for sampled tokens.
     """
     out: dict[str, float] = {}
     if kind in ("rollout", "step"):
@@ -126,37 +96,18 @@ _GIB = 2**30
 
 
 def synchronize(device: str) -> None:
-    """Wait until a CUDA device has finished the work of this process. Do nothing for a CPU.
-
-    Args:
-        device: Name of the device in torch.
-    """
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
 def device_name(device: str) -> str:
-    """Return the name of a GPU or, for the CPU, a text with the number of threads in use.
-
-    Args:
-        device: Name of the device in torch.
-    """
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"
 
 
 def measured_rates(device: str, dtype: torch.dtype) -> Rates:
-    """Measure the speed of a device, in about two seconds.
-
-    Args:
-        device: Name of the device in torch.
-        dtype: Dtype of the matrices to multiply.
-
-    Returns:
-        The best speed over several copies of a buffer larger than any cache, and over several square matrix
-        multiplications.
-    """
+    """Return the best speed of several copies of a buffer larger than any cache, and of several matmuls."""
     cuda = device.startswith("cuda")
     times, size = (20, 8192) if cuda else (2, 512)  # in bfloat16, some CPUs need a second for a size of 1024
     source = torch.zeros(_GIB if cuda else 2**26, dtype=torch.uint8, device=device)
@@ -174,10 +125,7 @@ def measured_rates(device: str, dtype: torch.dtype) -> Rates:
 
 
 def _best_s(body: Callable[[], object], device: str, times: int) -> float:
-    """Return the seconds of one call of `body`, averaged over the fastest of five rounds.
-
-    A round makes `times` calls and waits until the device has finished them. A warm-up round runs first.
-    """
+    """Return the seconds of one call of `body`, averaged over the fastest of five rounds after a warm-up."""
 
     def one_round() -> None:
         for _ in range(times):
@@ -190,17 +138,10 @@ def _best_s(body: Callable[[], object], device: str, times: int) -> float:
 
 @contextmanager
 def memory_watched(device: str, *, on: bool, every_s: float = 0.05) -> Iterator[dict[str, float]]:
-    """Record the peak memory use of a CUDA device during this `with` block, by polling in a thread.
+    """Record `peak_device_gib` during this `with` block, by polling in a thread. Nothing is recorded for a CPU.
 
-    The peak includes all processes and the memory that allocators keep. Nothing is recorded for a CPU.
-
-    Args:
-        device: Name of the device in torch.
-        on: If False, nothing is recorded. Set False if this process may capture CUDA graphs in the block.
-        every_s: Seconds between two polls.
-
-    Yields:
-        A dictionary in which the thread updates `peak_device_gib`, in GiB. It stays empty if nothing is recorded.
+    The peak includes all processes and the memory that allocators keep. `on` must be False if this process may capture
+    CUDA graphs in the block.
     """
     peak: dict[str, float] = {}
     done = threading.Event()

@@ -49,14 +49,9 @@ TRAIN_TOK_S = 110_000  # trained tokens per second
 class SimulatedWorkers:
     """Simulated workers with the interface of WorkerGroup, to time the driver alone.
 
-    Args:
-        spec: Description of the workers, one for each data-parallel rank.
-        completion: Function of (request, number of the sample) that returns the token ids of the sample.
-        step_s: Seconds of a decoding step, which generates a token for every running sample of a copy of the model.
-
-    Attributes:
-        idle_s: For each training step, the seconds in which all devices waited for the driver.
-        cpu_s: For each training step, the CPU seconds of the driver's main thread, without those of the simulation.
+    `step_s` are the seconds of a decoding step, which generates a token for every running sample of a copy of the
+    model. For each training step, `idle_s` has the seconds in which all devices waited for the driver, and `cpu_s` the
+    CPU seconds of the driver's main thread, without those of the simulation.
     """
 
     def __init__(self, spec: EngineSpec, completion: Completion, step_s: float = STEP_S):
@@ -76,7 +71,6 @@ class SimulatedWorkers:
         self.watchdog = SimpleNamespace(stop=lambda: None)
 
     def host_bytes(self) -> int:
-        """Return 0, since there are no worker processes."""
         return 0
 
     @contextmanager
@@ -87,29 +81,12 @@ class SimulatedWorkers:
         self._simulation_cpu += time.thread_time() - began
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Answer a call of a worker's method with the same arguments for every worker.
-
-        Args:
-            method: Name of the worker's method.
-            *args: Positional arguments of the method.
-
-        Returns:
-            A list that holds the simulated result once for each data-parallel rank. The elements are None for a method
-            that is not simulated.
-        """
         return self.call_each(method, [args] * self.spec.layout.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Answer a call of a worker's method with separate arguments for each data-parallel rank.
+        """Answer a call with the same result for each data-parallel rank, None for a method that is not simulated.
 
-        Args:
-            method: Name of the worker's method.
-            args: A tuple of positional arguments for each data-parallel rank. All tuples are pickled, but only the
-                first tuple is used.
-
-        Returns:
-            A list that holds the simulated result once for each data-parallel rank. The elements are None for a method
-            that is not simulated.
+        All arguments are pickled, but only those of the first rank are used.
         """
         packed = [pack(method, each) for each in args]
         answers: dict[str, Callable[..., Any]] = {
@@ -132,13 +109,7 @@ class SimulatedWorkers:
         return [answer] * self.spec.layout.dp_size
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
-        """Accept a command that needs no reply. Only `submit` has an effect: its requests are sampled.
-
-        Args:
-            dp_rank: Data-parallel rank of the worker.
-            method: Name of the worker's method.
-            *args: Positional arguments of the method.
-        """
+        """Accept a command that needs no reply. Only `submit` has an effect: its requests are sampled."""
         sent, now = pack(method, args), time.perf_counter()
         if method == "submit":
             if self._sampled_at is None:
@@ -147,14 +118,6 @@ class SimulatedWorkers:
                 self._submitted += [(dp_rank, now, request) for request in pickle.loads(sent)[0]]
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Return the samples that have finished, after waiting for the next one.
-
-        Args:
-            timeout: Longest wait for the next sample, in seconds.
-
-        Returns:
-            The finished samples. The list is empty after the timeout, or if no sample is in progress.
-        """
         with self._simulating():
             self._sample()
         if not self._due:
@@ -168,11 +131,9 @@ class SimulatedWorkers:
         return found
 
     def stats(self) -> list[RolloutStats]:
-        """Return the decoding counters of each data-parallel rank, in order."""
         return [RolloutStats(generated_tokens=n) for n in self._n_tokens]
 
     def close(self) -> None:
-        """Drop all unfinished samples."""
         self._due = []
 
     def _sample(self) -> None:
@@ -204,7 +165,6 @@ class SimulatedWorkers:
             self._sampled_at = max(self._sampled_at or 0.0, ends)
 
     def _info(self) -> EngineInfo:
-        """Return a description of the simulated engine, with the sizes of the model."""
         return EngineInfo(
             n_params=Cost.of(self._config, 2).n_params,
             context_len=self._config.max_position_embeddings,
@@ -218,7 +178,6 @@ class SimulatedWorkers:
         )
 
     def _begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
-        """Begin a rollout phase in which no sample runs yet, and return the limits on requests in this phase."""
         n_slots = -(-spec.max_running // self.spec.layout.dp_size)
         self._slots = [[0.0] * n_slots for _ in range(self.spec.layout.dp_size)]
         self._n_tokens = [0] * self.spec.layout.dp_size
@@ -245,18 +204,10 @@ _SHIFTS = 7  # number of different first words among the samples of a prompt
 
 
 def run_driver(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """Run a training loop on simulated workers, once for each number of model copies.
+    """Run a training loop on simulated workers, once for each number of model copies, each with the whole work.
 
-    Args:
-        settings: The parsed command line. Each copy of the model gets the samples of `settings.work`.
-        folder: Folder with the configuration of the model.
-        random_init: Ignored, since simulated devices have no weights.
-
-    Returns:
-        For each number of copies, under a name such as "2 copies, 512 samples": medians over the training steps
-        after the first, in seconds. They are `idle` (all devices wait for the driver), `outside` (the part of a step
-        outside of rollout and training), `cpu` (CPU time of the driver's main thread), and the `time/*` metrics of
-        the run.
+    The figures are medians over the steps after the first, in seconds: `idle` (all devices wait for the driver),
+    `outside` (of rollout and training), `cpu` (of the driver's main thread), and the `time/*` metrics.
     """
     del random_init
     found = {}
@@ -268,11 +219,6 @@ def run_driver(settings: Settings, folder: str, random_init: bool) -> dict[str, 
 
 
 def driver_page(found: dict[str, dict[str, float]]) -> str:
-    """Format the results of `run_driver` as a table with a line for each number of model copies.
-
-    Args:
-        found: Results of `run_driver`.
-    """
     names = next(iter(found.values()))
     lines = ["seconds of a step".ljust(26) + "".join(name.removeprefix("time/").rjust(11) for name in names)]
     lines += [title.ljust(26) + "".join(f"{row[name]:11.4f}" for name in names) for title, row in found.items()]
@@ -280,16 +226,11 @@ def driver_page(found: dict[str, dict[str, float]]) -> str:
 
 
 def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]:
-    """Run the training loop on `n_copies` simulated copies of the model, and return the medians of the loop's times.
-
-    Returns:
-        Seconds by name, as `run_driver` describes them.
-    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
     work, n_steps, words = settings.work, settings.repeats + 1, Texts(tokenizer)
-    texts = [text for number in range(n_copies * n_steps) for text in words.of(work, "prompt", number)]
+    texts = [text for number in range(n_copies * n_steps) for text in words.draw(work, "prompt", number)]
     rows = [{"prompt": text, "solutions": str(41 + index % 2)} for index, text in enumerate(texts)]
     completions, groups = Completions(tokenizer, words, work), []
 
@@ -326,31 +267,16 @@ def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]
 
 
 class Completions:
-    """Made-up completions of random words that end with a boxed answer. Use it as `completion` of SimulatedWorkers.
-
-    All texts are encoded when the object is created, so that a call costs little.
-
-    Args:
-        tokenizer: Tokenizer from transformers.
-        words: Source of random texts.
-        work: The batch, which sets the length of each completion.
-    """
+    """Made-up completions that end with a boxed answer. All are encoded first, so that a call costs little."""
 
     def __init__(self, tokenizer: Any, words: Texts, work: Work):
         answer = [*tokenizer.encode(_ANSWER), tokenizer.eos_token_id]
-        texts = words.of(Work.fixed(len(work.new_lens), 1, 2 * max(work.new_lens), 1), "completion", 0)
+        texts = words.draw(Work.fixed(len(work.new_lens), 1, 2 * max(work.new_lens), 1), "completion", 0)
         self._tokens = [
             [tokens[shift : shift + max(1, new_len - len(answer))] + answer for shift in range(_SHIFTS)]
             for tokens, new_len in zip(map(tokenizer.encode, texts), work.new_lens, strict=True)
         ]
 
     def __call__(self, request: GenerationRequest, sample: int) -> list[int]:
-        """Return the token ids of one sample of a request.
-
-        Args:
-            request: The request, whose id chooses the text.
-            sample: Index of the sample among those of its prompt. It chooses at which of the first seven words the text
-                starts.
-        """
         of_prompt = self._tokens[request.request_id % len(self._tokens)]
         return of_prompt[sample % _SHIFTS]

@@ -36,28 +36,15 @@ BUDGETS = (4096, 8192, 16384, 32768, 65536)
 
 @dataclass(frozen=True)
 class Point:
-    """Settings of memory and speed.
-
-    Attributes:
-        at_once: Number of samples that are decoded at once.
-        budget: Number of tokens in a micro-batch. None is chosen by the engine.
-        recompute: Whether activations are recomputed.
-        drop: Whether the KV cache is freed after each rollout.
-    """
+    """Settings of memory and speed."""
 
     at_once: int
-    budget: int | None
-    recompute: bool
-    drop: bool = False
+    budget: int | None  # tokens in a micro-batch; None is chosen by the engine
+    recompute: bool  # activations
+    drop: bool = False  # the KV cache after each rollout
 
     @staticmethod
-    def of(chosen: dict[str, Any], n_rows: int) -> Point:
-        """Return the point of settings that were chosen for a step.
-
-        Args:
-            chosen: Setting -> value.
-            n_rows: Number of samples of the step.
-        """
+    def from_settings(chosen: dict[str, Any], n_rows: int) -> Point:
         at_once = chosen.get(AT_ONCE, n_rows)
         return Point(at_once, chosen.get(BUDGET), chosen.get(RECOMPUTE, True), chosen.get(DROP, False))
 
@@ -68,11 +55,7 @@ class Point:
 
 
 def grid_of(n_rows: int) -> Iterator[Point]:
-    """Yield the 20 points of the grid. Points that can share an engine follow each other.
-
-    Args:
-        n_rows: Number of samples of a step.
-    """
+    """Yield the 20 points of the grid. Points that can share an engine follow each other."""
     for recompute, at_once, budget in itertools.product((True, False), (n_rows, max(1, n_rows // 2)), BUDGETS):
         yield Point(at_once, budget, recompute)
 
@@ -80,20 +63,12 @@ def grid_of(n_rows: int) -> Iterator[Point]:
 def run_grid(settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
     """Choose settings by `tune`, and measure a step with them and with each point of the grid.
 
-    Args:
-        settings: The parsed command line. The lengths of its work are the largest ones of prompts and completions.
-        folder: Path of the model folder.
-        random_init: Whether to draw random weights instead of loading weights.
-
-    Returns:
-        Figures by name. `tune_s` is the time of the choice, and `chosen` the chosen point. `points` has a dictionary
-        for each point, the chosen one first: `name`, and `step_s`, `rollout_s`, `train_s` (medians in seconds) and
-        `peak_gib`, or `failed` with the reason why there are none. `ratio` is the time of a step with the chosen
-        settings / the shortest time of all points. `steps` is the number of further steps with the chosen settings,
-        and `steps_failed` the reason why one of them failed, or "".
+    The lengths of the work are the largest ones. `points` has the medians of each, the chosen one first, or why it
+    `failed`. `ratio` is the time of a step with the chosen settings / the shortest time of all points. `steps` further
+    steps ran with the chosen settings, and `steps_failed` says why one of them failed.
     """
     began = time.perf_counter()
-    chosen = Point.of(choose(_config(settings, folder, random_init), {BATCH}), settings.work.n_rows)
+    chosen = Point.from_settings(choose(_config(settings, folder, random_init), {BATCH}), settings.work.n_rows)
     tune_s = time.perf_counter() - began
     log_progress(f"grid: chosen in {tune_s:.0f} s: {chosen}")
     points, longest_s, steps_failed = [], 0.0, ""
@@ -146,13 +121,7 @@ def _decoder(settings: Settings) -> dict[str, Any]:
 
 
 class _Bench:
-    """Measures steps. An engine is kept for the points that it can serve, and replaced after it has failed.
-
-    Args:
-        settings: The parsed command line.
-        folder: Path of the model folder.
-        random_init: Whether to draw random weights instead of loading weights.
-    """
+    """Measures steps. An engine is kept for the points that it can serve, and replaced after it has failed."""
 
     def __init__(self, settings: Settings, folder: str, random_init: bool):
         self._settings, self._model = settings, (folder, random_init)
@@ -172,11 +141,6 @@ class _Bench:
             ours.engine.close()
 
     def measure(self, point: Point) -> dict[str, Any]:
-        """Measure a warm-up and several steps, and return the figures of a point as `run_grid` describes them.
-
-        Args:
-            point: The settings.
-        """
         try:
             ours = self._contender(point)
             ours.engine.peak_memory_gib()  # begins to record a new peak
@@ -194,12 +158,7 @@ class _Bench:
         }
 
     def run_steps(self, point: Point, n_steps: int) -> str:
-        """Run steps of drawn lengths, and return why one of them failed, or "".
-
-        Args:
-            point: The settings.
-            n_steps: Number of steps.
-        """
+        """Run steps of drawn lengths, and return why one of them failed, or ""."""
         draw = random.Random(1)
         for number in range(n_steps):
             try:
@@ -218,10 +177,7 @@ class _Bench:
         return self._ours
 
     def _step(self, ours: ArenoContender, point: Point, draw: random.Random) -> tuple[float, float, float]:
-        """Run a step, and return (seconds of the rollout, seconds of training, peak of memory in GiB).
-
-        `draw` draws the lengths. The tokens are others in each step.
-        """
+        """Run a step with lengths from `draw`, and return (seconds of rollout, of training, peak memory in GiB)."""
         limits, engine = self._settings.work, ours.engine
         lens = [tuple(draw.randint(1, most) for _ in limits.prompt_lens) for most in _most(limits)]
         work = Work(prompt_lens=lens[0], new_lens=lens[1], n_samples=limits.n_samples, name="")
@@ -254,11 +210,6 @@ def _line(point: dict[str, Any]) -> str:
 
 
 def grid_page(found: dict[str, Any]) -> str:
-    """Format the results of `run_grid` as a table, with the conclusions as its last lines.
-
-    Args:
-        found: The results of `run_grid`.
-    """
     columns = "".join(f"{name:>9}" for name in ("step, s", "rollout", "train"))
     heading = f"{'samples at once, micro-batch, activations':<56}{columns} peak, GiB"
     lines = [heading, *map(_line, found["points"]), f"chosen in {found['tune_s']:.0f} s: {found['chosen']}"]

@@ -27,17 +27,9 @@ _N_MULTIPROCESSORS = 132  # of an H100, for which the division of attention is p
 
 
 def run_host(settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
-    """Time decoding steps of batches of ROWS rows, without the device's work.
+    """Return the median microseconds of a decoding step for each number of ROWS, in process CPU time.
 
-    Args:
-        settings: The parsed command line.
-        folder: Path of the model folder. Only the sizes of the model are used.
-        random_init: Not used, because no weight is read.
-
-    Returns:
-        Figures by name: `rows` (the sizes of the batches), `step_us` (for each size, the median microseconds of a step
-        in process CPU time, over the steps of all repeats) and `us_per_row` (the growth of `step_us` from the smallest
-        to the largest batch, divided by the number of rows more).
+    `us_per_row` is the growth from the smallest to the largest batch, for each row more.
     """
     medians = [_median_us(settings, folder, n_rows) for n_rows in ROWS]
     growth = (medians[-1] - medians[0]) / (ROWS[-1] - ROWS[0])
@@ -45,7 +37,6 @@ def run_host(settings: Settings, folder: str, random_init: bool) -> dict[str, An
 
 
 def _median_us(settings: Settings, folder: str, n_rows: int) -> float:
-    """Return the median process CPU time of a decoding step with `n_rows` rows, in microseconds."""
     log_progress(f"host: {n_rows} rows")
     decoder = _decoder_without_device(folder, n_rows)
     times: list[float] = []
@@ -98,11 +89,6 @@ def _decoder_without_device(folder: str, n_rows: int) -> Decoder:
 
 
 def host_page(found: dict[str, Any]) -> str:
-    """Format the results of `run_host` as text.
-
-    Args:
-        found: The results.
-    """
     lines = [
         f"{rows:>6} rows: {step_us:,.0f} us a decoding step"
         for rows, step_us in zip(found["rows"], found["step_us"], strict=True)

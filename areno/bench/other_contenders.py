@@ -44,17 +44,7 @@ _WARM_UP_TOKENS = 8
 class TransformersContender:
     """The transformers library as one of the compared libraries.
 
-    Args:
-        settings: The parsed command line.
-        folder: Path of the model folder.
-        random_init: Whether to draw random weights instead of loading weights.
-
-    Attributes:
-        prompts_at_once: Largest number of prompts in a call of `generate`. Halved when memory runs out.
-        rows_at_once: Largest number of rows in a micro-batch. Halved when memory runs out.
-        start_s: Seconds that loading the model took.
-        vocab_size: Number of token ids.
-        warm_up: A shorter batch for the warm-up. None uses the batch itself.
+    `prompts_at_once` and `rows_at_once` are halved when memory runs out.
     """
 
     name = "transformers"
@@ -91,13 +81,7 @@ class TransformersContender:
         self.start_s = time.perf_counter() - started
 
     def figures(self) -> dict[str, float]:
-        """Return the memory use, and how much of the batch was computed at once.
-
-        Returns:
-            Figures by name. On CUDA: `peak_memory_gib`. With a rollout: `prompts_at_once` (prompts per call of
-            `generate`) and `parts` (number of calls). With training or scoring: `rows_at_once` (rows per
-            micro-batch).
-        """
+        """Return the memory use, and how many prompts or rows were computed at once, in how many `parts`."""
         settings, out = self._settings, {}
         if self.device.startswith("cuda"):
             out["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
@@ -109,15 +93,6 @@ class TransformersContender:
         return out
 
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
-        """Sample all prompts, as many at once as fit in memory.
-
-        Args:
-            work: The batch, described by the lengths of its prompts and completions.
-            prompts: Token ids of each prompt.
-
-        Returns:
-            A training row for each sample.
-        """
         self.model.eval()
         rows: list[TrainSequence] = []
         while len(rows) < len(prompts) * work.n_samples:
@@ -137,17 +112,7 @@ class TransformersContender:
 
     @torch.no_grad()
     def _generate(self, prompts: list[list[int]], n_new: int, n_samples: int) -> tuple[list[Any], list[Any]]:
-        """Sample completions with `generate`.
-
-        Args:
-            prompts: Token ids of each prompt.
-            n_new: Number of tokens in every completion.
-            n_samples: Number of completions for each prompt.
-
-        Returns:
-            Token ids and log-probabilities of the completions, as nested lists of shape [prompts * n_samples, n_new]
-            each.
-        """
+        """Return token ids and log-probabilities of the completions, [prompts * n_samples, n_new] each."""
         width = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=self.device)
         lens = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
@@ -163,11 +128,6 @@ class TransformersContender:
         return out[:, width:].tolist(), seen.finish(out).tolist()
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Run one optimizer step on the rows, and return an empty dictionary, since no statistics are computed.
-
-        Args:
-            rows: Rows to train on.
-        """
         assert self._optimizer is not None
         self.model.train()
         while _try_in_memory(self.rows_at_once, self._backward, rows) is None:
@@ -178,9 +138,9 @@ class TransformersContender:
         return {}
 
     def _backward(self, rows: Sequence[TrainSequence]) -> bool:
-        """Compute the gradients of the loss over all rows, in micro-batches.
+        """Compute the gradients of the loss over all rows.
 
-        Always returns True, because `_try_in_memory` returns None to report that memory ran out.
+        Returns True, since `_try_in_memory` returns None for no memory.
         """
         self.model.zero_grad(set_to_none=True)
         n_tokens = sum(map(n_trained, rows))
@@ -194,14 +154,7 @@ class TransformersContender:
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Return the log-probability of every token except the first in each row.
-
-        Args:
-            rows: Rows to score.
-
-        Returns:
-            A list for each row. Rows are scored in batches, and each list is padded to the longest row in its batch.
-        """
+        """Return the log-probability of every token except the first in each row. Rows of a batch are padded."""
         self.model.eval()
         out: list[list[float]] = []
         while len(out) < len(rows):
@@ -214,12 +167,9 @@ class TransformersContender:
         return out
 
     def _row_logprobs(self, rows: Sequence[TrainSequence], all_tokens: bool = False) -> Tensor:
-        """Return the log-probabilities of the last t tokens in each padded row, shape [R, t].
+        """Return the log-probabilities of the last t tokens in each padded row, [R, t].
 
-        Args:
-            rows: R rows, padded at the end to the longest row.
-            all_tokens: If True, only the first token of each row is left out. If False, as many tokens are left out as
-                the shortest prompt has.
+        As many tokens are left out as the shortest prompt has, or one with `all_tokens`.
         """
         tokens = token_rows(rows)
         ids = _padded(tokens).to(self.device)
@@ -235,23 +185,12 @@ class TransformersContender:
 
 
 def _padded(rows: Sequence[Any]) -> Tensor:
-    """Return rows of numbers as a tensor [R, L], padded with zeros at the end to the longest row."""
+    """Return rows as a tensor [R, L], padded with zeros at the end."""
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
 def _try_in_memory(at_once: int, body: Callable[..., T], *args: Any) -> T | None:
-    """Call `body(*args)` and return its result, or return None if device memory ran out.
-
-    Before None is returned, the memory that the CUDA allocator caches is freed.
-
-    Args:
-        at_once: Number of rows or prompts that `body` computes at once.
-        body: Function to call.
-        *args: Arguments of `body`.
-
-    Raises:
-        EngineError: Memory ran out although `at_once` is 1.
-    """
+    """Return the result of `body`, or None if device memory ran out with more than one row, and free the cache."""
     try:
         return body(*args)
     except torch.OutOfMemoryError as error:
@@ -265,7 +204,9 @@ def _try_in_memory(at_once: int, body: Callable[..., T], *args: Any) -> T | None
 class _DrawnLogprobs:
     """Logits processor for `generate` that changes nothing, and records the log-probability of each sampled token.
 
-    A token's log-probability is recorded in the step after its sampling, when the token is known.
+    A token's log-probability is recorded in the step after its sampling, when the token is known: the last of
+    `input_ids`, [R, T]. So the log-softmax of `scores`, [R, V], is kept for the next call, and `finish` is called after
+    the last step.
     """
 
     def __init__(self) -> None:
@@ -273,51 +214,21 @@ class _DrawnLogprobs:
         self._drawn: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Record the log-probability of the token sampled in the previous decoding step.
-
-        Args:
-            input_ids: Token ids of the prompts and of the tokens sampled so far, shape [R, T] for R rows of T tokens.
-                The last token of each row is the newly sampled token. In the first step there is no such token, so
-                nothing is recorded.
-            scores: Logits of the current step, shape [R, V] for a vocabulary of V tokens. Their log-softmax is kept for
-                the next call.
-
-        Returns:
-            `scores`, unchanged.
-        """
         self._take(input_ids)
         self._before = torch.log_softmax(scores.float(), dim=-1)
         return scores
 
     def finish(self, ids: Tensor) -> Tensor:
-        """Return the log-probabilities of all sampled tokens, shape [R, n_new]. Call this after the last step.
-
-        `ids` has the token ids that `generate` returned, shape [R, T], for R rows with `n_new` sampled tokens each.
-        """
         self._take(ids)
         return torch.stack(self._drawn, dim=1)
 
     def _take(self, ids: Tensor) -> None:
-        """Record the log-probability of the last token in each row, from the previous decoding step's scores.
-
-        `ids` has the token ids of the R rows, shape [R, T]. In the first step nothing is recorded.
-        """
         if self._before is not None:
             self._drawn.append(self._before.gather(-1, ids[:, -1:])[:, 0])
 
 
 class VllmContender:
-    """vLLM as one of the compared libraries, for rollout only.
-
-    Args:
-        settings: The parsed command line.
-        folder: Path of the model folder.
-        random_init: Whether to use random weights instead of loading weights.
-
-    Attributes:
-        start_s: Seconds that the start of the engine took.
-        vocab_size: Number of token ids.
-    """
+    """vLLM as one of the compared libraries, for rollout only."""
 
     name = "vllm"
     warm_up = None  # warms up with the work itself
@@ -339,19 +250,9 @@ class VllmContender:
         self.start_s = time.perf_counter() - started
 
     def figures(self) -> dict[str, float]:
-        """Return an empty dictionary, since there are no figures besides the times."""
         return {}
 
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
-        """Sample all prompts with one call of `LLM.generate`.
-
-        Args:
-            work: The batch, described by the lengths of its prompts and completions.
-            prompts: Token ids of each prompt.
-
-        Returns:
-            A training row for each sample.
-        """
         from vllm import SamplingParams  # type: ignore[import-not-found]
 
         params = [
@@ -368,17 +269,7 @@ class VllmContender:
         return rows
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Raise EngineError, because vLLM does not train.
-
-        Args:
-            rows: Ignored.
-        """
         raise EngineError("vllm does not train; compare it in a rollout")
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Raise EngineError, because vLLM is compared in rollouts only.
-
-        Args:
-            rows: Ignored.
-        """
         raise EngineError("vllm is compared in a rollout only")

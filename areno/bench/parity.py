@@ -72,22 +72,10 @@ _FIXED = {
 def run_parity(settings: Settings, folder: Path) -> dict[str, Any]:
     """Train by areno and by TRL with each seed, and measure the solve rates of the models.
 
-    Args:
-        settings: The parsed command line.
-        folder: Temporary folder, for the runs if the command line names no folder.
-
-    Returns:
-        Figures by name. `config`, `algo`, `steps`, `samples` (prompts of a step, samples of a prompt), `device`,
-        `versions` and `trl_settings` (of the last seed) describe the comparison. `runs` has for each seed
-        `seed`, `solve_rate` of the base model, and for "areno" and "trl" `rewards` and `step_s` (of each step),
-        `median_s` and `rollout_s` (medians without the first steps), `solve_rate` and `model` (the folder).
-        `solve_rate` has the mean over the seeds for "base", "areno" and "trl". `apart` is the distance of the last two,
-        `spread` the largest distance between two seeds of one library, and `is_equal` whether apart is at most 0.03 or
-        spread. `ratio` is the seconds of a step of TRL / those of areno.
-
-    Raises:
-        ConfigError: A setting is wrong, or TRL has no counterpart for it.
-        ArenoError: A training failed.
+    `runs` has the rewards, seconds and solve rates of each seed; medians leave out the first steps. `solve_rate` has
+    means over the seeds. `apart` is the distance of both libraries, `spread` the largest distance between two seeds of
+    one, and `is_equal` whether apart is at most 0.03 or spread. `ratio` is the seconds of a step of TRL / those of
+    areno.
     """
     configs = {seed: config_of(settings, seed) for seed in settings.seeds}
     config = configs[settings.seeds[0]]
@@ -120,10 +108,6 @@ def run_parity(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def _measured(config: PolicyExperimentConfig, ours: Training, theirs: Training, place: Path) -> dict[str, Any]:
-    """Measure the solve rates of the base model and of both trained models, and return the figures of a seed.
-
-    `run_parity` describes the figures.
-    """
     models = {"base": config.actor.path, "areno": ours.model, "trl": theirs.model}
     rates = {
         name: _in_a_process(solve_rate, config, model, place / f"evaluation-{name}") for name, model in models.items()
@@ -133,15 +117,7 @@ def _measured(config: PolicyExperimentConfig, ours: Training, theirs: Training, 
 
 
 def config_of(settings: Settings, seed: int) -> PolicyExperimentConfig:
-    """Compose and check the settings of a run of areno, from which those of TRL are derived.
-
-    Args:
-        settings: The parsed command line.
-        seed: Seed of the run.
-
-    Raises:
-        ConfigError: A setting is wrong, or TRL has no counterpart for it. The error lists all problems.
-    """
+    """Compose and check the settings of a run of areno, from which those of TRL are derived."""
     keys = [text.partition("=")[0].lstrip("+") for text in settings.overrides]
     if given := [Problem(key, f"is set by the comparison with TRL{_FIXED[key]}") for key in keys if key in _FIXED]:
         raise ConfigError(given)
@@ -171,21 +147,15 @@ def _only(config: PolicyExperimentConfig, **changes: Any) -> PolicyExperimentCon
 
 
 class _Steps(Tracker):
-    """Measures the steps of a run, from the end of a step to the end of the next one.
-
-    Args:
-        found: The training whose steps are measured. Call `begin` before the first step.
-    """
+    """Measures the steps of a run, from the end of a step to the end of the next one. Call `begin` before the first."""
 
     def __init__(self, found: Training):
         self._found, self._end = found, 0.0
 
     def begin(self) -> None:
-        """Start the clock."""
         self._end = time.perf_counter()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Keep the mean reward of a step and, when the step ends, its seconds and those of its rollout."""
         found = self._found
         found.rewards += [value for name, value in scalars.items() if name == "rollout/rewards_mean"]
         if END_OF_STEP in scalars:
@@ -196,13 +166,7 @@ class _Steps(Tracker):
 
 
 def train_with_areno(algo: str, config: PolicyExperimentConfig, folder: Path) -> Training:
-    """Train by a recipe of areno, without evaluation, and return the curve and the final model.
-
-    Args:
-        algo: Name of the algorithm.
-        config: Settings of the run.
-        folder: New folder of the run.
-    """
+    """Train by a recipe of areno, without evaluation."""
     found = Training(str(folder / "checkpoints" / "latest"))
     steps = _Steps(found)
     config = _only(config, valid_dataset=None, eval_gconfig=None)
@@ -221,11 +185,7 @@ def _trained_by_trl(
     n_threads: int,
     folder: Path,
 ) -> Training:
-    """Train by TRL with micro-batches that fit into memory, beginning with `rows_at_once` rows.
-
-    Raises:
-        ArenoError: Not even a single row fits.
-    """
+    """Train by TRL with micro-batches that fit into memory, beginning with `rows_at_once` rows."""
     size: int | None = rows_at_once
     while size is not None:
         log_progress(f"trl: micro-batches of {size} rows")
@@ -237,24 +197,14 @@ def _trained_by_trl(
 
 
 def solve_rate(config: PolicyExperimentConfig, model: str, folder: Path) -> float:
-    """Return the share of sampled answers to the validation set that are right.
-
-    Args:
-        config: Settings of the run, with valid_dataset.
-        model: Folder of the model.
-        folder: New folder for the scored answers.
-    """
+    """Return the share of sampled answers to the validation set that are right."""
     config = _only(config, actor=replace(config.actor, path=model))
     with PolicyEvaluation(config, run_dir=folder) as evaluation:
         return evaluation.evaluate()["accuracy"]
 
 
 def _in_a_process(work: Callable[..., T], *arguments: Any) -> T:
-    """Return the result of a function that runs in a new process, whose output goes to stderr.
-
-    Raises:
-        ArenoError: The process ended without a result, or the function raised this error.
-    """
+    """Return the result of a function that runs in a new process, whose output goes to stderr."""
     with _first_gpu(), ProcessPoolExecutor(1, get_context("spawn"), _print_to_stderr) as pool:
         try:
             return pool.submit(work, *arguments).result()
@@ -275,12 +225,10 @@ def _first_gpu() -> Iterator[None]:
 
 
 def _print_to_stderr() -> None:
-    """Send everything that this process prints to stderr."""
     os.dup2(2, 1)
 
 
 def _figures(training: Training, rate: float) -> dict[str, Any]:
-    """Return the figures of a training that `run_parity` describes."""
     first = min(_WARM_UP, (len(training.step_s) - 1) // 2)
     medians = {"median_s": training.step_s, "rollout_s": training.rollout_s}
     return {
@@ -293,14 +241,6 @@ def _figures(training: Training, rate: float) -> dict[str, Any]:
 
 
 def compare(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare the solve rates and the times of both libraries.
-
-    Args:
-        runs: The runs of all seeds, as `run_parity` describes them.
-
-    Returns:
-        The figures `solve_rate`, `apart`, `spread`, `is_equal` and `ratio` that `run_parity` describes.
-    """
     rates = {name: [run[name]["solve_rate"] for run in runs] for name in ("areno", "trl")}
     means = {"base": statistics.mean(run["solve_rate"] for run in runs)}
     means |= {name: statistics.mean(values) for name, values in rates.items()}
@@ -315,11 +255,6 @@ def _device_name(device: str) -> str:
 
 
 def picture(found: Mapping[str, Any]) -> str:
-    """Return an SVG picture of both curves of the mean reward. A curve is the mean over the seeds.
-
-    Args:
-        found: The results of `run_parity`.
-    """
     n_seeds = len(found["runs"])
     title = f"{found['config']}, {found['algo']}, {n_seeds} seed{'s'[: n_seeds > 1]}, {found['device']}"
     curves = {
@@ -330,11 +265,6 @@ def picture(found: Mapping[str, Any]) -> str:
 
 
 def trl_page(found: dict[str, Any]) -> str:
-    """Format the results of `run_parity` as a table, with the conclusions as its last lines.
-
-    Args:
-        found: The results of `run_parity`.
-    """
     n_prompts, n_samples = found["samples"]
     names = ", ".join(f"{name} {of}" for name, of in found["versions"].items())
     lines = [

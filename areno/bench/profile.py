@@ -57,25 +57,15 @@ GROUPS = (*dict.fromkeys(name for name, _ in _GROUPS), "other")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The time interval of one kernel, copy or fill on the device.
-
-    Attributes:
-        name: Name of the kernel.
-        start: Start time in nanoseconds.
-        end: End time in nanoseconds.
-    """
+    """The time interval of one kernel, copy or fill on the device."""
 
     name: str
-    start: int
+    start: int  # nanoseconds
     end: int
 
 
 def group_of(name: str) -> str:
-    """Return the group of a kernel in the table, such as "attention" or "gemm".
-
-    Args:
-        name: Name of the kernel.
-    """
+    """Return the group of a kernel in the table, such as "attention" or "gemm"."""
     if name in _own_kernels():
         return _own_kernels()[name]
     lower = name.lower()
@@ -84,10 +74,7 @@ def group_of(name: str) -> str:
 
 @functools.cache
 def _own_kernels() -> dict[str, str]:
-    """Return the group of each kernel of areno in Triton or Gluon, by the name of the kernel.
-
-    Names are read from the source files, because a machine without Triton cannot import the files.
-    """
+    """Return kernel of areno -> group, read from source files, which a machine without Triton cannot import."""
     folder = Path(kernels.__file__ or "").parent
     return {
         kernel: group
@@ -99,11 +86,7 @@ def _own_kernels() -> dict[str, str]:
 
 
 def busy_s(spans: Iterable[Span]) -> float:
-    """Return the seconds in which at least one kernel ran. Kernels of several streams may overlap.
-
-    Args:
-        spans: Time intervals of the kernels.
-    """
+    """Return the seconds in which at least one kernel ran. Kernels of several streams may overlap."""
     busy, reached = 0, 0
     for span in sorted(spans, key=lambda span: span.start):
         busy += max(0, span.end - max(span.start, reached))
@@ -115,12 +98,6 @@ def trace(body: Callable[[], object]) -> list[Span]:
     """Run a function, and record all activity on this process's CUDA device.
 
     The raw events are used, since torch's own summary takes minutes for the hundred thousands of kernels in a rollout.
-
-    Args:
-        body: The function.
-
-    Returns:
-        The time interval of each kernel, copy and fill.
     """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -135,14 +112,9 @@ def trace(body: Callable[[], object]) -> list[Span]:
 
 
 def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: float) -> str:
-    """Format the profile of a phase as a table.
+    """Format the profile of a phase.
 
-    Args:
-        phase: Name of the phase.
-        spans: Time intervals of the kernels.
-        wall_s: Seconds that the phase took while it was traced.
-        plain_wall_s: Seconds that the phase takes without the profiler, which slows down the host. The idle time in
-            the table is `plain_wall_s` minus the time of the kernels.
+    Idle time is that without the profiler, `plain_wall_s`, minus that of the kernels.
     """
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
@@ -166,17 +138,9 @@ def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: 
 
 
 def idle_share(busy: float, wall_s: float) -> float:
-    """Return the share of a phase in which the device was idle, between 0 and 1.
-
-    The share is 0 if `busy` exceeds `wall_s`, which the profiler's overhead may cause.
-
-    Args:
-        busy: Seconds in which the device was busy.
-        wall_s: Seconds of the phase.
-    """
+    """Return the share of a phase in which the device was idle. 0 if the profiler's overhead exceeds it."""
     return max(0.0, 1 - busy / wall_s)
 
 
 def _line(head: str, seconds: float, total: float, calls: int) -> str:
-    """Return one line of the table: `head`, seconds, percent of `total`, number of calls, microseconds per call."""
     return f"{head}{seconds:10.5f}{100 * seconds / total:9.2f}{calls:9d}{1e6 * seconds / calls:10.2f}"

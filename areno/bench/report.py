@@ -35,18 +35,8 @@ _SHOWN = [
 def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return all results of a benchmark as one object for JSON.
 
-    Args:
-        settings: The parsed command line.
-        cost: Sizes and FLOPs of the model.
-        rates: Measured speed of one device.
-        results: Name of a library ("areno" or one that `--against` names) -> figures of the library by name. The entry
-            "areno" is replaced by one that also has figures relative to the floor, which is the least time that the
-            devices need.
-
-    Returns:
-        The settings, package versions, sizes of the model, `rates`, `floors`, the figures under the name of each
-        library, and `ratio`: name of another library -> phase -> areno's tokens per second divided by those of the
-        library.
+    areno's figures get those relative to the floor, the least time that the devices need. `ratio` has for each other
+    library and phase areno's tokens per second divided by those of the library.
     """
     rates = rates.of(settings.world_size)
     floor = floors(cost, settings.work, rates, settings.kind, settings.n_copies)
@@ -78,7 +68,6 @@ def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict
 
 
 def _version(package: str) -> str:
-    """Return the installed version of a package, or a remark if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -86,18 +75,10 @@ def _version(package: str) -> str:
 
 
 def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) -> dict[str, float]:
-    """Compare areno's figures with the floor, which is the least time that the devices need.
+    """Compare areno's figures with the floor.
 
-    Args:
-        ours: Figures of areno.
-        floor: Results of `floors`.
-        rates: Measured speed of all devices together.
-
-    Returns:
-        Figures by name, for the phases in `ours`. Names with `percent_of`: speed in percent of the floor's speed.
-        `train_tflop_s`: TFLOP/s in training. `mfu` and `needed_mfu`: model FLOPs utilization in training, between 0 and
-        1. `mfu` counts 6 FLOPs for each parameter and token. `needed_mfu` counts the LM head only for trained
-        tokens.
+    `percent_of` is speed in percent of the floor's. `mfu` counts 6 FLOPs for each parameter and token, and `needed_mfu`
+    the LM head only for trained tokens.
     """
     out: dict[str, float] = {}
     if "rollout_s" in ours:
@@ -114,11 +95,6 @@ def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) 
 
 
 def page(found: dict[str, Any]) -> str:
-    """Format a benchmark's record as a page of text.
-
-    Args:
-        found: A record from `record`.
-    """
     floor, rates = found["floors"], found["rates"]
     what = f"{found['shape']} ({found['params'] / 1e6:,.1f} M parameters, {found['dtype']})"
     speed = f"copies {rates['copy_gb_s']:,.1f} GB/s, multiplies {rates['matmul_tflop_s']:,.2f} TFLOP/s, as measured"
@@ -139,11 +115,6 @@ def page(found: dict[str, Any]) -> str:
 
 
 def _contender(figures: dict[str, Any]) -> list[str]:
-    """Return the lines of text about one library, without the name of the library.
-
-    Args:
-        figures: Figures of the library by name.
-    """
     lines = [_phase(phase, figures) for phase in _PHASES if f"{phase}_s" in figures]
     start = f"{figures['start_s']:.1f} s, warm-up {figures['warm_up_s']:.1f} s"
     if "first_token_s" in figures:
@@ -176,12 +147,6 @@ def _contender(figures: dict[str, Any]) -> list[str]:
 
 
 def _phase(phase: str, figures: dict[str, Any]) -> str:
-    """Return the line of text about one phase of a library's work, such as "train".
-
-    Args:
-        phase: Name of the phase.
-        figures: Figures of the library by name.
-    """
     text = f"{_speed(phase, figures)} (spread {100 * figures[f'{phase}_spread']:.1f} %)"
     if phase == "rollout":
         text += f": prefill {figures['prefill_s']:.3f} s, decode {figures['decode_s']:.3f} s"
@@ -199,10 +164,8 @@ def _phase(phase: str, figures: dict[str, Any]) -> str:
 
 
 def _speed(phase: str, figures: dict[str, Any]) -> str:
-    """Return the tokens per second and the seconds of a phase as text. `figures`: figures of a library by name."""
     return f"{figures[f'{phase}_tok_s']:,.0f} tokens/s, {figures[f'{phase}_s']:.3f} s"
 
 
 def _line(name: str, text: str) -> str:
-    """Return a line of text that has `name` in its first column, followed by `text`."""
     return f"  {name:18} {text}"

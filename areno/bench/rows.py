@@ -32,12 +32,7 @@ _WARM_UP, _WARM_UP_ON_CPU = 60, 3
 class _StepTimes(Tracker):
     """Measures the steps of a run, from the end of a step to the end of the next one.
 
-    Attributes:
-        trainer: The trainer of the run, whose engine measures the work of the devices. Set it before the first step.
-        ends: Time at the end of each step, in seconds.
-        device: Seconds of the devices in each step.
-        outside: Seconds of the driver in each step, by the part of the step.
-        n_tokens: Number of tokens in each step.
+    Set `trainer` before the first.
     """
 
     trainer: SFTTrainer
@@ -49,7 +44,6 @@ class _StepTimes(Tracker):
         self.n_tokens: list[float] = []
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record the times of a step that ends."""
         if END_OF_STEP not in scalars:
             return
         self.ends.append(time.perf_counter())
@@ -62,20 +56,11 @@ class _StepTimes(Tracker):
 
 
 def run_sft(settings: Settings, folder: str, random_init: bool) -> dict[str, float]:
-    """Train on random texts, and measure the steps after a warm-up.
+    """Train on random texts, and return medians of the steps after a warm-up.
 
-    Args:
-        settings: The parsed command line.
-        folder: Path of the model folder. A named shape gets the vocabulary of the tokenizer.
-        random_init: Whether to draw random weights instead of loading weights.
-
-    Returns:
-        Figures by name: the medians over the steps of `step_s` (a whole step), `device_s` (the worker's work in it),
-        `outside_s` (the rest), `outside_share` (outside_s of the step / step_s of the step) and of the parts of the
-        rest: `train_outside_s` (inside the training call: checking, dividing and sending rows), `other_s` (outside the
-        call, but in the run's step: waiting for rows) and `between_s` (logs and states between two steps).
-        `worst_outside_share` is the largest share of a step, and `row_tokens` the mean number of tokens in
-        a row. `n_encoders` is the number of processes that encoded the rows at the end, 0 for a thread of the driver.
+    `device_s` is the worker's work in a step, and `outside_s` the rest: `train_outside_s` (inside the training call:
+    checking, dividing and sending rows), `other_s` (outside the call, in the run's step: waiting for rows) and
+    `between_s` (logs and states). `n_encoders` processes encoded the rows, 0 for a thread of the driver.
     """
     from transformers import AutoTokenizer
 
@@ -104,7 +89,7 @@ def _random_rows(tokenizer: Any, settings: Settings, n_steps: int) -> list[dict[
     texts = [
         pair
         for step in range(n_steps)
-        for pair in zip(words.of(work, "prompt", step), words.of(answers, "response", step), strict=True)
+        for pair in zip(words.draw(work, "prompt", step), words.draw(answers, "response", step), strict=True)
     ]
     if not settings.messages:
         return [{"prompt": prompt, "response": response} for prompt, response in texts]
@@ -116,7 +101,6 @@ def _random_rows(tokenizer: Any, settings: Settings, n_steps: int) -> list[dict[
 
 
 def _config(settings: Settings, folder: str, random_init: bool, n_steps: int) -> SFTConfig:
-    """Return the settings of the run, which are the defaults except for what the command line says."""
     max_length = 8 * max(settings.work.row_lens) + 64
     dtype: Any = settings.dtype
     return SFTConfig(
@@ -131,7 +115,6 @@ def _config(settings: Settings, folder: str, random_init: bool, n_steps: int) ->
 
 
 def _figures(times: _StepTimes, n_rows: int, n_warm_up: int) -> dict[str, float]:
-    """Return the figures that `run_sft` describes, without the steps of the warm-up."""
     places = range(n_warm_up, len(times.ends))
     steps = [times.ends[place] - times.ends[place - 1] for place in places]
     devices = [times.device[place] for place in places]
@@ -157,11 +140,6 @@ def _figures(times: _StepTimes, n_rows: int, n_warm_up: int) -> dict[str, float]
 
 
 def sft_page(found: dict[str, float]) -> str:
-    """Format the results of `run_sft` as a table.
-
-    Args:
-        found: The results of `run_sft`.
-    """
     lines = {
         "step": f"{found['step_s']:.4f} s, rows of {found['row_tokens']:.0f} tokens",
         "the device's work": f"{found['device_s']:.4f} s",

@@ -40,14 +40,6 @@ class ClientLoad:
     """A set of prompts to send to a server, by several clients at the same time.
 
     Each client sends its next request when the previous one is answered.
-
-    Attributes:
-        url: Address of the server.
-        model: Name of the model in requests.
-        prompts: Text of each prompt.
-        new_lens: Number of tokens to generate for each prompt.
-        n_clients: Number of clients that send at the same time.
-        stream: Whether answers are streamed.
     """
 
     url: str
@@ -60,25 +52,15 @@ class ClientLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """The measured times of a ClientLoad.
+    """The measured times of a ClientLoad."""
 
-    Attributes:
-        seconds: Seconds from the first request to the last answer.
-        first_s: Seconds from each request to its first token. Empty if answers are not streamed.
-        tokens: Number of generated tokens in all answers, as reported in their `usage`.
-    """
-
-    seconds: float
-    first_s: list[float]
-    tokens: int
+    seconds: float  # from the first request to the last answer
+    first_s: list[float]  # from each streamed request to its first token
+    tokens: int  # in all answers, by their `usage`
 
 
 class Clients(AbstractContextManager["Clients"]):
-    """Client processes that send requests to a server. Use it in a `with` block.
-
-    Args:
-        n_processes: Number of processes to start.
-    """
+    """Client processes that send requests to a server. Use it in a `with` block."""
 
     def __init__(self, n_processes: int):
         context = multiprocessing.get_context("spawn")
@@ -94,14 +76,7 @@ class Clients(AbstractContextManager["Clients"]):
             pipe.recv()  # the process has finished its imports
 
     def run(self, load: ClientLoad) -> LoadResult:
-        """Send all requests of a load, split over the processes, and wait for all answers.
-
-        Args:
-            load: The requests.
-
-        Raises:
-            RuntimeError: A request has failed.
-        """
+        """Send all requests of a load, split over the processes, and wait for all answers."""
         n = min(len(self._pipes), load.n_clients)
         shares = [
             replace(
@@ -147,11 +122,7 @@ def _serve(pipe: Any) -> None:
 
 
 async def _send_all(load: ClientLoad) -> tuple[list[float], int]:
-    """Send all requests of a load, and wait for the answers.
-
-    Returns:
-        (seconds to the first token of each streamed answer, number of generated tokens in all answers).
-    """
+    """Return (seconds to the first token of each streamed answer, number of generated tokens in all answers)."""
     waiting = iter(zip(load.prompts, load.new_lens, strict=True))
     firsts: list[float] = []
     n_tokens = 0
@@ -171,10 +142,7 @@ async def _send_all(load: ClientLoad) -> tuple[list[float], int]:
 
 
 async def _ask(session: aiohttp.ClientSession, load: ClientLoad, prompt: str, new_len: int) -> tuple[float, int]:
-    """Send one request. Return (seconds to the first token, number of generated tokens).
-
-    The seconds are 0 if the answer is not streamed.
-    """
+    """Return (seconds to the first token, 0 if not streamed; number of generated tokens) of a request."""
     body: dict[str, Any] = {"model": load.model, "prompt": prompt, "max_tokens": new_len, "ignore_eos": True}
     if load.stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -202,16 +170,7 @@ def run_serving(settings: Settings, folder: str, random_init: bool) -> dict[str,
     """Time three ways of sampling: directly on the engine, by HTTP clients, and by streaming HTTP clients.
 
     Each request has its own text, with about as many tokens as `--prompt-len`. `--clients` requests are in progress at
-    a time.
-
-    Args:
-        settings: The parsed command line.
-        folder: Path of the model folder.
-        random_init: Whether to draw random weights instead of loading weights.
-
-    Returns:
-        "direct", "answers" and "streams" -> times and speeds of this way, as returned by `speeds`. "1 client" and
-        "N clients" -> median and 99th percentile of the seconds to the first token.
+    a time. "1 client" and "N clients" have the times to the first token.
     """
     from transformers import AutoTokenizer
 
@@ -253,23 +212,12 @@ def run_serving(settings: Settings, folder: str, random_init: bool) -> dict[str,
 def _measure(
     settings: Settings, drawn: Texts, direct: Callable[..., None], ask: Callable[..., LoadResult]
 ) -> dict[str, dict[str, float]]:
-    """Time sampling directly on the engine, by HTTP clients, and by streaming HTTP clients.
-
-    Args:
-        settings: The parsed command line.
-        drawn: Source of random texts.
-        direct: Function that samples a list of texts on the engine.
-        ask: Function of (texts, number of clients, whether to stream) that samples the texts over HTTP.
-
-    Returns:
-        The figures that `run_serving` returns.
-    """
     work, n_clients = settings.work, settings.clients
     seconds: dict[str, list[float]] = {"direct": [], "answers": [], "streams": []}
     firsts: dict[str, list[float]] = {"1 client": [], f"{n_clients} clients": []}
     for repeat in range(-1, settings.repeats):
         # Each way gets prompts of its own, so that none finds another's in the prefix cache.
-        texts = {name: drawn.of(work, name, repeat) for name in [*seconds, "alone"]}
+        texts = {name: drawn.draw(work, name, repeat) for name in [*seconds, "alone"]}
         started = time.perf_counter()
         direct(texts["direct"])
         taken = {"direct": time.perf_counter() - started}
@@ -289,21 +237,11 @@ def _measure(
 
 
 def _first_token(seconds: list[float]) -> dict[str, float]:
-    """Return the median and the 99th percentile of the seconds to the first token.
-
-    Returns:
-        `first_token_median_s` and `first_token_p99_s`.
-    """
     median, late = np.percentile(seconds, [50, 99])
     return {"first_token_median_s": float(median), "first_token_p99_s": float(late)}
 
 
 def serving_page(found: dict[str, dict[str, float]]) -> str:
-    """Format the results of `run_serving` as tables.
-
-    Args:
-        found: Results of `run_serving`.
-    """
     timed = {name: value for name, value in found.items() if "tok_s" in value}
     lines = [sampling_page(timed, title="serve", base="direct"), "time to the first token, streamed: median, 99 %"]
     for name, value in found.items():
@@ -317,18 +255,7 @@ _TIMEOUT_S = 600.0
 
 
 def run_agents(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """Time two ways of sampling: directly on the engine, and by agents over HTTP.
-
-    The prompts are texts in the chat template of `--tokenizer`, with about as many tokens as `--prompt-len`.
-
-    Args:
-        settings: The parsed command line.
-        folder: Path of the model folder.
-        random_init: Whether to draw random weights instead of loading weights.
-
-    Returns:
-        "direct" and "agents" -> times and speeds of this way, as returned by `speeds`.
-    """
+    """Time two ways of sampling: directly on the engine, and by agents over HTTP."""
     from transformers import AutoTokenizer
 
     work, tokenizer = settings.work, AutoTokenizer.from_pretrained(settings.tokenizer or folder)
@@ -345,7 +272,7 @@ def run_agents(settings: Settings, folder: str, random_init: bool) -> dict[str, 
         gc.freeze()  # as runs do; otherwise a garbage collection scans all imported modules for 0.1 s
         for repeat in range(-1, settings.repeats):
             # Each way gets prompts of its own, so that neither finds the other's in the prefix cache.
-            texts = {name: words.of(work, name, repeat) for name in seconds}
+            texts = {name: words.draw(work, name, repeat) for name in seconds}
             prompts = [conversations.prompt([{"role": "user", "content": text}]).tokens for text in texts["direct"]]
             batch = AgentBatch([{"new_tokens": new} for new in work.new_lens], texts["agents"], prompts, work.n_samples)
             started = time.perf_counter()

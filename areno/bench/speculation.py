@@ -46,22 +46,9 @@ class _Prompts:
 def run_speculation(settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
     """Time rollouts with and without drafts in turn, for each number of samples at once.
 
-    On a CPU, the engine is always exact, because otherwise it would keep no samples of earlier rollouts.
-
-    Args:
-        settings: The parsed command line. `config` names the YAML file with the prompts and the sampling settings. If
-            it is None, prompts are random tokens.
-        folder: Path of the model folder.
-        random_init: Whether to draw random weights instead of loading weights.
-
-    Returns:
-        `batches`: for each number of samples, figures by name. `rows` is the number of samples, rounded up to whole
-        prompts. `off` and `on` are tokens per second, `ratio` is `on / off`. `drafted`, `accepted`, `steps`,
-        `draft_steps`, `acceptance` and `step_share` are the DraftCounts of the last rollout with drafts. `same` is the
-        share of the completions that are equal with and without drafts.
-
-    Raises:
-        ConfigError: A setting of the config is wrong, or it has too few prompts.
+    On a CPU, the engine is always exact, because otherwise it would keep no samples of earlier rollouts. `off` and `on`
+    are tokens per second, and `same` is the share of completions that are equal with and without drafts. The counts are
+    those of the last rollout with drafts.
     """
     settings = replace(settings, exact=settings.exact or settings.device == "cpu")
     ours = ArenoContender(settings, folder, random_init)
@@ -91,7 +78,6 @@ def _prompts(settings: Settings, folder: str, vocab_size: int) -> _Prompts:
 
 
 def _compare(engine: Engine, settings: Settings, prompts: _Prompts, n_rows: int) -> dict[str, Any]:
-    """Return the figures of one number of samples."""
     n_samples = min(n_rows, prompts.n_samples)
     chosen = replace(prompts, tokens=prompts.tokens[: -(-n_rows // n_samples)], n_samples=n_samples)
     for number in range(_WARM_UP):  # they capture the CUDA graphs, so that no timed rollout has to
@@ -123,7 +109,7 @@ def _compare(engine: Engine, settings: Settings, prompts: _Prompts, n_rows: int)
 def _roll_out(
     engine: Engine, settings: Settings, prompts: _Prompts, mode: Any, seed: int
 ) -> tuple[float, list[list[int]], DraftCounts]:
-    """Run a rollout. Return its time in seconds, the completions of all turns, and the counts of drafts."""
+    """Return the seconds of a rollout, the completions of all turns, and the counts of drafts."""
     decoder = decoder_config(settings, mode)
     longest = max(map(len, prompts.tokens)) + prompts.params.max_new_tokens
     longest += (settings.turns - 1) * (prompts.params.max_new_tokens + _RESULT_TOKENS)
@@ -175,11 +161,6 @@ def _check_room(settings: Settings, prompts: _Prompts, context_len: int) -> None
 
 
 def speculation_page(found: dict[str, Any]) -> str:
-    """Format the results of `run_speculation` as text.
-
-    Args:
-        found: The results.
-    """
     lines = [f"{'samples':>8}  {'off, tokens/s':>14}  {'on, tokens/s':>14}  {'ratio':>6}  accepted  steps with drafts"]
     lines += [
         f"{each['rows']:>8}  {each['off']:>14,.0f}  {each['on']:>14,.0f}  {each['ratio']:>6.2f}  "

@@ -22,29 +22,9 @@ from areno.bench.timing import log_progress, repeat_name
 def run_states(settings: Settings, model: str, random_init: bool, folder: Path) -> dict[str, float]:
     """Time steps with and without a state being saved, then the resume of the state in a new engine.
 
-    Steps of the two kinds alternate, so that a change of the device's speed affects both alike.
-
-    Args:
-        settings: The parsed command line.
-        model: Path of the model folder.
-        random_init: Whether to draw random weights instead of loading weights.
-        folder: Folder to write the state to.
-
-    Returns:
-        Figures by name. Times are medians in seconds.
-
-        - `step_s`: a step alone.
-        - `state_step_s`: a step with a call of `save_state` before it.
-        - `slowdown`: state_step_s / step_s - 1.
-        - `step_spread`: (longest - shortest) / median of the steps alone.
-        - `save_s`: the call of `save_state` itself.
-        - `first_save_s`: the first call of `save_state`, which allocates host memory.
-        - `written_s`: from the call until the state is on the disk, without a step at the same time.
-        - `written_gb_s`: the speed of this write in GB/s.
-        - `gigabytes` and `bytes_per_parameter`: the size of the state.
-        - `load_s`: loading a state whose files are not in the page cache.
-        - `resume_s`: from the start of a new engine to a loaded state.
-        - `resumed_step_s`: the first step after the resume.
+    Steps of the two kinds alternate, so that a change of the device's speed affects both alike. Times are medians in
+    seconds. `first_save_s` also allocates host memory. `written_s` ends when the state is on the disk, without a step
+    at the same time. `load_s` reads files that are not in the page cache.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ("step", "state_step", "save")}
     path = folder / "state"
@@ -80,20 +60,7 @@ def run_states(settings: Settings, model: str, random_init: bool, folder: Path) 
 
 
 def _repeat(ours: ArenoContender, settings: Settings, repeat: int, path: Path) -> dict[str, float]:
-    """Time a step alone, and then a call of `save_state` followed by another step.
-
-    The state may still be written when the second step ends. The wait for the end of the write is not timed.
-
-    Args:
-        ours: The contender whose engine does the work.
-        settings: The parsed command line.
-        repeat: Index of the repeat, which sets the prompts.
-        path: Folder to write the state to.
-
-    Returns:
-        Seconds by name: `step` (the step alone), `save` (the call of `save_state`), `state_step` (the call and the
-        second step together).
-    """
+    """Time a step alone, and then a call of `save_state` followed by another step, without the rest of the write."""
     taken = {"step": _timed(lambda: _step(ours, settings, 2 * repeat))}
     started = time.perf_counter()
     taken["save"] = _timed(lambda: ours.engine.save_state(path))
@@ -104,11 +71,6 @@ def _repeat(ours: ArenoContender, settings: Settings, repeat: int, path: Path) -
 
 
 def _resumed(settings: Settings, model: str, random_init: bool, path: Path) -> dict[str, float]:
-    """Start a new engine, load the state at `path`, and run one step.
-
-    Returns:
-        Seconds by name: `load_s`, `resume_s` and `resumed_step_s`, as `run_states` describes them.
-    """
     for file in path.iterdir():
         _evict_from_page_cache(file)
     started = time.perf_counter()
@@ -120,19 +82,17 @@ def _resumed(settings: Settings, model: str, random_init: bool, path: Path) -> d
 
 
 def _step(ours: ArenoContender, settings: Settings, seed: int) -> None:
-    """Run one step: a rollout of prompts drawn from `seed`, and an optimizer step on the samples."""
+    """Run a rollout of prompts drawn from `seed`, and an optimizer step on the samples."""
     ours.train(ours.rollout(settings.work, settings.work.prompts(ours.vocab_size, seed)))
 
 
 def _timed(body: Callable[[], Any]) -> float:
-    """Call `body`, and return the seconds that the call took."""
     started = time.perf_counter()
     body()
     return time.perf_counter() - started
 
 
 def _evict_from_page_cache(file: Path) -> None:
-    """Evict a file from the page cache, so that it is read from the disk."""
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -142,11 +102,6 @@ def _evict_from_page_cache(file: Path) -> None:
 
 
 def states_page(found: dict[str, float]) -> str:
-    """Format the results of `run_states` as a table.
-
-    Args:
-        found: The results of `run_states`.
-    """
     size = f"{found['gigabytes']:,.3f} GB, {found['bytes_per_parameter']:.2f} bytes for each parameter"
     lines = {
         "step": f"{found['step_s']:.3f} s (spread {100 * found['step_spread']:.1f} %)",

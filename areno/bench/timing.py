@@ -20,72 +20,36 @@ from areno.types import TrainSequence
 
 
 class Contender(Protocol):
-    """The interface of a library that is timed. Every method returns after the device has finished.
-
-    Attributes:
-        name: Name of the library.
-        vocab_size: Number of token ids.
-    """
+    """The interface of a library that is timed. Every method returns after the device has finished."""
 
     name: str
     vocab_size: int
 
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
-        """Sample every prompt as often and as long as `work` says.
-
-        Args:
-            work: The batch, with the number of samples and the lengths.
-            prompts: Token ids of each prompt.
-
-        Returns:
-            A training row for each sample.
-        """
+        """Sample every prompt as often and as long as `work` says, and return a training row for each sample."""
         ...
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Run optimizer steps on the rows, and return statistics by name.
-
-        Args:
-            rows: Rows to train on.
-        """
+        """Run optimizer steps on the rows, and return statistics by name."""
         ...
 
-    def logprobs(self, rows: Sequence[TrainSequence]) -> Sequence[Any]:
-        """Return the log-probabilities of the tokens in each row.
-
-        Args:
-            rows: Rows to score.
-        """
-        ...
+    def logprobs(self, rows: Sequence[TrainSequence]) -> Sequence[Any]: ...
 
 
 @dataclass
 class Timed:
-    """The measured times of a contender.
-
-    Attributes:
-        warm_up_s: Seconds of the warm-up.
-        seconds: Name of the phase -> seconds in each timed repeat. Phases are rollout, prefill (a separate rollout of
-            one token for each sample), train, logprob and step (rollout and train).
-        stats: Statistics returned by `Contender.train` in each repeat.
-        rows: Training rows of the last repeat.
-    """
+    """The measured times of a contender."""
 
     warm_up_s: float = 0.0
+    # of each repeat of the phases rollout, prefill (one token a sample), train, logprob and step
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    stats: list[dict[str, float]] = field(default_factory=list)
-    rows: list[TrainSequence] = field(default_factory=list)
+    stats: list[dict[str, float]] = field(default_factory=list)  # of training in each repeat
+    rows: list[TrainSequence] = field(default_factory=list)  # of the last repeat
 
     def figures(self, work: Work) -> dict[str, float]:
-        """Summarize the repeats of each phase.
+        """Return `PHASE_s` (median), `PHASE_spread` ((longest - shortest) / median) and `PHASE_tok_s` of each phase.
 
-        Args:
-            work: The batch, to compute tokens per second.
-
-        Returns:
-            For each phase, `PHASE_s` (median seconds), `PHASE_spread` ((longest - shortest) / median) and `PHASE_tok_s`
-            (tokens per second, not for prefill). `decode_s` is the rollout without prefill, and `other_s` the part of a
-            step outside of rollout and training.
+        `decode_s` is the rollout without prefill, and `other_s` the part of a step outside of rollout and training.
         """
         out = {"warm_up_s": self.warm_up_s}
         for phase, seconds in self.seconds.items():
@@ -103,15 +67,7 @@ class Timed:
 
 
 def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up: Work | None = None) -> Timed:
-    """Run a warm-up and then timed repeats of a batch of work.
-
-    Args:
-        contender: The library to time.
-        kind: Kind of work: "rollout", "train", "step" or "logprob".
-        work: The batch, described by the lengths of its prompts and completions.
-        repeats: Number of timed repeats.
-        warm_up: A shorter batch for the warm-up. None uses `work`.
-    """
+    """Run a warm-up, perhaps with a shorter batch, and then timed repeats of a batch of work."""
     timed = Timed()
     for repeat in range(-1, repeats):
         started = time.perf_counter()
@@ -158,19 +114,9 @@ def _once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Time
 
 
 def repeat_name(repeat: int, repeats: int) -> str:
-    """Return the name of a repeat for progress messages, such as "repeat 1/3" or "warm-up".
-
-    Args:
-        repeat: Index of the repeat from 0, or -1 for the warm-up.
-        repeats: Number of timed repeats.
-    """
+    """Return "repeat 1/3" or, for -1, "warm-up"."""
     return "warm-up" if repeat < 0 else f"repeat {repeat + 1}/{repeats}"
 
 
 def log_progress(line: str) -> None:
-    """Print a progress message to stderr.
-
-    Args:
-        line: The message, without a line break.
-    """
     print(f"bench: {line}", file=sys.stderr, flush=True)

@@ -59,31 +59,18 @@ _OF_OLDER_VERSIONS = ("max_prompt_length",)  # TRL cut prompts at this length, 5
 
 @dataclass
 class Training:
-    """A training that is done.
+    """A training that is done."""
 
-    Attributes:
-        model: Folder of the trained model.
-        rewards: Mean reward of the samples of each step.
-        step_s: Seconds of each step.
-        rollout_s: Seconds of sampling in each step.
-        rows_at_once: Number of rows in a micro-batch. None if it is chosen for each step.
-        n_threads: Number of threads that torch used on a CPU.
-    """
-
-    model: str
-    rewards: list[float] = field(default_factory=list)
+    model: str  # folder
+    rewards: list[float] = field(default_factory=list)  # mean of the samples of each step
     step_s: list[float] = field(default_factory=list)
-    rollout_s: list[float] = field(default_factory=list)
-    rows_at_once: int | None = None
+    rollout_s: list[float] = field(default_factory=list)  # seconds of sampling in each step
+    rows_at_once: int | None = None  # in a micro-batch; None is chosen for each step
     n_threads: int = 1
 
 
 def trl_problems(config: PolicyExperimentConfig) -> Iterator[Problem]:
-    """Yield a problem for each setting that GRPOTrainer of TRL cannot have.
-
-    Args:
-        config: Settings of the run of areno.
-    """
+    """Yield a problem for each setting that GRPOTrainer of TRL cannot have."""
     for name, settings in _LEFT_OUT.items():
         section: Any = config
         for part in filter(None, name.split(".")):
@@ -108,9 +95,6 @@ def with_formulas_of_trl(config: PolicyExperimentConfig) -> PolicyExperimentConf
 
     TRL has no setting for the number that is added to the standard deviation of the rewards, or for the n of its
     variance.
-
-    Args:
-        config: Settings of the run.
     """
     norm = config.actor.adv_norm
     if norm is None or norm.std_level is None:
@@ -123,16 +107,8 @@ def trl_settings(config: Any, n_steps: int, rows_at_once: int, device: str) -> d
     """Convert settings of areno to those of TRL's GRPOConfig.
 
     The schedule of the learning rate is not among them, because `train_with_trl` uses areno's own. The master weights
-    are in float32 for both libraries. In bfloat16, TRL computes by autocast.
-
-    Args:
-        config: Settings of GRPO or GSPO without a problem of `trl_problems`.
-        n_steps: Number of training steps.
-        rows_at_once: Number of rows in a micro-batch, a divisor of the number of rows in a step.
-        device: Name of the device in torch.
-
-    Returns:
-        Keyword argument of GRPOConfig -> value.
+    are in float32 for both libraries. In bfloat16, TRL computes by autocast. `rows_at_once` must divide the rows of a
+    step.
     """
     actor, gconfig, optimizer, on_cpu = config.actor, config.gconfig, config.actor.optimizer, device == "cpu"
     dtype = str(default_dtype([device])).removeprefix("torch.") if actor.dtype == "auto" else actor.dtype
@@ -181,34 +157,16 @@ def trl_settings(config: Any, n_steps: int, rows_at_once: int, device: str) -> d
 
 
 def n_rows(config: PolicyExperimentConfig) -> int:
-    """Return the number of samples of a training step.
-
-    Args:
-        config: Settings of the run.
-    """
     return config.train_dataset.batch_size * config.gconfig.n_samples
 
 
 def smaller(rows: int, rows_at_once: int) -> int | None:
-    """Return the largest divisor of a number of rows that is at most half of a given number. None: there is no such.
-
-    Args:
-        rows: Number of rows in a step.
-        rows_at_once: Number of rows in a micro-batch that does not fit into memory.
-    """
+    """Return the largest divisor of `rows` that is at most half of `rows_at_once`, or None."""
     return next((size for size in range(rows_at_once // 2, 0, -1) if rows % size == 0), None)
 
 
 def prompts_of(config: PolicyExperimentConfig, n_steps: int) -> list[PromptItem]:
-    """Return the prompts of a run of areno, in the order in which the run draws them.
-
-    Args:
-        config: Settings of the run.
-        n_steps: Number of training steps.
-
-    Raises:
-        ConfigError: The run ends before so many steps.
-    """
+    """Return the prompts of a run of areno, in the order in which the run draws them."""
     rows, section = open_rows(config.train_dataset, None, "prompt", "train_dataset")
     loader = row_loader(
         "prompt",
@@ -241,21 +199,9 @@ def train_with_trl(
     n_threads: int,
     folder: Path,
 ) -> Training | None:
-    """Train a model by GRPOTrainer.
+    """Train a model by GRPOTrainer into `folder`/model. None if the device ran out of memory.
 
-    Args:
-        config: Settings of the run of areno.
-        items: The prompts of all steps, in their order.
-        rows_at_once: Number of rows in a micro-batch.
-        device: Name of the device in torch.
-        n_threads: Number of threads of torch on a CPU. Small models are fastest with one.
-        folder: Folder of the run. The trained model is written to its subfolder `model`.
-
-    Returns:
-        The training. None if the device ran out of memory.
-
-    Raises:
-        ArenoError: The installed version of TRL lacks a setting, or TRL would encode prompts in another way.
+    `items` are the prompts of all steps. Small models are fastest with one thread on a CPU.
     """
     n_steps = len(items) // config.train_dataset.batch_size
     if device == "cpu":
@@ -275,7 +221,6 @@ def _train(
     pool: RewardPool,
     folder: Path,
 ) -> Training:
-    """Train as `train_with_trl` describes it, with open reward processes."""
     import trl
     from datasets import Dataset
     from torch.optim.lr_scheduler import LambdaLR
@@ -295,7 +240,6 @@ def _train(
         """GRPOTrainer with areno's schedule, because those of transformers warm up from a rate of 0."""
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            """Return areno's schedule of the learning rate."""
             share = lambda step: learning_rate(schedule, step) / (schedule.lr or 1.0)  # noqa: E731
             mine: Any = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = LambdaLR(mine, share)
@@ -326,7 +270,6 @@ def _check_tokens(tokenizer: Any, items: Sequence[PromptItem]) -> None:
 
 
 def _reward(config: PolicyExperimentConfig, items: Sequence[PromptItem], pool: RewardPool) -> Callable[..., Any]:
-    """Return a reward function of TRL that computes the rewards of the settings."""
     tokenizer, skips = load_tokenizer(_tokenizer_folder(config)), config.gconfig.skip_special_tokens
 
     def reward(completion_ids: list[list[int]], place: list[int], trainer_state: Any, **_: Any) -> list[float]:
@@ -344,20 +287,12 @@ def _reward(config: PolicyExperimentConfig, items: Sequence[PromptItem], pool: R
 
 
 class _Stopwatch:
-    """A function with a count of the seconds that its calls take.
-
-    Args:
-        function: The function.
-
-    Attributes:
-        seconds: Seconds of all calls so far.
-    """
+    """A function with a count of the seconds that its calls take, until the device has finished."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function, self.seconds = function, 0.0
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the function, wait until the device has finished, and add the seconds of the call to `seconds`."""
         began = time.perf_counter()
         found = self._function(*args, **named)
         if torch.cuda.is_available():

@@ -23,46 +23,22 @@ from areno.types import GenerationOutput, TrainSequence
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One batch of prompts and completions, described by their lengths.
-
-    Attributes:
-        prompt_lens: Number of tokens in each prompt.
-        new_lens: For each prompt, the number of tokens in each of its completions.
-        n_samples: Number of completions for each prompt.
-        name: Description for reports.
-    """
+    """One batch of prompts and completions, described by their lengths in tokens."""
 
     prompt_lens: tuple[int, ...]
-    new_lens: tuple[int, ...]
-    n_samples: int
+    new_lens: tuple[int, ...]  # of each completion, by prompt
+    n_samples: int  # for each prompt
     name: str
 
     @staticmethod
     def fixed(n_prompts: int, n_samples: int, prompt_len: int, new_tokens: int) -> Work:
-        """Return a batch whose prompts all have one length, and whose completions all have one length.
-
-        Args:
-            n_prompts: Number of prompts.
-            n_samples: Number of completions for each prompt.
-            prompt_len: Number of tokens in each prompt.
-            new_tokens: Number of tokens in each completion.
-        """
         name = f"{n_prompts} x {n_samples}, prompt {prompt_len}, {new_tokens} new tokens"
         prompt_lens, new_lens = (prompt_len,) * n_prompts, (new_tokens,) * n_prompts
         return Work(prompt_lens=prompt_lens, new_lens=new_lens, n_samples=n_samples, name=name)
 
     @staticmethod
     def uniform(n_prompts: int, n_samples: int, low: int, high: int) -> Work:
-        """Return a batch whose prompt and completion lengths are drawn uniformly for each prompt.
-
-        The same arguments always give the same lengths.
-
-        Args:
-            n_prompts: Number of prompts.
-            n_samples: Number of completions for each prompt.
-            low: Shortest length, in tokens.
-            high: Longest length, in tokens.
-        """
+        """Return a batch with uniform lengths for each prompt, always the same for the same arguments."""
         draw = random.Random(0)
         lens = [draw.randint(low, high) for _ in range(2 * n_prompts)]
         name = f"{n_prompts} x {n_samples}, prompt and new tokens uniform in {low}..{high}"
@@ -70,7 +46,6 @@ class Work:
 
     @property
     def n_rows(self) -> int:
-        """Number of samples in the batch."""
         return len(self.prompt_lens) * self.n_samples
 
     @property
@@ -85,36 +60,14 @@ class Work:
         return [length for length in lens for _ in range(self.n_samples)]
 
     def with_new_at_most(self, max_new: int) -> Work:
-        """Return the same prompts with completions of at most `max_new` tokens.
-
-        Args:
-            max_new: Largest number of tokens in a completion, without the prompt.
-        """
         return replace(self, new_lens=tuple(min(max_new, new_len) for new_len in self.new_lens))
 
     def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """Draw the prompts as random token ids.
-
-        Args:
-            vocab_size: Number of token ids to draw from.
-            seed: Seed of the random generator.
-
-        Returns:
-            Token ids of each prompt, in the lengths `prompt_lens`.
-        """
         draw = random.Random(seed)
         return [draw.choices(range(vocab_size), k=length) for length in self.prompt_lens]
 
     def random_rows(self, vocab_size: int, seed: int) -> list[TrainSequence]:
-        """Draw training rows of random tokens, to train or score without a rollout.
-
-        Args:
-            vocab_size: Number of token ids to draw from.
-            seed: Seed of the random generator.
-
-        Returns:
-            A row for each sample.
-        """
+        """Draw training rows of random tokens, to train or score without a rollout."""
         draw = random.Random(-1 - seed)
         return [
             row(prompt, draw.choices(range(vocab_size), k=new_len), [-10.0] * new_len, sample)
@@ -126,12 +79,7 @@ class Work:
 def rows_of_outputs(
     prompts: Sequence[Sequence[int]], outputs: Mapping[int, Sequence[GenerationOutput]]
 ) -> list[TrainSequence]:
-    """Build a training row from each sample of a rollout. The advantages are made up, see `row`.
-
-    Args:
-        prompts: Token ids of each prompt.
-        outputs: Index of a prompt -> its finished samples, as `Engine.generate` returns them.
-    """
+    """Build a training row from each sample of a rollout. The advantages are made up, see `row`."""
     samples = [each for of_prompt in outputs.values() for each in of_prompt]
     if not samples:
         return []
@@ -161,14 +109,7 @@ def rows_of_outputs(
 
 
 def row(prompt: Sequence[int], response: Any, logprobs: Any, sample: int) -> TrainSequence:
-    """Build a training row of arrays from a prompt and a completion. The advantage is made up.
-
-    Args:
-        prompt: Token ids of the prompt.
-        response: Token ids of the completion, a list or an array.
-        logprobs: Log-probability of each token in the completion, a list or an array.
-        sample: Index of the sample among those of its prompt. The advantage is 1 for odd and -1 for even indices.
-    """
+    """Build a training row of arrays. The advantage is made up: 1 for odd and -1 for even indices of samples."""
     n_prompt, n_tokens = len(prompt), len(prompt) + len(response)
     tokens, drawn, advantages = np.empty(n_tokens, np.int64), np.zeros(n_tokens), np.zeros(n_tokens)
     tokens[:n_prompt], tokens[n_prompt:], drawn[n_prompt:] = prompt, response, logprobs
@@ -178,18 +119,9 @@ def row(prompt: Sequence[int], response: Any, logprobs: Any, sample: int) -> Tra
 
 
 def model_folder(shape: str, folder: Path, **changes: Any) -> tuple[str, bool]:
-    """Return a model folder for the name of a shape or a path.
+    """Return (model folder, whether its weights have to be drawn at random) for a path or a shape, such as "qwen3-4b".
 
-    Args:
-        shape: Path of a model folder, or a name such as "qwen3-4b". A size alone, such as "4b", means Qwen3.
-        folder: Folder to which the configuration of a named shape is written.
-        **changes: Values of config.json that replace those of a named shape, such as vocab_size.
-
-    Returns:
-        (path of the model folder, whether the weights have to be drawn at random because the folder has none).
-
-    Raises:
-        ConfigError: The shape is unknown.
+    A size alone, such as "4b", means Qwen3. The configuration of a named shape, with `changes`, is written to `folder`.
     """
     if Path(shape).is_dir():
         return shape, not any(Path(shape).glob("*.safetensors"))
@@ -202,26 +134,14 @@ def model_folder(shape: str, folder: Path, **changes: Any) -> tuple[str, bool]:
 
 
 class Texts:
-    """Draws random texts from words that the tokenizer mostly encodes as one token each.
-
-    So a text has about as many tokens as words.
-
-    Args:
-        tokenizer: Tokenizer from transformers.
-    """
+    """Draws random texts from words that the tokenizer mostly encodes as one token each."""
 
     def __init__(self, tokenizer: Any):
         texts = (tokenizer.decode([token]) for token in range(len(tokenizer)))
         words = (text[1:] for text in texts if text[:1] == " " and text[1:].isascii() and text[1:].isalpha())
         self._words = sorted(set(words)) or ["a"]
 
-    def of(self, work: Work, name: str, seed: int) -> list[str]:
-        """Return a random text for each prompt of a batch. The same arguments always give the same texts.
-
-        Args:
-            work: The batch, whose `prompt_lens` are the numbers of words.
-            name: Text that is hashed into the seed, such as the name of a way of sampling.
-            seed: Number that is hashed into the seed, such as the number of a repeat.
-        """
+    def draw(self, work: Work, name: str, seed: int) -> list[str]:
+        """Return a random text for each prompt of a batch, always the same for the same arguments."""
         draw = random.Random(f"{name} {seed}")
         return [" ".join(draw.choices(self._words, k=length)) for length in work.prompt_lens]
