@@ -28,6 +28,13 @@ def without_nulls(rows: Any) -> Any:
     return rows.with_transform(transform, given["columns"], given["output_all_columns"])
 
 
+def read_stream(rows: Any) -> Any:
+    """Return the list of the rows of a dataset that streams, without these nulls. Other rows are unchanged."""
+    if not hasattr(rows, "column_names") or hasattr(rows, "__len__"):
+        return rows
+    return [{name: _cleaned(value) for name, value in row.items()} for row in rows]
+
+
 def _transformed(nested: Sequence[str], then: Transform | None, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Leave nulls out of the objects in the columns `nested`, before the transform that the user has set."""
     out = {name: _cleaned(values) if name in nested else values for name, values in columns.items()}

@@ -172,8 +172,11 @@ def name_config(args: argparse.Namespace) -> None:
     if args.config_name or args.config_dir:
         text = "stands for --config-dir {} --config-name {}; leave those two out"
         raise ConfigError(Problem("--config", text, file.parent, file.stem))
-    if file.suffix != ".yaml" or not file.is_file():
+    if file.suffix != ".yaml":
         raise ConfigError(Problem("--config", "is {}; a file that ends in .yaml is expected", args.config))
+    if not file.is_file():
+        text = "is a folder; a file is expected" if file.is_dir() else "does not exist"
+        raise ConfigError(Problem("--config", f"is {{}}, which {text}", args.config))
     args.config_dir, args.config_name = str(file.parent), file.stem
 
 

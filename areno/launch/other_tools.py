@@ -233,6 +233,7 @@ COUNTERPARTS: dict[str, tuple[str, ...]] = {
     **{f"sglang.{name}": ours for name, ours in _OF_SGLANG.items()},
     **{f"vllm.{name}": ours for name, ours in _OF_VLLM.items()},
     **{f"{section}.{name}": ours for section in ("actor", "ref", "critic") for name, ours in _OF_AREAL.items()},
+    "session_tracer": ("perf_tracer.session_tracer",),
     "rollout.consumer_batch_size": ("train_dataset.batch_size",),
     "rollout.tokenizer_path": ("tokenizer_path",),
     "rollout.return_routed_experts": ("actor.routing_replay",),

@@ -223,6 +223,24 @@ def test_loader_makes_rows(tmp_path):
     assert rows[2]["prompt"] == "arithmetic?seed=1 test 2"
 
 
+def test_a_loader_may_stream_its_rows(tmp_path):
+    source = """
+import datasets
+def load_dataset(path, split):
+    rows = datasets.Dataset.from_list([{"prompt": "a", "of": {"x": 1}}, {"prompt": "b", "of": {"y": 2}}])
+    rows = rows.to_iterable_dataset()
+    return rows if path == "x" else datasets.IterableDatasetDict({split: rows})
+"""
+    expected = [{"prompt": "a", "of": {"x": 1}}, {"prompt": "b", "of": {"y": 2}}]
+    for path in ("x", "y"):
+        config = DatasetConfig(path=path, loader=write(tmp_path / "loader.py", source))
+        assert load_rows(config, "prompt") == expected
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "train.jsonl", "\n".join(map(json.dumps, expected)))
+    streams = DatasetConfig(path=str(tmp_path / "folder"), dataset_kwargs={"streaming": True})
+    assert load_rows(streams, "prompt") == expected
+
+
 @pytest.mark.parametrize(
     ("source", "suffix", "error", "message"),
     [

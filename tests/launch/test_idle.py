@@ -175,7 +175,7 @@ def test_what_differs_is_not_left_out(change: dict, message: str | None, tmp_pat
     "words",
     [
         "teacher=null perf_tracer=null scheduler.type=null",
-        "perf_tracer.session_tracer=null tokenizer_path='' actor.target_modules=[]",
+        "perf_tracer.session_tracer=null session_tracer=null tokenizer_path='' actor.target_modules=[]",
         "recover.mode=disabled recover.freq_epochs=null recover.freq_secs=null",
         "actor.optimizer.min_lr_ratio=0.0 perf_tracer.save_interval=0 actor.importance_sampling_level=sequence",
     ],
@@ -240,6 +240,7 @@ def test_keys_of_unknown_sections_are_told_apart() -> None:
 
 def test_a_file_by_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = file_of(tmp_path, "file", OURS)
+    (tmp_path / "folder.yaml").mkdir()
     algorithm = get_algorithm("grpo")
     assert command.run(algorithm, "grpo", ["--config", str(file), "--cfg", "job", "seed=7"]) == 0
     shown = capsys.readouterr().out
@@ -250,7 +251,9 @@ def test_a_file_by_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["train", "--algo", "grpo", "--config", str(file), "--cfg", "job", "seed=7"]) == 0
     assert capsys.readouterr().out == shown
     for words, message in {
-        "nothing.yaml": "--config: is nothing.yaml; a file that ends in .yaml is expected",
+        "nothing.yaml": "--config: is nothing.yaml, which does not exist",
+        "nothing.yml": "--config: is nothing.yml; a file that ends in .yaml is expected",
+        f"{tmp_path}/folder.yaml": "folder.yaml, which is a folder; a file is expected",
         f"{file} --config-name=file": "--config: stands for --config-dir",
     }.items():
         with pytest.raises(SystemExit) as ended:
