@@ -18,7 +18,6 @@ import contextlib
 import json
 import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.reward_fns.answers import block
-from areno.sandbox.box import Box, run
+from areno.sandbox.box import Box, run, temporary_folder
 
 _RUNNER = Path(__file__).with_name("test_runner.py")
 _MAX_OUTPUT_CHARS = 1 << 22  # characters
@@ -53,7 +52,7 @@ def score_program(
     """
     tests, end = _tests(record.solutions), time.monotonic() + timeout_s
     program = block(record.completion, "python", "py", "python3")
-    with tempfile.TemporaryDirectory(prefix="areno-code-") as folder:
+    with temporary_folder("areno-code-") as folder:
         box = Box(folder, timeout_s, memory_mb, [_RUNNER, *read_paths])
         if isinstance(tests, Mapping):
             (Path(folder) / "program.py").write_text(program, encoding="utf-8", errors="replace")

@@ -5,6 +5,8 @@
   commands that the same process runs at that time (a PID namespace).
 - **Limits.** Time, CPU time, memory, file size and open files. It has no privileges, even if the user is root.
 - **Network.** None: it cannot open a socket (seccomp).
+- **Others.** It leaves nothing for later commands outside its folder: no System V or POSIX IPC, keys, or attributes of
+  files (seccomp). Permissions and times of the user's files remain.
 
 No process of the command outlives it, or the process that runs it.
 """
@@ -16,14 +18,15 @@ import contextlib
 import json
 import os
 import platform
+import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from socket import AF_UNIX, SOCK_SEQPACKET, send_fds, socket, socketpair
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any, BinaryIO
 
 from areno.sandbox import kernel
@@ -99,13 +102,53 @@ def trial() -> tuple[str, list[str]]:
         return f"needs Linux on {' or '.join(kernel.AUDIT)}, for a process without a network", []
     answer, output = {}, ""
     try:
-        with contextlib.closing(_Starter()) as starter, TemporaryDirectory(prefix="areno-box-") as folder:
+        with contextlib.closing(_Starter()) as starter, temporary_folder("areno-box-") as folder:
             answer, output = starter.run(["true"], Box(folder, seconds=10.0))
     except OSError as error:
         output = str(error)
     if answer.get("status") != 0:
         return f"cannot start a process without a network: {output.strip()[-200:]}", []
     return "", [each for each in ("files", "signals") if each not in answer["limited"]]
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[str]:
+    """Make a folder for a command, and remove it at the end, however deep its folders are and whoever may read them.
+
+    Args:
+        prefix: The beginning of its name.
+    """
+    path = mkdtemp(prefix=prefix)
+    try:
+        yield path
+    finally:
+        os.chmod(path, 0o700)
+        folder = os.open(path, os.O_DIRECTORY)
+        try:
+            while names := os.listdir(folder):
+                for name in names:
+                    _remove(name, folder)
+        finally:
+            os.close(folder)
+        os.rmdir(path)
+
+
+def _remove(name: str, parent: int) -> None:
+    """Remove a file, or a folder whose folders are moved to its parent, so that no path grows long."""
+    with contextlib.suppress(IsADirectoryError):
+        return os.unlink(name, dir_fd=parent)
+    os.chmod(name, 0o700, dir_fd=parent)
+    folder = os.open(name, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        for inner in os.listdir(folder):
+            try:
+                os.unlink(inner, dir_fd=folder)
+            except IsADirectoryError:
+                os.chmod(inner, 0o700, dir_fd=folder)
+                os.rename(inner, secrets.token_hex(16), src_dir_fd=folder, dst_dir_fd=parent)
+    finally:
+        os.close(folder)
+    os.rmdir(name, dir_fd=parent)
 
 
 def shorten(text: str, max_output: int = MAX_OUTPUT) -> str:

@@ -22,6 +22,27 @@ _CALLS = {  # name -> its number on the machines of AUDIT
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    "shmget": (29, 194),
+    "shmctl": (31, 195),
+    "shmat": (30, 196),
+    "semget": (64, 190),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "semop": (65, 193),
+    "msgget": (68, 186),
+    "msgctl": (71, 187),
+    "msgrcv": (70, 188),
+    "msgsnd": (69, 189),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
     "truncate": (76, 45),
     "prlimit64": (302, 261),
     "sched_setparam": (142, 118),
@@ -36,14 +57,23 @@ _CALLS = {  # name -> its number on the machines of AUDIT
     "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
 }
-# Sockets, also by io_uring. Leaving the process group. The user's keys.
-_REFUSED = ("socket", "io_uring_setup", "setpgid", "setsid", "add_key", "request_key", "keyctl")
+_REFUSED = (
+    *("socket", "io_uring_setup", "setpgid", "setsid"),
+    # What outlives a command, or is shared with others: keys, System V and POSIX IPC.
+    *("add_key", "request_key", "keyctl", "mq_open", "mq_unlink"),
+    *("shmget", "shmctl", "shmat", "semget", "semctl", "semtimedop", "semop", "msgget", "msgctl", "msgrcv", "msgsnd"),
+)
+# Landlock does not limit the extended attributes of files, where commands could leave data for each other.
+_UNSUPPORTED = (
+    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
+    *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
+)
 # Calls that could limit or slow down another process -> the argument that names it. 0 is the caller.
 _OF_CALLER = {
     **dict.fromkeys(("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr"), 0),
     **dict.fromkeys(("setpriority", "ioprio_set"), 1),
 }
-_EACCES, _AF_UNIX, _SOCK_DGRAM, _SOCK_TYPES = 13, 1, 2, 0xF
+_EACCES, _ENOTSUP, _AF_UNIX, _SOCK_DGRAM, _SOCK_TYPES = 13, 95, 1, 2, 0xF
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38  # linux/prctl.h
 _SECCOMP_MODE_FILTER = 2
 _CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000  # linux/sched.h
@@ -171,14 +201,16 @@ def limit_files(fd: int) -> None:
 
 
 def call_filter(abi: int) -> bytes:
-    """Make a program for `filter_calls`: no sockets, no leaving of the process group, no limits of other processes.
+    """Make a program for `filter_calls`: no calls of the tables above, no limits of other processes.
 
     Connected pairs of Unix sockets remain. `abi` is the version of Landlock.
     """
     numbers = {name: each[list(AUDIT).index(platform.machine())] for name, each in _CALLS.items()}
     load, equal, at_least, common, give = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF: load a word, compare, "and", return
-    allow, refuse, end = 0x7FFF0000, 0x00050000 | _EACCES, 0x80000000
-    refused = [*_REFUSED, *(["truncate"] if abi < _ABI_OF_TRUNCATE else [])]
+    allow, refuse, unsupported, end = 0x7FFF0000, 0x00050000 | _EACCES, 0x00050000 | _ENOTSUP, 0x80000000
+    answers = dict.fromkeys(_REFUSED, refuse) | dict.fromkeys(_UNSUPPORTED, unsupported)
+    if abi < _ABI_OF_TRUNCATE:
+        answers["truncate"] = refuse
     # Offsets in struct seccomp_data: 0 the number of the call, 4 the architecture, 16 + 8 n argument n.
     program = [
         # Kill the process if it uses another architecture, or the x32 interface. Their calls have other numbers.
@@ -189,8 +221,8 @@ def call_filter(abi: int) -> bytes:
         (at_least, 0, 1, 0x40000000),
         (give, 0, 0, end),
     ]
-    for name in refused:
-        program += [(equal, 0, 1, numbers[name]), (give, 0, 0, refuse)]
+    for name, answer in answers.items():
+        program += [(equal, 0, 1, numbers[name]), (give, 0, 0, answer)]
     for name, argument in _OF_CALLER.items():
         program += [(equal, 0, 4, numbers[name]), (load, 0, 0, 16 + 8 * argument)]
         program += [(equal, 0, 1, 0), (give, 0, 0, allow), (give, 0, 0, refuse)]
@@ -211,6 +243,6 @@ def call_filter(abi: int) -> bytes:
 
 
 def filter_calls(program: bytes) -> None:
-    """Refuse system calls with "permission denied"."""
+    """Refuse system calls with "permission denied", or "not supported"."""
     address = ctypes.cast(ctypes.c_char_p(program), ctypes.c_void_p).value
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, struct.pack("HxxxxxxP", len(program) // 8, address))

@@ -10,6 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,12 @@ def trace():
     checked(libc.ptrace(16, victim, None, None))
     os.waitpid(victim, 0)
     libc.ptrace(17, victim, None, None)
+def system_v(made, remove):
+    checked(made)
+    remove(made)
+def queue():
+    checked(libc.mq_open(b"/box-test", os.O_CREAT | os.O_RDWR, 0o600, None))
+    checked(libc.mq_unlink(b"/box-test"))
 def leave():
     if (child := os.fork()) == 0:
         try: os.setsid()
@@ -59,6 +66,12 @@ tries = {
     "environment": lambda: open(f"/proc/{victim}/environ").read(),
     "command line": lambda: open(f"/proc/{victim}/cmdline").read(),
     "shared memory": lambda: (open("/dev/shm/box-test", "w"), os.unlink("/dev/shm/box-test")),
+    "segment": lambda: system_v(libc.shmget(0, 4096, 0o1600), lambda number: libc.shmctl(number, 0, None)),
+    "semaphores": lambda: system_v(libc.semget(0, 1, 0o1600), lambda number: libc.semctl(number, 0, 0)),
+    "messages": lambda: system_v(libc.msgget(0, 0o1600), lambda number: libc.msgctl(number, 0, None)),
+    "queue": lambda: queue(),
+    "attribute": lambda: os.setxattr(file, "user.box", b"x"),
+    "remove attribute": lambda: os.removexattr(file, "user.box"),
     "socket": lambda: socket.socket().close(),
     "connect": lambda: connect(),
     "leave the group": lambda: leave(),
@@ -131,8 +144,9 @@ def test_what_is_outside_is_safe(abi, outside, inside):
 def test_the_same_program_does_it_all_without_a_box(outside, inside):
     command = [sys.executable, "-I", "-c", ATTACK, *outside[1]]
     output = subprocess.run(command, cwd=inside.folder, capture_output=True, text=True, check=True).stdout
-    # The test before would not see an attack that fails everywhere. /dev/shm and ptrace may be closed to all.
-    assert len({*json.loads(output), "shared memory", "trace"}) == N_TRIES
+    # The test before would not see an attack that fails everywhere. These may be closed to all.
+    closed = {"shared memory", "trace", "queue", "attribute", "remove attribute"}
+    assert len({*json.loads(output), *closed}) == N_TRIES
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
@@ -255,6 +269,25 @@ def test_time_limit(abi, inside):
     assert run(["sh", "-c", "echo begun; sleep 1000 & wait"], Box(inside.folder, seconds=0.3)) == (None, "begun\n")
     assert not running_in(inside.folder)
     assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "for _ in range(3000): os.mkdir('d'); open('f', 'w').close(); os.symlink('/', 'l'); os.chdir('d')",
+        "os.makedirs('a/b/c'); open('a/b/f', 'w'); os.chmod('a/b/c', 0); os.chmod('a/b', 0); os.chmod('a', 0)",
+        "os.makedirs('a/b'); os.chmod('a/b', 0o500); os.chmod('.', 0)",
+        "for each in range(500): os.makedirs(f'{each}/a/b')",
+    ],
+)
+def test_a_temporary_folder_is_removed_whatever_is_in_it(code, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kept = tmp_path / "kept"
+    kept.write_text("x")
+    with box.temporary_folder("areno-") as folder:
+        status, output = python(f"import os\n{code}\nos.symlink({str(tmp_path)!r}, 'link')", Box(folder))
+        assert (status, os.listdir(folder)) != (0, []), output
+    assert list(tmp_path.iterdir()) == [kept]
 
 
 @pytest.mark.parametrize("of", ["the process that asks", "the process that starts commands"])
