@@ -9,14 +9,15 @@ these forms:
 - {"inputs": [...], "outputs": [...]}: each input of the program with its expected output. White space at the ends of
   lines and of the output is ignored
 
-Programs run in a box (areno/sandbox). The part `passed` of the result is the fraction of tests that pass.
+Programs run in a box (areno/sandbox). The process of the program does not decide whether a test passes, but for tests
+that cannot be split (assertions.py): a program that takes over its interpreter can pass these. The part `passed` of the
+result is the fraction of tests that pass.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.reward_fns.answers import block
+from areno.reward_fns.assertions import split
 from areno.sandbox.box import Box, run, temporary_folder
 
 _RUNNER = Path(__file__).with_name("test_runner.py")
@@ -108,15 +110,12 @@ def _lines(text: str) -> list[str]:
 
 
 def _passed(box: Box, program: str, tests: str | list[str]) -> float:
-    """Run all tests on the program in one process, and return the fraction of tests that pass.
+    """Run all tests on the program, and return the fraction of tests that pass.
 
     Tests that were not reached, for example because the time limit was exceeded, count as failed.
     """
-    # The program does not know this word, so it cannot print that it has passed.
-    word = secrets.token_hex(16)
-    given = json.dumps({"word": word, "program": program, "tests": tests})
+    given = json.dumps({"program": program, "plan": split(tests)})
     command = [sys.executable, "-I", str(_RUNNER)]
-    _, output = run(command, box, stdin=given, max_output=_MAX_OUTPUT_CHARS)
-    told = [line.split()[1:] for line in output.splitlines() if line.startswith(word)]
-    total = next((int(line[1]) for line in told if line[0] == "total"), 1)
-    return min(1.0, sum(line[0] == "passed" for line in told) / total)
+    _, output = run(command, box, stdin=given, stderr=False, max_output=_MAX_OUTPUT_CHARS)
+    total, *passed = output.splitlines() or ["total 1"]
+    return len(passed) / int(total.removeprefix("total "))

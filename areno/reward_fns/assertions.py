@@ -1,0 +1,273 @@
+"""Split tests of a program into what the program computes and what is compared with it.
+
+The program may be hostile, so the process that runs it must neither decide whether a test passes nor know the expected
+values. In `assert add(1, 2) == 3` it evaluates `add(1, 2)`, and the process of the tests (test_runner.py) compares the
+value. A test that cannot be split so runs in the program's process.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from typing import Any
+
+_HELPERS = {
+    *("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
+    *("json", "math", "operator", "re", "statistics", "string", "typing"),
+}
+"""Modules with which a test may make or compare values."""
+_OF_OBJECTS = {"format", "getattr", "hasattr", "repr", "str", "vars", "dir", "id", "hash"}
+"""Functions that tell of an object what its value does not."""
+_UNITTEST = {
+    **dict.fromkeys(("assertEqual", "assertListEqual", "assertDictEqual", "assertSetEqual", "assertTupleEqual"), "=="),
+    "assertNotEqual": "!=",
+    "assertIs": "is",
+    "assertIsNot": "is not",
+    "assertIn": "in",
+    "assertNotIn": "not in",
+    "assertLess": "<",
+    "assertLessEqual": "<=",
+    "assertGreater": ">",
+    "assertGreaterEqual": ">=",
+}
+"""Method of unittest -> the operator between its two arguments."""
+_UNITTEST_OF_ONE = {"assertTrue": "", "assertFalse": "not", "assertIsNone": "None is", "assertIsNotNone": "None is not"}
+"""Method of unittest -> the operator before its argument."""
+_BUILT_IN = frozenset(dir(builtins))
+
+Names = dict[str, Any]
+"""Names that are not the program's: None for a result of the program, the expression of another variable, or ..."""
+Steps = list[dict[str, str]]
+"""Each is {"test": code} with calls of `_ask`, or {"both": code} or {"inside": code} for the program's process."""
+
+
+class _CannotSplit(Exception):
+    pass
+
+
+_ERRORS = (_CannotSplit, SyntaxError, ValueError, RecursionError, MemoryError)
+
+
+def split(tests: str | list[str]) -> dict[str, Any]:
+    """Return what test_runner.py does for tests.
+
+    Args:
+        tests: Python code, or a list of texts, each of which is one test.
+
+    Returns:
+        {"first": steps, "cases": a list of steps for each test}, or {"inside": the code} for a text that runs in the
+        program's process as a whole.
+    """
+    known: Names = dict.fromkeys(dir(builtins), ...)
+    if isinstance(tests, list):
+        return {"first": [], "cases": [_one_of_many(text, known) for text in tests]}
+    try:
+        return _of_code(ast.parse(tests).body, known)
+    except _ERRORS:
+        return {"inside": tests}
+
+
+def _one_of_many(text: str, known: Names) -> Steps:
+    try:
+        body = ast.parse(text).body
+        if any(isinstance(each, ast.Assign) for each in body):
+            raise _CannotSplit  # another text may use the variable
+        return _steps(body, known)
+    except _ERRORS:
+        return [{"inside": text}]
+
+
+def _of_code(body: list[ast.stmt], known: Names) -> dict[str, Any]:
+    """Split code with functions test_..., unittest classes, or HumanEval's check(candidate), or assertions alone."""
+    checks = {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
+    first, cases = [], []
+    for statement in body:
+        match statement:
+            case ast.FunctionDef(name=name):
+                if name.startswith("test_") and not ast.unparse(statement.args) and not statement.decorator_list:
+                    cases.append(statement.body)
+            case ast.Expr(ast.Call(ast.Name(name), [ast.Name(tested)], [])) if name in checks and tested not in known:
+                function = checks.pop(name)
+                if len(function.args.args) != 1 or function.decorator_list:
+                    raise _CannotSplit
+                first += [_Renamed(function.args.args[0].arg, tested).visit(each) for each in function.body]
+            case ast.ClassDef():
+                cases += _methods(statement)
+            case ast.Import([ast.alias("unittest", None)]):
+                known["unittest"] = ...
+            case ast.If(ast.Compare(ast.Name("__name__"))):
+                pass  # it is not "__main__"
+            case _:
+                first.append(statement)
+    if any(not name.startswith("test_") for name in checks) or len(checks) > len(cases):
+        raise _CannotSplit
+    steps = _steps(first, known)
+    return {"first": steps if cases else [], "cases": [_steps(case, dict(known)) for case in cases] or [steps]}
+
+
+def _methods(statement: ast.ClassDef) -> list[list[ast.stmt]]:
+    """Return the bodies of the methods of a unittest class, with assertions in place of its methods."""
+    bodies = []
+    for each in statement.body:
+        match each:
+            case ast.FunctionDef(name, ast.arguments(args=[_]), body, []) if name.startswith("test"):
+                bodies.append([_assertion(inner) for inner in body])
+            case ast.Expr(ast.Constant()) | ast.Pass():
+                pass
+            case _:
+                raise _CannotSplit
+    used = {each.id for body in bodies for inner in body for each in ast.walk(inner) if isinstance(each, ast.Name)}
+    if "self" in used or [ast.unparse(base) for base in statement.bases] != ["unittest.TestCase"]:
+        raise _CannotSplit
+    return bodies
+
+
+def _assertion(statement: ast.stmt) -> ast.stmt:
+    match statement:
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name("self"), name), [one, *_], [])) if name in _UNITTEST_OF_ONE:
+            code = f"{_UNITTEST_OF_ONE[name]} ({ast.unparse(one)})"
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name("self"), name), [one, other, *_], [])) if name in _UNITTEST:
+            code = f"({ast.unparse(one)}) {_UNITTEST[name]} ({ast.unparse(other)})"
+        case _:
+            return statement
+    return ast.parse(f"assert {code}").body[0]
+
+
+class _Renamed(ast.NodeTransformer):
+    def __init__(self, old: str, new: str):
+        self._old, self._new = old, new
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self._new, node.ctx) if node.id == self._old else node
+
+
+def _steps(body: list[ast.stmt], known: Names) -> Steps:
+    """Split statements, and add their imports and variables to the known names."""
+    steps = []
+    for statement in body:
+        code = ast.unparse(statement)
+        match statement:
+            case ast.Import() | ast.ImportFrom():
+                steps.append({_import(statement, known): code})
+            case ast.Assert() | ast.Assign([ast.Name()]) | ast.For():
+                splitter = _Splitter(known)
+                test = ast.unparse(ast.fix_missing_locations(splitter.visit(statement)))
+                if not splitter.asks and any(isinstance(each, ast.Call) for each in ast.walk(statement)):
+                    raise _CannotSplit  # perhaps of a function of the program with the name of a built-in one
+                steps += [{"both": f"import {name}"} for name in sorted(splitter.modules)] + [{"test": test}]
+                if isinstance(statement, ast.Assign):
+                    known[ast.unparse(statement.targets[0])] = None if splitter.asks else statement.value
+            case ast.Expr(ast.Constant()) | ast.Pass():
+                pass
+            case _:
+                raise _CannotSplit
+    return steps
+
+
+def _import(statement: ast.Import | ast.ImportFrom, known: Names) -> str:
+    if isinstance(statement, ast.ImportFrom) and statement.module == "program":
+        return "inside"
+    modules = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [x.name for x in statement.names]
+    names = {each.asname or each.name.partition(".")[0] for each in statement.names}
+    if "*" in names or any(name.partition(".")[0] not in _HELPERS for name in modules):
+        raise _CannotSplit
+    known |= dict.fromkeys(names, ...)
+    return "both"
+
+
+class _Splitter(ast.NodeTransformer):
+    """Replaces what the program computes by calls of `_ask`, with the code, and the variables that it uses."""
+
+    def __init__(self, known: Names):
+        self._known, self._bound = known, set[str]()
+        self.asks, self.modules = 0, set[str]()
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.stmt):
+            if isinstance(node, ast.For):
+                if node.orelse or any(not isinstance(each, ast.Assert | ast.For) for each in node.body):
+                    raise _CannotSplit
+            elif isinstance(node, ast.Assert):
+                node.msg = None
+            self._bound |= _stored(node.value if isinstance(node, ast.Assign) else node)
+        elif isinstance(node, ast.expr) and self._is_program(node):
+            return self._ask(node)
+        elif self._is_hidden(node):
+            raise _CannotSplit
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        if isinstance(node.ctx, ast.Load) and self._names_program(node.id):
+            raise _CannotSplit
+        return node
+
+    def _names_program(self, name: str) -> bool:
+        return name not in self._known and name not in self._bound
+
+    def _is_program(self, node: ast.expr) -> bool:
+        """Return whether the program alone computes an expression: a call, or what is done with its result alone."""
+        match node:
+            case ast.Call(ast.Name(name), arguments, keywords):
+                alone = len(arguments) == 1 and not keywords and name in _BUILT_IN and name != "type"
+                return self._names_program(name) or (alone and self._is_program(arguments[0]))
+            case ast.Call(ast.Attribute() as function):
+                return self._begins_with_program(function)
+            case ast.Call(ast.expr() as inner) | ast.Attribute(inner) | ast.Subscript(inner):
+                return self._is_program(inner)
+            case ast.UnaryOp(ast.USub() | ast.UAdd() | ast.Invert(), inner):
+                return self._is_program(inner)
+            case ast.BinOp(left, _, right):
+                return self._is_program(left) and self._is_program(right)
+        return False
+
+    def _begins_with_program(self, node: ast.Attribute) -> bool:
+        match node.value:
+            case ast.Name(name) if name in _HELPERS and self._names_program(name):
+                self.modules.add(name)  # a test may use what the program imports
+                self._bound.add(name)
+                return False
+            case ast.Name(name):
+                return self._names_program(name)
+            case ast.Attribute() as inner:
+                return self._begins_with_program(inner)
+            case inner:
+                return self._is_program(inner)
+
+    def _is_hidden(self, node: ast.AST) -> bool:
+        """Return whether an expression needs more of what the program computes than a value."""
+        match node:
+            case ast.Compare(left, _, others):
+                return sum(map(self._has_program, (left, *others))) > 1  # perhaps objects of its own classes
+            case ast.Call(ast.Name("isinstance"), [value, kinds]) if self._has_program(value):
+                names = [each for each in ast.walk(kinds) if isinstance(each, ast.Name)]
+                return any(each.id not in _BUILT_IN for each in names)
+            case ast.Call(ast.Name(name), arguments) if name in _OF_OBJECTS:
+                return any(map(self._has_program, arguments))
+            case ast.FormattedValue(inner) | ast.Attribute(inner):
+                return self._has_program(inner)
+            case ast.NamedExpr() | ast.Await() | ast.Yield() | ast.YieldFrom() | ast.Starred():
+                return True
+        return False
+
+    def _has_program(self, node: ast.expr) -> bool:
+        if self._is_program(node):
+            return True
+        if isinstance(node, ast.Name):
+            return self._names_program(node.id) or self._known.get(node.id, ...) is None
+        return any(self._has_program(each) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
+
+    def _ask(self, node: ast.expr) -> ast.Call:
+        self.asks += 1
+        used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - _stored(node)
+        variables = {name for name in used & self._known.keys() if self._known[name] is not ...}
+        if not all(isinstance(self._known[name], ast.Constant) for name in variables):
+            raise _CannotSplit  # the program may change it, or it is an object of the program
+        values = sorted(used & (self._bound - self.modules) | variables)
+        keywords = [ast.keyword(name, ast.Name(name, ast.Load())) for name in values]
+        return ast.Call(ast.Name("_ask", ast.Load()), [ast.Constant(ast.unparse(node))], keywords)
+
+
+def _stored(node: ast.AST) -> set[str]:
+    """Return the names that an expression or a loop binds."""
+    names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    return names | {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
