@@ -381,7 +381,7 @@ class Worker:
         Otherwise the next phase would do so, which takes milliseconds for thousands of samples.
         """
         if self.decoder is not None and not self._garbage.in_rollout:
-            self.decoder.forget_left()
+            self.decoder.release_departed()
 
     def weights_version(self) -> int:
         """Return the number of optimizer updates applied to the actor."""

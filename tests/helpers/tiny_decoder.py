@@ -98,7 +98,7 @@ def run(decoder: Decoder) -> Outputs:
         if not decoder.has_work:
             break
     assert not decoder.has_work
-    decoder._scheduler.cache_left()
+    decoder._scheduler.cache_departed()
     assert decoder.blocks.n_available == decoder.blocks.n_blocks
     assert decoder.stats.running == decoder.stats.waiting == 0
     return outputs

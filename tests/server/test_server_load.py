@@ -207,7 +207,7 @@ def test_clients_of_every_kind_leave_nothing_behind(n_clients: int, monkeypatch:
         assert sampler.metrics.in_flight == sampler.n_samples == 0
         assert not engine.dispatcher.missing
         assert not decoder.has_work
-        decoder._scheduler.cache_left()
+        decoder._scheduler.cache_departed()
         assert decoder.blocks.n_available == decoder.blocks.n_blocks
         assert tokens_of(temperature=0, max_tokens=20) == before
         for number, tokens in list(storm.tokens.items())[:6]:  # everyone got the answer to their own request

@@ -29,43 +29,21 @@ _SHORT_SHARED_SPLIT_LEN = 256
 
 @dataclass(slots=True)
 class PrefixGroups:
-    """The shared-prefix groups of a batch. Without windows, they stay while the batch has the same rows.
-
-    Attributes:
-        shared_lens_B: int64, as in AttentionSplit.
-        rows_GR: `prefix_groups_GR` of AttentionSplit.
-        shared_lens: The number of shared positions of each group, also if the groups are not used.
-    """
+    """The shared-prefix groups of a batch. Without windows, they stay while the batch has the same rows."""
 
     shared_lens_B: np.ndarray
     rows_GR: np.ndarray | None
-    shared_lens: list[int]
+    shared_lens: list[int]  # of each group, also if the groups are not used
 
 
 @dataclass(slots=True)
 class AttentionSplit:
-    """How the attention of one decode step is divided, as numpy arrays for a `kernels.paged.PagedBatch`.
+    """How the attention of one decode step is divided, as arrays for a `kernels.paged.PagedBatch`."""
 
-    A split is a range of consecutive positions. The kernel computes all splits in parallel. A shared-prefix group is a
-    set of batch rows whose prompts lie in the same KV blocks.
-
-    Attributes:
-        shared_lens_B: int64, for each batch row the number of leading positions that the row shares with its group. 0
-            for a row without a group.
-        prefix_groups_GR: int64, for each group the batch indices of its rows, padded with -1. None if there are no
-            groups.
-        split_lens: (2,) int64: the number of positions in a split of a row's own positions, and in a split of a group's
-            shared positions.
-        splits: The largest number of splits that any row has for its own positions, and that any group has for its
-            shared positions. Both numbers are rounded up to powers of two, because a CUDA graph is captured for
-            fixed `splits` and a fixed shape of prefix_groups_GR.
-        groups: The shared-prefix groups, for later steps with the same rows.
-    """
-
-    shared_lens_B: np.ndarray
-    prefix_groups_GR: np.ndarray | None
-    split_lens: np.ndarray
-    splits: tuple[int, int]
+    shared_lens_B: np.ndarray  # int64, leading positions that a row shares with its group, 0 without a group
+    prefix_groups_GR: np.ndarray | None  # int64, batch rows of each group, padded with -1
+    split_lens: np.ndarray  # (2,) int64: length of a split of a row's own positions, of a group's shared positions
+    splits: tuple[int, int]  # most splits of a row, of a group; powers of two, because a CUDA graph has fixed ones
     groups: PrefixGroups
 
 
@@ -78,16 +56,7 @@ def prefix_groups(
     fixed_order: bool = False,
     has_windows: bool = False,
 ) -> PrefixGroups:
-    """Find the shared-prefix groups of a batch. The arguments are those of `split_attention`.
-
-    Args:
-        sequences: The sequences, one for each row of the batch.
-        block_size: Number of tokens in a KV block.
-        group_size: Largest number of rows in a group.
-        max_groups: Largest number of groups. 0 for no groups.
-        fixed_order: Whether attention uses the fixed split borders of `kernels.fixed_order`.
-        has_windows: Whether some layers have sliding windows.
-    """
+    """Find the shared-prefix groups of a batch. `has_windows`: sequences may have freed blocks."""
     shareable = partial(_whole_spans if fixed_order else _whole_blocks, block_size)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
     rows_GR = np.full((max_groups, group_size), -1, dtype=np.int64)
@@ -125,21 +94,9 @@ def split_attention(
 ) -> AttentionSplit:
     """Divide the attention of a decode step into splits, which the kernel computes in parallel.
 
-    A split is a range of consecutive positions of one row, or of the prompt that a group of rows shares (a
-    shared-prefix group).
-
-    Args:
-        sequences: The sequences, one for each row of the batch.
-        block_size: Number of tokens in a KV block.
-        group_size: Largest number of rows in a shared-prefix group.
-        max_groups: Largest number of shared-prefix groups. 0 for no groups.
-        n_heads: Number of key heads on this rank. The kernel computes every split once per key head, in parallel.
-        n_multiprocessors: Number of multiprocessors of the device.
-        fixed_order: Whether to use the fixed split borders of `kernels.fixed_order` (for `engine.exact`). In the
-            result, `split_lens[1]` is then the length of only the first split of a group.
-        has_windows: Whether some layers have sliding windows, so that sequences may have freed blocks.
-        lengths_B: int64, the positions of each row, which are `n_kv` of its sequence. None reads the sequences.
-        groups: The shared-prefix groups of the same rows, if known from an earlier step. None finds them.
+    The kernel computes every split once for each of `n_heads` key heads. With `fixed_order`, splits have the fixed
+    borders of `kernels.fixed_order`, and `split_lens[1]` is the length of only the first split of a group. `lengths_B`
+    and `groups` may be given if they are known.
     """
     if groups is None:
         groups = prefix_groups(
@@ -181,10 +138,10 @@ def split_attention(
 
 
 def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], block_size: int) -> Iterable[list[int]]:
-    """Return lists of batch row indices, where the rows of a list have the same KV blocks for their prompts.
+    """Return lists of rows that have the same KV blocks for their prompts. A list may have a single row.
 
-    A list may have a single row. Rows whose prompt has no block to share are left out. `shareable` maps the length
-    of a prompt to the number of its positions that can be shared.
+    Rows whose prompt has no block to share are left out. `shareable` maps the length of a prompt to the number of its
+    positions that can be shared.
     """
     rows: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
@@ -196,11 +153,10 @@ def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], 
 
 
 def _split_len_and_count(longest: int, wanted: float, max_split_len: int) -> tuple[int, int]:
-    """Return the length of a split, and the number of splits that cover `longest` positions, both powers of two.
+    """Return the length of a split, and the number of splits that cover `longest` positions.
 
-    All lengths are numbers of positions. The length of a split is the largest power of two that exceeds neither
-    `wanted` nor `max_split_len`, but at least `_MIN_SPLIT_LEN`. It is larger if the number of splits would otherwise
-    exceed `_MAX_SPLITS`. The number of splits is 0 if `longest` is 0.
+    Both are powers of two. The length is the largest that exceeds neither `wanted` nor `max_split_len`, but at least
+    `_MIN_SPLIT_LEN`, and larger if there would be more than `_MAX_SPLITS` splits. The number is 0 for no positions.
     """
     split_len = _MIN_SPLIT_LEN
     while (2 * split_len <= wanted and split_len < max_split_len) or split_len * _MAX_SPLITS < longest:
@@ -209,17 +165,15 @@ def _split_len_and_count(longest: int, wanted: float, max_split_len: int) -> tup
 
 
 def _splits(longest: int, split_len: int) -> int:
-    """Return how many splits of `split_len` positions cover `longest` positions, rounded up to a power of 2."""
     return _power_of_two(-(-longest // split_len))
 
 
 def _power_of_two(least: int) -> int:
-    """Return the least power of two that is at least `least`, and 0 for 0."""
+    """Round up to a power of two. 0 stays 0."""
     return 1 << (least - 1).bit_length() if least else 0
 
 
 def _whole_blocks(block_size: int, length: int) -> int:
-    """Return how many of the first `length` positions lie in full blocks."""
     return length // block_size * block_size
 
 

@@ -1,4 +1,4 @@
-"""Allocation of KV blocks: their layout over layers, the prefix cache, and the block tables of a sequence. No tensors.
+"""Allocation of KV blocks: their layout over layers, the prefix cache, and the block tables of a sequence.
 
 Attention layers with the same sliding window form a group. In a group with full attention, a sequence keeps the blocks
 of all its tokens. In a group with a window, it keeps only the blocks of the window. All groups take blocks from one
@@ -13,8 +13,8 @@ blocks are evicted when blocks run out, the least recently used first.
 
 The prefix cache gives an id to every cached prefix, which is a whole number of blocks long. In the first group, it
 looks up a full group block by (id of the prefix before the block, token ids in the block). The lookup compares token
-ids, not only hashes, so a match is exact. In the other groups, it looks up a group block by the id of the prefix
-that ends with the block.
+ids, not only hashes, so a match is exact. In the other groups, it looks up a group block by the id of the prefix that
+ends with the block.
 """
 
 from __future__ import annotations
@@ -36,69 +36,30 @@ _WORTH_IT = 0.9  # groups must need less than this share of the memory that one 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """A group of attention layers with the same sliding window.
-
-    Its KV blocks are allocated in group blocks. A group block is the blocks that hold `block_size` tokens for all
-    layers of the group, one block in each block table.
-
-    Attributes:
-        window: Number of last tokens that a token attends to, itself included. None for full attention.
-        n_tables: Number of block tables, and so of blocks in a group block. More than 1 if the group has more layers
-            than a block holds.
-    """
-
-    window: int | None
+    window: int | None  # tokens that a token attends to, itself included; None for full attention
     n_tables: int = 1
 
     def first_visible(self, position: int, block_size: int) -> int:
-        """Return the index of the oldest block that the token at `position` attends to.
-
-        Earlier blocks can be freed, because later tokens do not attend to them either.
-
-        Args:
-            position: Position of the token in its sequence.
-            block_size: Number of tokens in a block.
-
-        Returns:
-            The index, counted from 0 at the start of the sequence. 0 for full attention.
-        """
+        """Return the index of the oldest block that the token at `position` or a later one attends to."""
         return 0 if self.window is None else max(0, position + 1 - self.window) // block_size
 
     def max_group_blocks_held(self, n_tokens: int, block_size: int) -> int:
-        """Return the largest number of group blocks that a sequence holds at the same time in this group of layers.
-
-        A group block is the KV blocks for `block_size` tokens.
-
-        Args:
-            n_tokens: Number of tokens in the sequence.
-            block_size: Number of tokens in a block.
-        """
+        """Return the largest number of group blocks that a sequence holds at the same time."""
         n_group_blocks = -(-n_tokens // block_size)
         # Those that a window touches, and one more: the next one is taken before a step, and some are let go after it.
         return n_group_blocks if self.window is None else min(n_group_blocks, -(-(self.window - 1) // block_size) + 2)
 
 
 def tables_with_windows(groups: Iterable[KVGroup]) -> int:
-    """Return the total number of block tables in those groups that have a sliding window."""
     return sum(group.n_tables for group in groups if group.window is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The assignment of attention layers to KV blocks and block tables.
+    """The assignment of attention layers to KV blocks and block tables."""
 
-    A block holds `block_size` tokens of several layers. Layers with the same block table share blocks.
-
-    Attributes:
-        groups: The groups of layers with the same sliding window, the longest window first. Full attention comes before
-            any window.
-        places: For each attention layer, a pair: the index of its block table, and the index of the layer inside a
-            block.
-        block_size: Number of tokens in a block.
-    """
-
-    groups: tuple[KVGroup, ...]
-    places: tuple[tuple[int, int], ...]
+    groups: tuple[KVGroup, ...]  # full attention, then the longest window first
+    places: tuple[tuple[int, int], ...]  # (block table, index in a block) of each attention layer
     block_size: int
 
     @staticmethod
@@ -106,13 +67,6 @@ class KVLayout:
         """Return the layout that needs the least memory for a sequence of `max_len` tokens.
 
         All layers form one group with full attention, unless grouping by window saves more than 10 %.
-
-        Args:
-            config: Configuration of the model.
-            block_size: Number of tokens in a block.
-            max_len: Expected length of sequences, in tokens.
-            by_window: Whether to consider groups by window. If False, all layers form one group, in which a sequence
-                keeps all its blocks.
         """
         windows = [config.kind(layer).window for layer in config.attention_layers]
         layout = KVLayout._with([None] * len(windows), len(windows), block_size)
@@ -125,13 +79,6 @@ class KVLayout:
 
     @staticmethod
     def _with(windows: list[int | None], layers_per_block: int, block_size: int) -> KVLayout:
-        """Return the layout for given windows and a given number of layers in a block.
-
-        Args:
-            windows: Sliding window of each attention layer in tokens. None for full attention.
-            layers_per_block: Largest number of layers whose keys and values share a block.
-            block_size: Number of tokens in a block.
-        """
         groups: list[KVGroup] = []
         places: dict[int, tuple[int, int]] = {}
         for window in sorted(set(windows), key=lambda each: float("-inf") if each is None else -each):
@@ -144,62 +91,36 @@ class KVLayout:
 
     @property
     def layers_per_block(self) -> int:
-        """Number of layers whose keys and values one block holds."""
         return 1 + max(place for _, place in self.places)
 
     @property
     def n_tables(self) -> int:
-        """Total number of block tables in all groups of layers."""
         return sum(group.n_tables for group in self.groups)
 
     def pool_size(self, n_blocks: int) -> int:
-        """Return the number of pool blocks that take as much memory as `n_blocks` blocks of all attention layers.
-
-        A pool block holds `block_size` tokens of only `layers_per_block` layers. The result is rounded down.
-        """
+        """Convert `n_blocks` blocks with all attention layers to pool blocks of the same memory, rounded down."""
         return n_blocks * len(self.places) // self.layers_per_block
 
     def memory_of(self, n_blocks: int) -> int:
-        """Convert a number of pool blocks to the number of blocks with all attention layers that need the same memory.
-
-        A pool block holds `block_size` tokens in `layers_per_block` layers only. The result is rounded up.
-
-        Args:
-            n_blocks: Number of pool blocks.
-        """
+        """Convert pool blocks to blocks with all attention layers of the same memory, rounded up."""
         return -(-n_blocks * self.layers_per_block // len(self.places))
 
     def blocks_for(self, n_tokens: int) -> int:
-        """Return the largest number of pool blocks that a sequence of `n_tokens` tokens holds at the same time.
-
-        A pool block holds `block_size` tokens of `layers_per_block` layers.
-        """
+        """Return the largest number of pool blocks that a sequence of `n_tokens` tokens holds at a time."""
         return sum(group.n_tables * group.max_group_blocks_held(n_tokens, self.block_size) for group in self.groups)
 
     def blocks_of_chunk(self, n_tokens: int) -> int:
-        """Return how many pool blocks a prefill chunk of `n_tokens` tokens takes in layers with sliding windows.
-
-        Most of these blocks are freed in the next step, when they lie before the window.
-        """
+        """Return the pool blocks that a prefill chunk takes in layers with sliding windows."""
         return -(-n_tokens // self.block_size) * tables_with_windows(self.groups)
 
     def comparable_size(self, n_tokens: int) -> int:
-        """Return the KV memory of a sequence of `n_tokens` tokens, not in bytes but in comparable units.
-
-        A unit is the memory of `block_size` tokens in one layer. Use the result to compare layouts.
-        """
+        """Return the KV memory of a sequence, in units of `block_size` tokens of one layer."""
         return self.blocks_for(n_tokens) * self.layers_per_block
 
     def max_sequence_tokens(self, n_blocks: int, context_len: int) -> int:
-        """Return the length of the longest sequence that fits into `n_blocks` pool blocks if no other sequence runs.
+        """Return how long a sequence can be that has `n_blocks` pool blocks for itself.
 
-        Args:
-            n_blocks: Number of pool blocks.
-            context_len: Context length of the model in tokens. It limits the result only if all layers have windows,
-                because a sequence of any length may then fit.
-
-        Returns:
-            The length in tokens, a multiple of `block_size`.
+        `context_len` limits the result only if all layers have windows, because a sequence of any length may then fit.
         """
         if self.groups[0].window is None:
             context_len = max(context_len, n_blocks // self.groups[0].n_tables * self.block_size)
@@ -213,57 +134,22 @@ EMPTY_PREFIX = 0  # id of the prefix before the first block
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A prefix of a prompt whose KV blocks are in the prefix cache.
-
-    A group block is the KV blocks of one group of layers for `block_size` tokens, identified by its first block. The
-    group blocks of the prefix may be evicted until `BlockManager.acquire` is called for them.
-
-    Attributes:
-        n_group_blocks: Length of the prefix, in units of `block_size` tokens.
-        prefix_id: Id of the prefix in the prefix cache.
-        group_blocks: For each group of layers, a list of `n_group_blocks` group blocks. The scratch block fills the
-            entries before the sliding window.
-        n_skipped: For each group of layers, the number of leading entries that are before the sliding window.
-    """
+    """A cached prefix of a prompt. Its blocks may be evicted until `BlockManager.acquire` is called for them."""
 
     n_group_blocks: int
     prefix_id: int
-    group_blocks: list[list[int]]
-    n_skipped: list[int]
+    group_blocks: list[list[int]]  # for each group of layers, `n_group_blocks` of them
+    n_skipped: list[int]  # for each group, the leading entries before the window, which hold the scratch block
 
     def found(self) -> list[int]:
-        """Return the cached group blocks of the prefix in all groups of layers, as one list.
-
-        Entries before the sliding window, which hold the scratch block, are left out. The list is for
-        `BlockManager.acquire`.
-        """
+        """Return the cached group blocks in all groups of layers, without scratch blocks, for `acquire`."""
         return [
             group_block for each, n in zip(self.group_blocks, self.n_skipped, strict=True) for group_block in each[n:]
         ]
 
 
 class BlockManager:
-    """Allocates KV blocks, shares them between sequences, and finds cached prefixes.
-
-    Blocks are handled in group blocks. A group block is the KV blocks for `block_size` tokens in one group of layers,
-    identified by its first block.
-
-    Args:
-        n_blocks: Number of blocks in the pool.
-        block_size: Number of tokens in a block.
-        groups: Groups of layers, the group with the longest window first.
-
-    Attributes:
-        scratch: Index of the scratch block. It fills block-table entries that have no group block.
-        blocks_over_all_groups: Number of blocks that `block_size` tokens take, summed over all groups of layers.
-        blocks_over_window_groups: Number of blocks that `block_size` tokens take, summed over the groups with a sliding
-            window.
-        has_windows: Whether any group has a sliding window.
-        n_available: Number of blocks that are free or can be evicted.
-        free_blocks: Indices of the free blocks.
-        cached_group_blocks: Group blocks that no sequence uses but the prefix cache keeps, least recently used
-            first.
-    """
+    """Allocates KV blocks, shares them between sequences, and finds cached prefixes."""
 
     def __init__(self, n_blocks: int, block_size: int, groups: Sequence[KVGroup] = (KVGroup(None),)):
         self.n_blocks, self.block_size, self.groups = n_blocks, block_size, tuple(groups)
@@ -284,28 +170,17 @@ class BlockManager:
         self._last_prefix_id = EMPTY_PREFIX
 
     def blocks_for(self, n_tokens: int) -> int:
-        """Return the number of blocks that `n_tokens` tokens take in one block table."""
         return -(-n_tokens // self.block_size)
 
     def physical_blocks(self, first: int) -> tuple[int, ...]:
-        """Return the indices of the KV blocks in a group block, one for each block table of its group of layers.
-
-        A group block is the set of KV blocks for `block_size` tokens in one group of layers.
-
-        Args:
-            first: Index of the first KV block, as `allocate` returned it. The group block must be in use.
-        """
+        """Return the blocks of a group block in use, one for each block table of its group."""
         return self._physical_blocks[first]
 
     def match(self, tokens: list[int], max_group_blocks: int) -> PrefixMatch:
-        """Return the longest prefix of a prompt that is cached in every group of layers.
+        """Return the longest prefix of a prompt that is cached in every group of layers. It may be empty.
 
         In a group with a sliding window, only the blocks that the first token after the prefix attends to must be
-        cached. If nothing is cached, the result is a PrefixMatch of length 0.
-
-        Args:
-            tokens: Token ids of the prompt.
-            max_group_blocks: Largest length of the prefix, in units of `block_size` tokens.
+        cached.
         """
         group_blocks: list[int] = []
         prefix_ids = [EMPTY_PREFIX]
@@ -328,11 +203,10 @@ class BlockManager:
         return PrefixMatch(n_group_blocks, prefix_ids[n_group_blocks], of_groups, n_skipped)
 
     def _longest(self, of_groups: list[list[int]]) -> int:
-        """Return the length of the longest usable prefix, in units of `block_size` tokens.
+        """Return the length in blocks of the longest prefix that is usable in every group of layers.
 
-        A prefix is usable if, in every group of layers, the cache has all blocks that the first token after the
-        prefix attends to. `of_groups` has a list for each group of layers. Entry i of the list is the cached group
-        block for the i-th `block_size` tokens, or the scratch block if none is cached.
+        Entry i of a list in `of_groups` is the cached group block for the i-th `block_size` tokens, or the scratch
+        block.
         """
         longest, runs = 0, [0] * len(of_groups)  # the last ones that are there, one after the other
         for n, group_blocks in enumerate(zip(*of_groups, strict=True), start=1):
@@ -346,30 +220,14 @@ class BlockManager:
         return longest
 
     def can_allocate(self, shared: Iterable[int], n_new: int, reserve: int = 0) -> bool:
-        """Return whether enough blocks are available to reuse group blocks and to allocate `n_new` blocks.
-
-        A group block is the KV blocks for `block_size` tokens in one group of layers, identified by its first block.
-
-        Args:
-            shared: The group blocks to reuse. A group block that no sequence uses yet is available now, but not after
-                it is reused.
-            n_new: Number of blocks to allocate.
-            reserve: Number of blocks that must stay available afterwards.
-        """
+        """Return whether `reserve` blocks stay available after `shared` is acquired and `n_new` allocated."""
         revived = sum(
             len(self._physical_blocks[group_block]) for group_block in shared if group_block in self.cached_group_blocks
         )
         return self.n_available - revived - n_new >= reserve
 
     def acquire(self, group_blocks: Iterable[int], times: int = 1) -> None:
-        """Increment the reference count of group blocks, so that they are not evicted.
-
-        A group block is the KV blocks for `block_size` tokens in one group of layers, identified by its first block.
-
-        Args:
-            group_blocks: The group blocks. They must be in use or cached.
-            times: Number of new references to each of them, at least 1.
-        """
+        """Add references to group blocks that are in use or cached, so that they are not evicted."""
         for group_block in group_blocks:
             if self._ref_counts[group_block] == 0:
                 del self.cached_group_blocks[group_block]
@@ -377,17 +235,9 @@ class BlockManager:
             self._ref_counts[group_block] += times
 
     def allocate(self, n: int = 1, group: int = 0) -> list[int]:
-        """Allocate group blocks in one group of layers, with a reference count of 1.
+        """Allocate `n` group blocks with one reference, and return their first blocks.
 
-        A group block is the KV blocks for `block_size` tokens. Cached group blocks are evicted if necessary. The caller
-        must have checked that `n_available` suffices.
-
-        Args:
-            n: Number of group blocks.
-            group: Index of the group of layers.
-
-        Returns:
-            For each group block, the index of its first KV block. `physical_blocks` returns all of them.
+        Cached group blocks are evicted if necessary. The caller has checked that `n_available` suffices.
         """
         n_tables = self.groups[group].n_tables
         free, physical, counts = self.free_blocks, self._physical_blocks, self._ref_counts
@@ -405,14 +255,7 @@ class BlockManager:
         return found
 
     def release(self, group_blocks: list[int]) -> None:
-        """Decrement the reference count of group blocks.
-
-        A group block is the KV blocks for `block_size` tokens in one group of layers, identified by its first block.
-        Without references, it becomes cached if it is registered in the prefix cache, otherwise free.
-
-        Args:
-            group_blocks: The group blocks, in the order of their positions in the sequence.
-        """
+        """Remove a reference from group blocks, given in the order of their positions in the sequence."""
         counts, content, physical, free = self._ref_counts, self._content, self._physical_blocks, self.free_blocks
         # A later one is useful only together with the earlier ones, so it must be evicted before them.
         for group_block in reversed(group_blocks):
@@ -425,18 +268,9 @@ class BlockManager:
                     free.extend(physical[group_block])
 
     def register(self, group_block: int, before: int, tokens: tuple[int, ...]) -> int:
-        """Add a full group block of the first group of layers to the prefix cache.
+        """Add a full group block of the first group of layers to the prefix cache, unless its content is there.
 
-        A group block is the KV blocks for `block_size` tokens in one group of layers, identified by its first block. If
-        the cache already has a group block with the same content, nothing is added.
-
-        Args:
-            group_block: The group block, all of whose positions have tokens.
-            before: Id of the prefix that ends before the group block.
-            tokens: The `block_size` token ids in the group block.
-
-        Returns:
-            The id of the prefix that ends with these tokens.
+        `before` is the id of the prefix before the block. Returns the id of the prefix that ends with the block.
         """
         key = (before, tokens)
         found = self._by_content.get(key)
@@ -448,17 +282,7 @@ class BlockManager:
         return self._last_prefix_id
 
     def register_end(self, group_block: int, group: int, prefix_id: int) -> None:
-        """Add a full group block to the prefix cache, for a group of layers other than the first.
-
-        A group block is the KV blocks for `block_size` tokens in one group of layers, identified by its first block. It
-        is later found by `prefix_id`. Nothing is added if the cache already has a group block for `prefix_id` in this
-        group of layers.
-
-        Args:
-            group_block: The group block, all of whose positions have tokens.
-            group: Index of the group of layers, at least 1. For group 0, call `register`.
-            prefix_id: Id of the prefix that ends with the group block, from `register`.
-        """
+        """Add a full group block of another group of layers, found later by the id of its prefix."""
         if prefix_id not in self._by_prefix[group]:
             self._by_prefix[group][prefix_id] = group_block
             self._content[group_block] = self._by_prefix[group], prefix_id
@@ -475,20 +299,9 @@ class BlockManager:
 class BlockTables:
     """The KV blocks of one sequence, from its admission to the batch until it finishes or is preempted.
 
-    A group block is the KV blocks of one group of layers for `block_size` positions, identified by its first block.
-
-    Args:
-        blocks: Allocates the blocks.
-        group_blocks: For each group of layers, the first group blocks of the sequence. None for no blocks.
-
-    Attributes:
-        group_blocks: For each group of layers, one group block for every `block_size` positions.
-        n_skipped: For each group of layers, how many of the first group blocks have been freed because they lie before
-            the sliding window.
-        capacity: Number of positions that have group blocks in all groups of layers.
-        n_uploaded: Number of group blocks in each group of layers that are already in the block tables on the device.
-        n_registered: Number of group blocks in each group of layers that have been added to the prefix cache.
-        prefix_id: Id of the cached prefix that ends with the last registered group block.
+    `group_blocks` has, for each group of layers, one group block for every `block_size` positions. The first
+    `n_skipped` of them lie before the window and have been freed. All groups have blocks for the first `capacity`
+    positions.
     """
 
     __slots__ = ("_blocks", "capacity", "group_blocks", "n_registered", "n_skipped", "n_uploaded", "prefix_id")
@@ -503,17 +316,10 @@ class BlockTables:
         self.prefix_id = EMPTY_PREFIX  # of the prefix that ends with the last registered group block
 
     def allocate_prompt(self, match: PrefixMatch, n_tokens: int) -> int:
-        """Acquire the cached KV blocks of a prompt's prefix, and allocate blocks for the rest of the prompt.
+        """Acquire the cached prefix, allocate blocks for the rest of a prompt, and return their number.
 
-        Only layers without a sliding window get blocks for the rest here. `extend` later allocates the blocks of layers
-        with a window, before each prefill chunk.
-
-        Args:
-            match: The cached prefix. May be empty.
-            n_tokens: Number of tokens to prefill: the prompt and, after a preemption, the completion so far.
-
-        Returns:
-            The number of newly allocated blocks.
+        `n_tokens` includes the completion so far after a preemption. Layers with a window get no blocks for the rest
+        here, because `extend` allocates them before each prefill chunk.
         """
         blocks, n_taken = self._blocks, 0
         blocks.acquire(match.found())
@@ -528,29 +334,18 @@ class BlockTables:
         return n_taken
 
     @staticmethod
-    def of_followers(blocks: BlockManager, n: int, *, has_part: bool) -> list[BlockTables]:
+    def of_followers(blocks: BlockManager, n: int, *, has_partial_block: bool) -> list[BlockTables]:
         """Return the KV blocks of sequences whose prompt is computed by another sequence.
 
-        `share_prefix` later inserts the full blocks of the prompt.
-
-        Args:
-            blocks: Allocates the blocks.
-            n: Number of sequences.
-            has_part: Whether the prompt ends within a block. Each sequence then gets its own copy of this block, in all
-                layers.
+        `share_prefix` later inserts the full blocks of the prompt. A partial last block is copied for each sequence.
         """
-        if not has_part:
+        if not has_partial_block:
             return [BlockTables(blocks) for _ in range(n)]
         own = zip(*(blocks.allocate(n, group) for group in range(len(blocks.groups))), strict=True)
         return [BlockTables(blocks, [[group_block] for group_block in of_groups]) for of_groups in own]
 
     def share_prefix(self, followers: Sequence[BlockTables], n_shared: int) -> None:
-        """Add the full KV blocks of this sequence's prompt to sequences with the same prompt.
-
-        Args:
-            followers: Blocks of the other sequences.
-            n_shared: Number of full blocks in the prompt, per block table.
-        """
+        """Add the `n_shared` full blocks of this prompt, per block table, to sequences with the same prompt."""
         for group, first in enumerate(self.n_skipped):
             shared = self.group_blocks[group][:n_shared]
             if shared and followers:
@@ -570,11 +365,7 @@ class BlockTables:
 
     @staticmethod
     def append_blocks(tables: Sequence[BlockTables]) -> None:
-        """Allocate the KV blocks for the next `block_size` positions of each of several sequences, in all layers.
-
-        Args:
-            tables: The KV blocks of at least one sequence, each at most once.
-        """
+        """Allocate the KV blocks for the next `block_size` positions of each sequence, in all layers."""
         blocks = tables[0]._blocks
         for group in range(len(blocks.groups)):
             for each, group_block in zip(tables, blocks.allocate(len(tables), group), strict=True):
@@ -583,10 +374,7 @@ class BlockTables:
             each.capacity += blocks.block_size
 
     def release_skipped(self, position: int) -> None:
-        """Free the KV blocks before the sliding window of the token at `position`.
-
-        Blocks that have not been added to the prefix cache yet are kept.
-        """
+        """Free the blocks before the window of `position` that are already in the prefix cache."""
         blocks = self._blocks
         for group, group_blocks in enumerate(self.group_blocks):
             behind = min(blocks.groups[group].first_visible(position, blocks.block_size), self.n_registered)
@@ -595,12 +383,7 @@ class BlockTables:
                 self.n_skipped[group] = behind
 
     def register(self, tokens: list[int], n_tokens: int) -> None:
-        """Add the full KV blocks of the sequence to the prefix cache. Blocks from earlier calls are skipped.
-
-        Args:
-            tokens: Token ids of the sequence.
-            n_tokens: Number of leading tokens whose keys and values are in the cache after the planned step.
-        """
+        """Add the full KV blocks of the sequence to the prefix cache. Blocks from earlier calls are skipped."""
         blocks, size = self._blocks, self._blocks.block_size
         for i in range(self.n_registered, n_tokens // size):
             content = tuple(tokens[i * size : (i + 1) * size])
@@ -611,14 +394,10 @@ class BlockTables:
 
     @staticmethod
     def new_entries(tables: Sequence[BlockTables], slots: Sequence[int]) -> np.ndarray:
-        """Return the block-table entries that the device does not have yet, and mark them as uploaded.
+        """Return the entries that the device lacks, and mark them as uploaded.
 
-        Args:
-            tables: The KV blocks of at least one sequence, each at most once.
-            slots: For each sequence, its row in the block tables on the device.
-
-        Returns:
-            (4, n) int64: block table, slot, column and KV block of each of n entries.
+        `slots` are the rows in the block tables on the device. Returns (4, n) int64: block table, slot, column and KV
+        block.
         """
         blocks, parts, n_before = tables[0]._blocks, [], 0
         for index, group in enumerate(blocks.groups):
@@ -643,11 +422,7 @@ class BlockTables:
 
     @staticmethod
     def release(tables: Sequence[BlockTables]) -> None:
-        """Release all KV blocks of sequences. Blocks in the prefix cache stay there until they are evicted.
-
-        Args:
-            tables: The KV blocks of each sequence. Those of the first one are evicted first.
-        """
+        """Release all KV blocks of sequences. Those of the first sequence are evicted first."""
         held: list[int] = []
         for each in reversed(tables):  # BlockManager.release begins with the last block
             for group in reversed(range(len(each.group_blocks))):
@@ -656,5 +431,4 @@ class BlockTables:
             tables[0]._blocks.release(held)
 
     def _measure(self) -> None:
-        """Compute `capacity`, the number of positions that have blocks in all layers."""
         self.capacity = min(map(len, self.group_blocks)) * self._blocks.block_size

@@ -35,28 +35,15 @@ def kv_cache_blocks(
     reserved: int = 0,
     beside_actor: bool = False,
 ) -> int:
-    """Choose the number of blocks in the KV cache of a rollout.
+    """Choose the number of blocks in the KV cache of a rollout: those of `wanted` if they fit in memory.
 
-    The cache is as large as `wanted`. If `rollout.max_kv_tokens` is null, it takes at most the share
-    `rollout.mem_fraction` of the free memory, and a smaller share for samples that only an evaluation decodes.
+    If `rollout.max_kv_tokens` is null, the cache takes at most the share `rollout.mem_fraction` of the free memory, and
+    a smaller share for samples that only an evaluation decodes. `reserved` bytes stay free, because the cache stays in
+    memory while offloaded models are used. All ranks of a tensor-parallel group get the same number, because they must
+    schedule the same samples.
 
-    Args:
-        model: The model that decodes.
-        engine: Settings of the engine.
-        wanted: The cache that the rollout wants.
-        free_bytes: Function that returns the free memory of the device in bytes.
-        reserved: Bytes of it that must stay free, because the cache stays in memory while offloaded models are used.
-        beside_actor: Whether the cache of the actor is in memory, too.
-
-    Returns:
-        The number of blocks. All ranks of a tensor-parallel group get the same number, because they must schedule the
-        same samples.
-
-    Raises:
-        EngineError: `rollout.max_kv_tokens` is null, and the memory does not suffice for one sample of the maximum
-            length. The error is also raised if the memory does not suffice for all samples while
-            `engine.deterministic` is true and `engine.exact` is false, because the free memory would then decide
-            which samples decode at the same time.
+    Raises EngineError if a sample of the maximum length does not fit. Without `engine.exact`, `engine.deterministic`
+    demands room for all samples, because the free memory would otherwise decide which of them decode together.
     """
     layout, max_len = wanted.layout, wanted.max_len
     if wanted.mem_fraction is None:
@@ -86,15 +73,6 @@ def kv_cache_blocks(
 
 
 def _too_small(room: int, max_len: int, n_states: int, state_bytes: int, may_drop: bool) -> EngineError:
-    """Return the error for a KV cache that does not hold one sample of the maximum length.
-
-    Args:
-        room: Number of tokens that the cache holds for one sample.
-        max_len: Maximum number of tokens of a sample, prompt and completion together.
-        n_states: Number of samples whose recurrent states lie beside the cache. 0 for a model without such states.
-        state_bytes: Memory of these states.
-        may_drop: Whether the cache would have more room if it were freed after each rollout.
-    """
     drop, drop_key = (", or set {}=true", [Key("rollout.drop_rollout_state")]) if may_drop else ("", [])
     longest = [Key("gconfig.max_new_tokens"), Key("train_dataset.max_length")]
     if n_states:
@@ -124,20 +102,10 @@ class KVCache:
     """Keys and values of all sequences, in the dtype of the model and on its device.
 
     The layers of the model are divided over T block tables, and all layers of a table have the same sliding window. A
-    block of the pool holds the keys and values of Y layers for `block_size` tokens.
-
-    Args:
-        model: The model.
-        n_blocks: Number of blocks in the pool.
-        layout: Assignment of layers to blocks and block tables.
-        n_slots: Number of slots: one for each sequence of the batch, and one for padding rows.
-
-    Attributes:
-        kv_blocks: (Y, 2 for keys and values, n_blocks + 1, block_size, K key heads, C head dimension). The last block
-            is scratch: padding rows write to it.
-        tables: (T, n_slots, W) int32. For each block table and slot, the block indices of the sequence, in order. W
-            is the number of blocks of the longest possible sequence. Entries for tokens before the sliding window
-            are outdated or point to the scratch block. The memory never moves, so a CUDA graph may read it.
+    block of the pool holds the keys and values of Y layers for `block_size` tokens. `kv_blocks` is (Y, 2 for keys and
+    values, n_blocks + 1, block_size, K key heads, C head dimension). Padding rows write to the last block and to the
+    last slot. `tables` (T, n_slots, W) int32 has the block indices of each slot's sequence, in order. Entries before
+    the sliding window are outdated or point to the last block. The memory never moves, so a CUDA graph may read it.
     """
 
     def __init__(self, model: Transformer, n_blocks: int, layout: KVLayout, n_slots: int):
@@ -153,29 +121,19 @@ class KVCache:
         width = -(-min(context_len, layout.max_sequence_tokens(n_blocks, context_len)) // size)
         self.tables = torch.full((layout.n_tables, n_slots, width), n_blocks, dtype=torch.int32, device=weight.device)
 
-    def places(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Return the index of each of B tokens in a block table, (B,) int64: block * block_size + offset in the block.
-
-        Args:
-            table_TW: A table of `tables`.
-            slots_B: int64, slot of each token's sequence.
-            positions_B: int64, position of each token in its sequence.
-        """
-        return _places(table_TW, slots_B, positions_B, self.block_size)
+    def token_indices(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
+        """Return the index of each of B tokens in a table of `tables`, (B,): block * block_size + offset."""
+        return _token_indices(table_TW, slots_B, positions_B, self.block_size)
 
     def table_of(self, layer: int) -> int:
-        """Return the index of the block table that a layer uses."""
         return self._places[layer][0]
 
     def blocks_of(self, layer: int) -> Tensor:
-        """Return the keys and values of a layer as a view, (2, n_blocks + 1, block_size, key heads, head dimension).
-
-        The view covers the whole pool, so some of its blocks belong to other block tables.
-        """
+        """Return a view of a layer's keys and values, (2, n_blocks + 1, block_size, K, C), over the whole pool."""
         return self.kv_blocks[self._places[layer][1]]
 
     def flat_of(self, layer: int) -> Tensor:
-        """Return the keys and values of a layer as a view, (2, (n_blocks + 1) * block_size, key heads, head dim)."""
+        """Return a view of a layer's keys and values, (2, (n_blocks + 1) * block_size, K, C)."""
         return self._flat[self._places[layer][1]]
 
 
@@ -184,14 +142,7 @@ class StateCache:
 
     Unlike keys and values, a state cannot be rolled back to an earlier position, and there is no prefix cache for
     states. So the samples of a prompt get copies of the state after the prompt, and a preempted sequence is recomputed
-    from its first token.
-
-    Args:
-        model: A model with recurrent layers (gated delta rule).
-        n_slots: Number of slots: one for each sequence of the batch, and a last one for padding rows.
-
-    Attributes:
-        layers: For each recurrent layer, the states of all slots.
+    from its first token. The last slot is for padding rows.
     """
 
     def __init__(self, model: Transformer, n_slots: int):
@@ -208,19 +159,7 @@ class StateCache:
         self._all = (inputs, matrices)
 
     def step(self, layer: int, proj_BP: Tensor, weights: DeltaWeights, slots_B: Tensor) -> Tensor:
-        """Compute one decoding step of a recurrent layer, and update the states of the batch rows in place.
-
-        Args:
-            layer: Index among the recurrent layers.
-            proj_BP: (B rows, P channels), the layer's input projections of the new token of each row, in the dtype of
-                the model.
-            weights: Weights of the layer.
-            slots_B: int64, slot of each row.
-
-        Returns:
-            (B rows, I channels), the layer's output for each row before the output projection, in the dtype of the
-            input projections.
-        """
+        """Compute a decoding step of recurrent layer `layer`, (B, P) -> (B, I), and update the states in place."""
         return delta_step(proj_BP, weights, self.layers[layer], slots_B)
 
     def rows(
@@ -232,26 +171,14 @@ class StateCache:
         slots_R: Tensor,
         continues_R: Tensor | None,
     ) -> Tensor:
-        """Compute a prefill of a recurrent layer over packed rows, and update the states of the rows in place.
+        """Compute a prefill of a recurrent layer over packed rows, (N, P) -> (N, I), and update the states.
 
-        Args:
-            layer: Index among the recurrent layers.
-            proj_NP: (N tokens, P channels), the layer's input projections of the packed tokens of all R rows, in the
-                dtype of the model.
-            weights: Weights of the layer.
-            chunks: Division of the packed rows into chunks of tokens.
-            slots_R: int64, slot of each row.
-            continues_R: bool. True for a row that continues from the state in its slot, False for a row that starts
-                with a zero state. None if no row continues.
-
-        Returns:
-            (N tokens, I channels), the layer's output for each token before the output projection, in the dtype of
-            the input projections.
+        Row r starts from the state in its slot if `continues_R` is True, and otherwise from zeros.
         """
         states, before = self.layers[layer], None
         if continues_R is not None:
             given = [each.index_select(0, slots_R) for each in states]
-            before = DeltaStates(*(_where(continues_R, each) for each in given))
+            before = DeltaStates(*(_zero_rows_unless(continues_R, each) for each in given))
         out_NI, after = delta_rows(proj_NP, weights, chunks, before, return_states=True)
         assert after is not None
         for mine, new in zip(states, after, strict=True):
@@ -259,43 +186,30 @@ class StateCache:
         return out_NI
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy recurrent states between slots in all layers, for samples that share a prompt.
-
-        Args:
-            sources: int64, slots to copy from.
-            targets: int64, slots to copy to.
-        """
         for states in self._all:
             for of_layer in states:  # one layer at a time, because the copy of all layers would take as much as they do
                 of_layer.index_copy_(0, targets, of_layer.index_select(0, sources))
 
 
-def _where(chosen_R: Tensor, x: Tensor) -> Tensor:
-    """Return x with zeros in the rows where `chosen_R` is False, even if these rows contain NaN."""
-    return torch.where(chosen_R.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
+def _zero_rows_unless(kept_R: Tensor, x: Tensor) -> Tensor:
+    """Return x with zeros in the rows where `kept_R` is False, even if these rows contain NaN."""
+    return torch.where(kept_R.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
-def _places(table_TW: Tensor, slots_B: Tensor, positions_B: Tensor, block_size: int) -> Tensor:
-    """Return the index of each token in a cache, block * block_size + offset in the block."""
+def _token_indices(table_TW: Tensor, slots_B: Tensor, positions_B: Tensor, block_size: int) -> Tensor:
     blocks_B = table_TW[slots_B, positions_B // block_size].long()
     return blocks_B * block_size + positions_B % block_size
 
 
 @dataclass(slots=True)
 class PendingRoutes:
-    """The experts that a sample's tokens were routed to, while they are copied to the host.
-
-    Attributes:
-        routes: Tensor on the host that receives the copy of the expert ids, (n tokens, layers with experts, experts per
-            token).
-        ready: CUDA event that marks the end of the copy. None if the copy is complete.
-    """
+    """The experts that a sample's tokens were routed to, while they are copied to the host."""
 
     routes: Tensor
     ready: torch.cuda.Event | None
 
     def wait(self) -> np.ndarray:
-        """Wait for the copy, and return the expert ids, (n tokens, layers with experts, experts per token)."""
+        """Return the expert ids, (n tokens, layers with experts, experts per token)."""
         if self.ready is not None:
             self.ready.synchronize()
         return self.routes.numpy()
@@ -304,15 +218,7 @@ class PendingRoutes:
 class RouteCache:
     """The experts that all cached tokens were routed to, stored in the same blocks as keys and values.
 
-    Args:
-        routing: Routing of the model, which records the experts of each forward pass.
-        n_blocks: Number of KV blocks without the scratch block.
-        block_size: Number of tokens in a block.
-        device: Device of the model.
-
-    Attributes:
-        routes: (n_blocks + 1, block_size, L layers with experts, k experts per token), expert ids in the dtype
-            `routing.dtype`. The last block is scratch.
+    `routes` is (n_blocks + 1, block_size, L layers with experts, k experts per token). The last block is scratch.
     """
 
     def __init__(self, routing: Routing, n_blocks: int, block_size: int, device: torch.device):
@@ -320,45 +226,19 @@ class RouteCache:
         shape = (n_blocks + 1, block_size, routing.n_layers, routing.experts.top_k)
         self.routes = torch.full(shape, routing.none, dtype=routing.dtype, device=device)
 
-    def store(self, places_N: Tensor) -> None:
-        """Store the experts that the last forward pass has chosen for its tokens.
+    def store(self, indices_N: Tensor) -> None:
+        """Store the experts of the last forward pass. Token indices are those of `KVCache.token_indices`."""
+        recorded_NLk = self._routing.recorded()[: len(indices_N)]  # without padding
+        self.routes.flatten(0, 1).index_copy_(0, indices_N, recorded_NLk)
 
-        Args:
-            places_N: int64, index of each of the N tokens in this cache, which is block * block_size + offset in the
-                block.
-        """
-        recorded_NLk = self._routing.recorded()[: len(places_N)]  # without padding
-        self.routes.flatten(0, 1).index_copy_(0, places_N, recorded_NLk)
-
-    def places(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Return the index of each of B tokens in this cache, (B,) int64: block * block_size + offset in the block.
-
-        Args:
-            table_TW: Block table, (T slots, W) int32: for each slot, the block indices of its sequence.
-            slots_B: int64, slot of each token's sequence.
-            positions_B: int64, position of each token in its sequence.
-        """
-        return _places(table_TW, slots_B, positions_B, self._block_size)
+    def token_indices(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
+        return _token_indices(table_TW, slots_B, positions_B, self._block_size)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy the routed experts of all tokens in some blocks to other blocks.
-
-        Args:
-            sources: int64 indices of blocks to copy from.
-            targets: int64 indices of blocks to copy to.
-        """
         self.routes.index_copy_(0, targets, self.routes.index_select(0, sources))
 
     def read(self, blocks: Any, n_tokens: int) -> PendingRoutes:
-        """Start copying the experts of a sequence's first `n_tokens` tokens to the host, without waiting.
-
-        Args:
-            blocks: Indices of the sequence's blocks, in order.
-            n_tokens: Number of tokens.
-
-        Returns:
-            The pending copy. Its `wait` returns the experts.
-        """
+        """Start copying the experts of a sequence's first `n_tokens` tokens to the host."""
         n_blocks = -(-n_tokens // self._block_size)
         chosen = torch.tensor(blocks[:n_blocks], dtype=torch.int64)
         if self._device.type != "cuda":

@@ -32,24 +32,14 @@ PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the ho
 
 @dataclass(frozen=True, slots=True)
 class _Streams:
-    """Which sequences report their new tokens after a step.
-
-    Attributes:
-        tells: Whether enough time has passed since the last partial outputs of streams.
-        ends_piece: Whether the step is the last one of a piece.
-    """
-
-    tells: bool
+    streams_due: bool
     ends_piece: bool
 
     def reports(self, sequence: Sequence) -> bool:
-        """Return whether an unfinished sequence reports its new tokens.
-
-        Args:
-            sequence: The sequence.
-        """
         request = sequence.request
-        return (self.ends_piece and request.pieces) or (request.stream and (self.tells or sequence.n_streamed == 0))
+        return (self.ends_piece and request.pieces) or (
+            request.stream and (self.streams_due or sequence.n_streamed == 0)
+        )
 
 
 class Decoder:
@@ -59,36 +49,13 @@ class Decoder:
     step are read. So a sequence that ends with a stop token may run one more step, whose token is dropped. A completion
     depends only on its request, not on other requests in the batch.
 
-    Args:
-        model: The model.
-        n_blocks: Size of the KV cache, as a number of blocks that hold `block_size` tokens of all layers.
-        block_size: Number of tokens in a block.
-        max_running: Largest number of sequences in the batch.
-        usual_running: Number of sequences in training, which has a CUDA graph of its own size. None: `max_running`.
-        max_prefill_tokens: Largest number of prompt tokens in a step.
-        max_len: Expected length of sequences in tokens, for which the layout of the KV cache is chosen. None uses the
-            context length of the model.
-        eos_token_ids: Tokens that end a completion, unless the request has `ignore_eos`.
-        use_graphs: Whether to run decode steps as CUDA graphs.
-        attn_backend: Attention kernel of the prefill, as `choose_backend` returns it.
-        exact: Whether log-probabilities must equal those of training bit for bit (setting `engine.exact`).
-        detokenize: Turns completion tokens into text. If None, requests with stop strings are refused.
-        compile_grammar: Compiles the grammar of a request. If None, requests with grammars are refused.
-        stream_every_s: Least number of seconds between partial outputs, except for the first token of a sample.
-        keeps_routes: Whether the output of a finished sample contains the experts that its tokens were routed to.
-        runs_ahead: Whether a step is launched before the tokens of the previous step are read. On a CPU, which computes
-            a step at its launch, this would only cost time.
-        texts: Ranges (first, end) of the token ids that have a text, which are the only ones that are sampled. Empty:
-            all ids are.
+    `n_blocks` counts blocks that hold `block_size` tokens of all layers. `usual_running` is the number of sequences in
+    training, which has a CUDA graph of its own size. `max_len` is the expected length of sequences, for which the
+    layout of the KV cache is chosen. `texts` are ranges (first, end) of the token ids that have a text, the only ones
+    that are sampled. Empty means all.
 
-    Attributes:
-        limits: Limits of the requests that the decoder accepts.
-        blocks: The allocator of KV blocks.
-        runner: Runs the model, and holds the tensors of the KV cache and of sampling.
-        drafter: Proposes the next tokens of sequences, set by `use_drafter`. None for no drafts.
-        unfinished: Request id -> number of the request's samples that have not finished.
-        weights_version: Version of the weights, set by the caller between steps. Each token is returned with the
-            version at the launch of the step that sampled it.
+    `weights_version` is set by the caller between steps. Each token is returned with the version at the launch of the
+    step that sampled it. `unfinished` maps a request id to the number of its samples that have not finished.
     """
 
     def __init__(
@@ -154,7 +121,6 @@ class Decoder:
 
     @property
     def has_work(self) -> bool:
-        """Whether a further `step` has something to compute or to return."""
         return self._scheduler.has_work or bool(self._outputs) or bool(self._awaiting)
 
     @property
@@ -174,27 +140,15 @@ class Decoder:
         )
 
     def use_drafter(self, drafter: Drafter | None) -> None:
-        """Set what proposes the next tokens of sequences.
-
-        Models with recurrent states, which cannot be rolled back, do without.
-
-        Args:
-            drafter: Proposes tokens, of which a step then checks several of a sequence at once. The sampled tokens are
-                the same as without. None: each step computes one token of each sequence.
-        """
+        """Set what proposes the next tokens of sequences. Models with recurrent states do without."""
         self.drafter = drafter if self.runner.model.config.delta is None else None
         if isinstance(self.drafter, NgramDrafter):
             self.runner.ngrams.use(self.drafter.table)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. It joins the batch in one of the next steps.
+        """Queue a request, which joins the batch in one of the next steps.
 
-        Args:
-            request: The request.
-
-        Raises:
-            EngineError: The request cannot be served.
-            GrammarError: The grammar of the request cannot be compiled.
+        Raises EngineError if the request cannot be served, and GrammarError if its grammar cannot be compiled.
         """
         max_new = self.limits.max_new(request)
         if request.request_id in self.unfinished:
@@ -224,7 +178,7 @@ class Decoder:
                 grammar=None if grammar is None else grammar.start(),
             )
             if request.begun is not None:
-                sequence.go_on(request.begun)
+                sequence.resume_from(request.begun)
             self._scheduler.waiting.append(sequence)
 
     def abort(self, request_id: int) -> None:
@@ -232,12 +186,10 @@ class Decoder:
         self._finish(self._scheduler.abort(request_id))
 
     def return_waiting(self, n_samples: int) -> None:
-        """Drop requests that have not started, the youngest first, so that another copy of the model can serve them.
+        """Drop requests that have not started, the youngest first, until they have `n_samples` samples.
 
-        For each dropped request, the next step returns one output whose `sample` is RETURNED (-1).
-
-        Args:
-            n_samples: Stop when the dropped requests have at least this many samples.
+        Another copy of the model can then serve them. For each dropped request, the next step returns one output whose
+        `sample` is RETURNED (-1).
         """
         for request in self._scheduler.return_waiting(n_samples):
             request_id = request.request_id
@@ -249,13 +201,9 @@ class Decoder:
             )
 
     def park(self) -> list[GenerationOutput]:
-        """Remove all samples, and return what they have so far.
+        """Remove all samples, and return the outputs that `step` has not returned, then those of removed samples.
 
-        A request whose field `begun` has the tokens of a removed sample continues the sample in a later rollout.
-
-        Returns:
-            The outputs of finished samples that `step` has not returned, then the outputs of the removed samples, whose
-            finish_reason is None.
+        The latter have no finish_reason. A request whose field `begun` has the tokens of a removed sample continues it.
         """
         self._collect()
         self._scheduler.preempt_all()
@@ -277,9 +225,8 @@ class Decoder:
     def step(self) -> list[GenerationOutput]:
         """Launch one step, then read the tokens of the previous step or, without `runs_ahead`, of this step.
 
-        Returns:
-            An output with the whole completion for each finished sample, and outputs with new tokens for unfinished
-            samples of requests that set `stream` or `pieces`. May be empty.
+        Returns an output with the whole completion for each finished sample, and outputs with new tokens for unfinished
+        samples of requests that set `stream` or `pieces`.
         """
         awaiting, self._awaiting = self._awaiting, []
         if self._scheduler.is_short_of_blocks():
@@ -312,15 +259,11 @@ class Decoder:
         return outputs
 
     def limit_running(self, most: int) -> None:
-        """Set how many sequences may be in the batch from now on. Sequences in the batch stay.
-
-        Args:
-            most: Largest number of sequences, at most the `max_running` of the decoder.
-        """
+        """Set how many sequences may be in the batch from now on. Sequences in the batch stay."""
         self._scheduler.limit_running(most)
 
     def reset_cache(self) -> None:
-        """Drop all keys and values, because the weights have changed. Unfinished sequences will be recomputed."""
+        """Drop all keys and values, because the weights have changed. Unfinished sequences are recomputed."""
         self._collect()
         self._scheduler.preempt_all()
         self.blocks.reset()
@@ -328,17 +271,15 @@ class Decoder:
             self.runner.cache.kv_blocks.zero_()  # attention reads blocks of others with weight 0, and 0 * nan is nan
             self._has_bad_blocks = False
 
-    def forget_left(self) -> None:
-        """Free the host's records of finished samples, so that their keys and values are not used for new requests."""
-        self._scheduler.forget_left()
+    def release_departed(self) -> None:
+        self._scheduler.release_departed()
 
     @property
     def n_tokens_of_waiting(self) -> list[int]:
-        """The number of tokens of each sample that was interrupted after its first token and waits to continue."""
+        """The number of tokens of each sample that was interrupted and waits to continue."""
         return [n_new for sequence in self._scheduler.waiting if (n_new := sequence.n_new)]
 
     def reset_stats(self) -> None:
-        """Set the counts of tokens and events in `stats` to 0."""
         self._n_drafted = self._n_accepted = self._n_decode_steps = self._n_draft_steps = 0
         self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0
         for graphs in self.runner.all_graphs:
@@ -350,18 +291,17 @@ class Decoder:
         return self._runs_ahead and are_drafts == [True] and self._scheduler.may_draft_ahead()
 
     def _collect(self, ahead: TableDrafts | None = None) -> None:
-        """Wait for the tokens of the previous step, append them to their sequences, and queue outputs for `step`.
+        """Wait for the tokens of the previous step, append them to their sequences, and queue outputs.
 
-        Args:
-            ahead: Drafts of the step that was launched after that one. None if that step has no TableDrafts.
+        `ahead` are the TableDrafts of the step that was launched after that one.
         """
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
         now = time.monotonic()
-        if tells := now - self._streamed_at >= self._stream_every_s:
+        if streams_due := now - self._streamed_at >= self._stream_every_s:
             self._streamed_at = now
         self._n_collected += bool(in_flight)
-        streams = _Streams(tells, self._n_collected % PIECE_STEPS == 0)
+        streams = _Streams(streams_due, self._n_collected % PIECE_STEPS == 0)
         for pending in in_flight:
             if isinstance(pending.drafts, TableDrafts):
                 finished += self._accept_rows(pending, pending.drafts, streams, ahead)
@@ -381,12 +321,9 @@ class Decoder:
             self._finish(finished, routes)
 
     def _accept(self, pending: PendingTokens, streams: _Streams) -> list[Sequence]:
-        """Give arrived tokens to their sequences, and queue partial outputs.
+        """Give arrived tokens to their sequences, and return the sequences that end, in the order of the batch.
 
-        Most sequences are not touched: their tokens are written to the slots' table.
-
-        Returns:
-            The sequences that end with their token, in the order of the batch.
+        Most sequences are not touched: their tokens are written to the slot table.
         """
         table, slots_B = self._scheduler.table, pending.slots_B
         tokens_B, logprobs_B = pending.wait()
@@ -397,7 +334,7 @@ class Decoder:
         plain_slots = slots_B[plain]
         table.stage(plain_slots, tokens_B[plain], logprobs_B[plain], self._in_flight_version)
         self._n_generated += len(plain)
-        touched = self._touched(pending, plain, table.has_stopped(plain_slots, tokens_B[plain]), streams)
+        touched = self._sequences_to_update(pending, plain, table.has_stopped(plain_slots, tokens_B[plain]), streams)
         by_host = np.flatnonzero(by_host_B).tolist()
         top, raw = (pending.top(), pending.raw()) if by_host else ([], [])
         for row in by_host:
@@ -409,21 +346,13 @@ class Decoder:
                 sequence.accept(int(tokens_B[row]), float(logprobs_B[row]), self._in_flight_version, top[row], raw[row])
         return self._after_accepted(touched, streams)
 
-    def _touched(
+    def _sequences_to_update(
         self, pending: PendingTokens, plain: np.ndarray, stops: np.ndarray, streams: _Streams
     ) -> dict[int, Sequence]:
-        """Find the sequences that end, fill a block or their part of the slot table, or report a piece.
+        """Find the sequences that end, fill a block or their part of the slot table, or report tokens.
 
-        The new tokens are in the slot table. Sets the `finish_reason` of the sequences that end.
-
-        Args:
-            pending: The pass that sampled the tokens.
-            plain: Rows of the sequences in `pending`.
-            stops: bool, whether the last token of each of these rows is a stop token.
-            streams: Which sequences report their new tokens.
-
-        Returns:
-            Row -> sequence.
+        `plain` are the rows whose new tokens are in the slot table, and `stops` says whether the last one is a stop
+        token. Sets the `finish_reason` of the sequences that end.
         """
         table, slots = self._scheduler.table, pending.slots_B[plain]
         n_new = table.n_new[slots]
@@ -444,15 +373,7 @@ class Decoder:
         return touched
 
     def _after_accepted(self, touched: dict[int, Sequence], streams: _Streams) -> list[Sequence]:
-        """Queue partial outputs of sequences with new tokens, and enter full blocks in the prefix cache.
-
-        Args:
-            touched: Row -> sequence.
-            streams: Which sequences report their new tokens.
-
-        Returns:
-            The sequences that have ended, in the order of the rows.
-        """
+        """Queue partial outputs, enter full blocks in the prefix cache, and return the sequences that ended."""
         finished: list[Sequence] = []
         for _, sequence in sorted(touched.items()):
             if sequence.finish_reason is not None:
@@ -466,19 +387,7 @@ class Decoder:
     def _accept_rows(
         self, pending: PendingTokens, drafts: TableDrafts, streams: _Streams, ahead: TableDrafts | None
     ) -> list[Sequence]:
-        """Give the arrived tokens of a step that drafted on the device to their sequences, and queue partial outputs.
-
-        A sequence gets the tokens of its rows up to the first one that differs from its draft.
-
-        Args:
-            pending: The pass that sampled the tokens.
-            drafts: The drafts of the pass.
-            streams: Which sequences report their new tokens.
-            ahead: Drafts of the step that was launched after this one. None if that step has no TableDrafts.
-
-        Returns:
-            The sequences that end, in the order of the batch.
-        """
+        """Accept the tokens of a step that drafted on the device, up to the first that differs from its draft."""
         table, slots_B, number = self._scheduler.table, pending.slots_B, np.arange(drafts.n_rows)
         tokens_BR, logprobs_BR, inputs_BR = pending.rows(drafts.n_rows)
         right_BJ, counts_B, stops_B = accepted_rows(tokens_BR, inputs_BR, table.stop_ids[slots_B])
@@ -495,18 +404,20 @@ class Decoder:
         table.stage_several(plain_slots, tokens_BR[plain], logprobs_BR[plain], counts, self._in_flight_version)
         by_host = {row: pending.sequences[row] for row in np.flatnonzero(by_host_B).tolist()}
         for row, sequence in by_host.items():
-            counts_B[row] = self._accept_some(sequence, tokens_BR[row], logprobs_BR[row], int(counts_B[row]))
+            counts_B[row] = self._accept_tokens(sequence, tokens_BR[row], logprobs_BR[row], int(counts_B[row]))
         drafts.verified(drafts, tokens_BR, counts_B, right_BJ)
         n_ahead = np.zeros(len(table.owner), dtype=np.int64)
         if ahead is not None:
             n_ahead[ahead.slots_B] = ahead.n_rows
-        table.take_back(slots_B[wanted], n_ahead[slots_B[wanted]])
+        table.rewind(slots_B[wanted], n_ahead[slots_B[wanted]])
         self._n_generated += int(counts_B.sum())
         self._n_drafted += int((inputs_BR[wanted, 1:] >= 0).sum())
         self._n_accepted += int((right_BJ & (number[:-1] < counts_B[:, None])).sum())
-        return self._after_accepted(self._touched(pending, plain, stops_B[plain], streams) | by_host, streams)
+        return self._after_accepted(
+            self._sequences_to_update(pending, plain, stops_B[plain], streams) | by_host, streams
+        )
 
-    def _accept_some(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, n: int) -> int:
+    def _accept_tokens(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, n: int) -> int:
         """Give a sequence up to `n` tokens, until it ends. Return how many it got."""
         n_before = sequence.n_new
         for token, logprob in zip(tokens[:n].tolist(), logprobs[:n].tolist(), strict=True):
@@ -518,10 +429,7 @@ class Decoder:
         return sequence.n_new - n_before
 
     def _keep_completions(self, finished: list[Sequence]) -> None:
-        """Move the tokens of finished sequences from the slot table to `completion`, without lists.
-
-        Sequences that already have completion tokens in their lists are left out.
-        """
+        """Move the tokens of finished sequences from the slot table to `completion`, without lists."""
         whole = [sequence for sequence in finished if sequence.is_fresh]
         if whole:
             arrays = self._scheduler.table.unstage([sequence.slot for sequence in whole])
@@ -529,10 +437,7 @@ class Decoder:
                 sequence.completion = completion
 
     def _propose(self, sequences: list[Sequence]) -> Drafts:
-        """Draft tokens for sequences, as lists if the host must read the drafts, and otherwise as TableDrafts.
-
-        The host must read them for a grammar, and for settings of the sampler that depend on the tokens before.
-        """
+        """Draft tokens: as lists for a grammar or settings of the sampler that depend on the tokens before."""
         assert self.drafter is not None
         drafts = self.drafter.propose(sequences)
         if isinstance(drafts, TableDrafts):
@@ -548,13 +453,7 @@ class Decoder:
         return drafts
 
     def _accept_drafted(self, pending: PendingTokens, drafts: list[list[int]], streams: _Streams) -> list[Sequence]:
-        """Give the tokens that arrived for drafts on the host to their sequences, and queue partial outputs.
-
-        A sequence gets the tokens of its rows up to the first one that differs from its draft.
-
-        Returns:
-            The sequences that end, in the order of the batch.
-        """
+        """Accept the tokens of a step with drafts on the host, as `_accept_rows` does."""
         tokens_N, logprobs_N = pending.wait()
         tokens, logprobs, top, raw = tokens_N.tolist(), logprobs_N.tolist(), pending.top(), pending.raw()
         is_wanted_B = self._scheduler.table.owner[pending.slots_B] == pending.owners_B
@@ -582,16 +481,12 @@ class Decoder:
         return finished
 
     def _note_verified(self, sequence: Sequence, draft: list[int], n_new: int) -> int:
-        """Bring the plan, the device and the counts up to date after a sequence got `n_new` tokens.
-
-        Returns:
-            How many tokens of its draft the sequence got.
-        """
+        """Update the plan, the device and the counts, and return how many drafted tokens were right."""
         n_right = n_right_tokens(sequence, draft, n_new)
         self._n_generated += n_new
         self._n_drafted += len(draft)
         self._n_accepted += n_right
-        self._scheduler.table.take_back(np.array([sequence.slot]))
+        self._scheduler.table.rewind(np.array([sequence.slot]))
         if n_new:
             self.runner.verified(sequence, n_new)
         if self._scheduler.caches_early:
@@ -610,11 +505,7 @@ class Decoder:
         sequence.finish_reason, self._has_bad_blocks = "error", True
 
     def _finish(self, sequences: list[Sequence], routes: list[PendingRoutes] | None = None) -> None:
-        """Queue the outputs of finished sequences, which a later `step` returns.
-
-        `routes` has, for each sequence, the pending copy of the experts that its tokens were routed to. None if the
-        decoder does not keep experts.
-        """
+        """Queue outputs. `routes` are the pending copies of the experts that the sequences were routed to."""
         for index, sequence in enumerate(sequences):
             if routes is None:
                 self._outputs.append(sequence.output())

@@ -24,54 +24,27 @@ _MOST_TRIED = 1024  # the counts are halved beyond, to follow a policy that chan
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Costs of a decoding step, as multiples of the time that one more row takes on the device.
+    """Costs of a decoding step, as multiples of the time that one more row takes on the device."""
 
-    Attributes:
-        fixed: Time of a step without rows, mostly for reading the weights.
-        verification: Time that a step with drafts takes beyond that of a step with the same number of rows.
-        most_rows: Largest number of rows of a step with drafts.
-    """
-
-    fixed: float
-    verification: float
+    fixed: float  # of a step without rows, mostly for reading the weights
+    verification: float  # of a step with drafts, beyond that of its rows
     most_rows: int
 
     def plain_time(self, n_rows: int) -> float:
-        """Estimate the time of a decode step without drafts, as a multiple of the time that one more row takes.
-
-        Args:
-            n_rows: Number of sequences.
-        """
         return self.fixed + n_rows
 
     def time(self, n_rows: int, length: int) -> float:
-        """Estimate the time of a decode step with drafts, in the unit of `plain_time`.
-
-        Args:
-            n_rows: Number of sequences.
-            length: Number of drafted tokens of each sequence.
-        """
         return self.fixed + self.verification + n_rows * (1 + length)
 
     def lengths(self, n_rows: int) -> list[int]:
-        """Return the numbers of drafted tokens for which a step does not have too many rows.
-
-        Args:
-            n_rows: Number of sequences.
-        """
+        """Return the numbers of drafted tokens for which a step does not have too many rows."""
         return [length for length in DRAFT_LENGTHS if n_rows * (1 + length) <= self.most_rows]
 
 
 def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -> StepCosts:
-    """Return rough costs of a decoding step for a model.
+    """Return rough costs of a decoding step of at most `n_rows` rows.
 
     Rough costs suffice: if drafts are often right, the gain is large, and if not, few tokens are drafted.
-
-    Args:
-        n_params: Number of parameters of the model.
-        n_rows: Largest number of rows of a step with drafts.
-        on_cuda: Whether the model is on a GPU.
-        use_graphs: Whether steps run as CUDA graphs. Without them, launching a step takes longer than reading weights.
     """
     if not on_cuda:
         row_ms = 0.12 + 1e-7 * n_params
@@ -90,13 +63,8 @@ class DraftLength:
     over the sequences. So a few sequences whose drafts are right do not slow down many whose drafts are wrong.
 
     If no number pays, drafts pause, at first for 8 steps and finally for 128, or until the batch has shrunk to half.
-    After a pause, one step tries drafts again, as soon as the table is prepared, unless the shares are known well.
-
-    Args:
-        costs: Time of a step.
-
-    Attributes:
-        awaits_texts: Whether the last call of `of` returned 0 only because the table is not prepared for a try.
+    After a pause, one step tries drafts again, as soon as the table is prepared (`awaits_texts`), unless the shares are
+    known well.
     """
 
     def __init__(self, costs: StepCosts):
@@ -107,12 +75,7 @@ class DraftLength:
         self.awaits_texts = False
 
     def begin(self, costs: StepCosts, kept: float) -> None:
-        """Begin a rollout. The first pause has the shortest length again, unless some of the counts are kept.
-
-        Args:
-            costs: Time of a step.
-            kept: Part of the counts of earlier rollouts that is kept.
-        """
+        """Begin a rollout, and keep this part of the counts of earlier rollouts."""
         self.costs = costs
         if kept == 0:
             self._pause = 0
@@ -120,16 +83,10 @@ class DraftLength:
         self._right *= kept
         self._waits, self._paused_at, self.awaits_texts = 0, 0, False
 
-    def of(self, n_running: int, relative_acceptance_B: np.ndarray, *, is_prepared: bool) -> int:
-        """Return the number of tokens to draft for each sequence of the next step, 0 for none.
+    def next_length(self, n_running: int, relative_acceptance_B: np.ndarray, *, is_prepared: bool) -> int:
+        """Return the number of tokens to draft in the next step. Call it once before each step.
 
-        Call this once before each step, because pauses are counted in calls.
-
-        Args:
-            n_running: Number of sequences in the batch.
-            relative_acceptance_B: For each sequence in the batch, its number of right tokens per step, divided by the
-                average of all sequences. np.ones(1) if all are alike.
-            is_prepared: Whether drafts may be tried now, because the texts of the batch were entered in the table.
+        `relative_acceptance_B` are right tokens per step of each sequence, divided by the average.
         """
         self.awaits_texts = False
         if not 0 < n_running <= MAX_SEQUENCES:
@@ -153,12 +110,12 @@ class DraftLength:
         return tried
 
     def _tried_length(self, n_rows: int) -> int:
-        """Return the largest number of drafted tokens with which a step takes at most twice as long as without."""
+        """Return the largest length with which a step takes at most twice as long as without drafts."""
         costs, most = self.costs, 2 * self.costs.plain_time(n_rows)
         return max((length for length in costs.lengths(n_rows) if costs.time(n_rows, length) <= most), default=0)
 
     def _best(self, n_rows: int, relative_acceptance_B: np.ndarray) -> int:
-        """Return the number of drafted tokens, 0 for none, with which a new token takes the shortest expected time."""
+        """Return the length, 0 for none, with which a new token takes the shortest expected time."""
         # Places with few tries are taken to be like the average place.
         average = (self._right.sum() + 2) / (self._tried.sum() + 4)
         right_J = (self._right + 4 * average) / (self._tried + 4)
@@ -171,12 +128,7 @@ class DraftLength:
         return found
 
     def count(self, tried_J: np.ndarray, right_J: np.ndarray) -> None:
-        """Update the shares of right tokens with the result of a step with drafts.
-
-        Args:
-            tried_J: For each place in a draft, number of sequences whose drafted tokens before it were all right.
-            right_J: Number of those sequences whose token there was right, too.
-        """
+        """Count, for each position in a draft, the sequences that got there and those that were right there."""
         self._tried[: len(tried_J)] += tried_J
         self._right[: len(right_J)] += right_J
         if self._tried[0] > _MOST_TRIED:

@@ -52,14 +52,7 @@ class SampleMemory:
     """Finished samples by scope, as arrays.
 
     If there are too many tokens, the oldest samples are dropped, first in the scope to which no sample was added for
-    the longest time. In all sizes, a sample counts its tokens plus 64.
-
-    Args:
-        n_tokens: Largest size of all samples.
-        of_scope: Largest size of the samples of a scope. The newest sample is kept even if it is larger.
-
-    Attributes:
-        n_tokens: Current size of all samples.
+    the longest time. In all sizes, a sample counts its tokens plus 64. The newest sample of a scope is always kept.
     """
 
     def __init__(self, n_tokens: int, of_scope: int):
@@ -68,18 +61,11 @@ class SampleMemory:
         self.n_tokens = 0
 
     def clear(self) -> None:
-        """Drop all samples."""
         self._scopes.clear()
         self.n_tokens = 0
 
     def add(self, scope: int, before: list[int], tokens: np.ndarray) -> None:
-        """Keep a sample.
-
-        Args:
-            scope: Number of the scope.
-            before: The last tokens of the prompt.
-            tokens: Token ids of the completion.
-        """
+        """Keep a completion and the last tokens of its prompt."""
         sample = np.empty(len(before) + len(tokens), dtype=np.int32)
         sample[: len(before)], sample[len(before) :] = before, tokens
         found = self._scopes.setdefault(scope, _Scope())
@@ -100,7 +86,7 @@ class SampleMemory:
         scope.n_tokens -= len(sample) + _SAMPLE_OVERHEAD
         self.n_tokens -= len(sample) + _SAMPLE_OVERHEAD
 
-    def of(self, scope: int) -> list[tuple[list[int], np.ndarray]]:
+    def samples(self, scope: int) -> list[tuple[list[int], np.ndarray]]:
         """Return (last tokens of the prompt, completion) of each sample of a scope, the oldest first."""
         found = self._scopes.get(scope)
         return [] if found is None else [(each[:n].tolist(), each[n:]) for n, each in found.samples]
@@ -117,14 +103,6 @@ class _Text:
 
 @dataclass(slots=True)
 class _RequestRecord:
-    """Notes about a request of the rollout.
-
-    Attributes:
-        request: The request.
-        scope: The `draft_scope` of the request if given, otherwise a hash of the prompt.
-        is_queued: Whether the prompt was queued for the table.
-    """
-
     request: GenerationRequest
     scope: int
     is_queued: bool = False
@@ -133,16 +111,9 @@ class _RequestRecord:
 class _SlotTexts:
     """The last tokens of the sequences in the batch, one entry for each slot.
 
-    An entry is valid while its `owner` is that of the slot table.
-
-    Attributes:
-        last: (slots, W) int64, the last tokens, the last one at the end. -1 before the text begins.
-        owner: `SlotTable.owner` when the entry was written.
-        n_new: Number of completion tokens when the entry was written.
-        n_entered: Number of tokens, with the prompt, that were entered in the table of n-grams.
-        scope: Scope of the sequence.
-        n_steps: Number of steps in which the sequence drafted. Halved, with `n_right`, when above `_MOST_STEPS`.
-        n_right: Number of its drafted tokens that were right.
+    An entry is valid while its `owner` is that of the slot table. `last` is (slots, W) int64, padded with -1 in front.
+    `n_entered` counts the tokens, with the prompt, that were entered in the table of n-grams. `n_steps` with drafts and
+    `n_right` drafted tokens are halved above `_MOST_STEPS`.
     """
 
     def __init__(self, slots: SlotTable):
@@ -152,12 +123,6 @@ class _SlotTexts:
         self.n_steps, self.n_right = np.zeros((2, n_slots))
 
     def count(self, slots_B: np.ndarray, n_right_B: np.ndarray) -> None:
-        """Count a step in which sequences drafted.
-
-        Args:
-            slots_B: int64, slot of each sequence.
-            n_right_B: Number of drafted tokens of each sequence that were right.
-        """
         self.n_steps[slots_B] += 1
         self.n_right[slots_B] += n_right_B
         many = slots_B[self.n_steps[slots_B] > _MOST_STEPS]
@@ -165,10 +130,7 @@ class _SlotTexts:
         self.n_right[many] *= 0.5
 
     def relative_acceptance(self) -> np.ndarray:
-        """Return `relative_acceptance_B` of `DraftLength.of` for the sequences that are in the batch now.
-
-        It is near 1 for sequences that drafted in few steps.
-        """
+        """Return `relative_acceptance_B` of `DraftLength.next_length`, near 1 after few steps."""
         slots_B = np.flatnonzero(self._slots.owner)
         is_valid_B = self.owner[slots_B] == self._slots.owner[slots_B]
         n_steps_B, n_right_B = (np.where(is_valid_B, of[slots_B], 0) for of in (self.n_steps, self.n_right))
@@ -183,22 +145,11 @@ class NgramDrafter:
     sequences. It also gets earlier samples in the scopes of the running sequences, if it may have replaced them. Each
     16 such steps, it gets the new tokens of the running sequences. If the gain is not known, one step tries drafts,
     perhaps in vain. Before this step, the host enters finished samples and prompts in parts, while a GPU computes steps
-    without drafts.
+    without drafts (`prepares`). A CPU does not compute a step while it enters texts.
 
-    Args:
-        device: Device of the table.
-        remembers: Whether samples of earlier rollouts are kept. If not, a rollout makes the same drafts whether or not
-            the run was resumed before it. This matters because the number of rows of a matrix product, which drafts
-            change, can affect the last bits of its results.
-        table_bits: Logarithm of the number of entries of the table to base 2.
-        memory_tokens: Size of the memory of finished samples in tokens.
-        prepares: Whether a try waits until its texts were entered in parts. None for only on a GPU, because a CPU does
-            not compute a step while it enters texts.
-
-    Attributes:
-        table: The table.
-        memory: Finished samples.
-        length: Decides how many tokens are drafted.
+    Unless it `remembers` samples of earlier rollouts, a rollout makes the same drafts whether or not the run was
+    resumed before it. This matters because the number of rows of a matrix product, which drafts change, can affect the
+    last bits of its results.
     """
 
     def __init__(
@@ -229,11 +180,7 @@ class NgramDrafter:
         self._is_prepared, self._n_preparations = False, 0
 
     def begin(self, costs: StepCosts) -> None:
-        """Begin a rollout, and forget unfinished samples of the last one.
-
-        Args:
-            costs: Time of a step.
-        """
+        """Begin a rollout, and forget unfinished samples of the last one."""
         for known in (self._requests, self._chunks):
             known.clear()
         self._texts, self._n_steps = None, 0
@@ -249,14 +196,9 @@ class NgramDrafter:
         self.length.begin(costs, kept=0.5 if self._remembers else 0.0)
 
     def is_due(self, n_running: int) -> bool:
-        """Return whether the next step drafts.
-
-        Args:
-            n_running: Number of sequences in the batch.
-        """
         is_prepared, self._is_prepared = self._is_prepared or not self._prepares, False
         relative_acceptance_B = np.ones(1) if self._texts is None else self._texts.relative_acceptance()
-        self._n_tokens = self.length.of(n_running, relative_acceptance_B, is_prepared=is_prepared)
+        self._n_tokens = self.length.next_length(n_running, relative_acceptance_B, is_prepared=is_prepared)
         if self._n_tokens == 0:
             self._n_steps = 0  # the first step after a pause enters all texts
         else:
@@ -264,13 +206,7 @@ class NgramDrafter:
         return self._n_tokens > 0
 
     def prepare(self, sequences: list[Sequence]) -> None:
-        """Enter a part of the texts that must be in the table before drafts are tried.
-
-        Does nothing unless `DraftLength.awaits_texts` is set.
-
-        Args:
-            sequences: The sequences that decode in the launched step.
-        """
+        """Enter a part of the texts that must be in the table before drafts are tried, if they are awaited."""
         if not self.length.awaits_texts or not sequences:
             return
         slots, slots_B = _slots_of(sequences)
@@ -284,11 +220,6 @@ class NgramDrafter:
         self._is_prepared = is_done or self._n_preparations >= _MOST_PREPARATIONS
 
     def finished(self, sequences: list[Sequence]) -> None:
-        """Keep completions.
-
-        Args:
-            sequences: The sequences, all of whose tokens have arrived, and which are still in the batch.
-        """
         slots, slots_B = _slots_of(sequences)
         n_known_B = np.zeros(len(sequences), dtype=np.int64)
         if (texts := self._texts) is not None:
@@ -301,14 +232,7 @@ class NgramDrafter:
             self._n_finished -= len(self._finished.popleft()[1])
 
     def _take_finished(self, most: int | None = None) -> int:
-        """Put finished samples into the memory, and queue their tokens for the table unless it has them.
-
-        Args:
-            most: Largest number of samples. None for all.
-
-        Returns:
-            The number of samples.
-        """
+        """Put up to `most` finished samples into the memory, queue their tokens, and return their number."""
         n_taken = len(self._finished) if most is None else min(most, len(self._finished))
         for _ in range(n_taken):
             request, tokens, n_known = self._finished.popleft()
@@ -322,12 +246,6 @@ class NgramDrafter:
         return n_taken
 
     def propose(self, sequences: list[Sequence]) -> TableDrafts:
-        """Return the drafts of the next step, which the device looks up.
-
-        Args:
-            sequences: The sequences of the step. All of their tokens have arrived, except those of a step with
-                TableDrafts.
-        """
         slots, slots_B = _slots_of(sequences)
         texts, self._n_proposed = self._slot_texts(slots), self._n_tokens
         self._take_finished()
@@ -350,14 +268,7 @@ class NgramDrafter:
         )
 
     def _verified(self, drafts: TableDrafts, tokens_BR: np.ndarray, n_new_B: np.ndarray, right_BJ: np.ndarray) -> None:
-        """Update the contexts of the slots, and the counts of right drafts, after a step with drafts.
-
-        Args:
-            drafts: The drafts.
-            tokens_BR: int64, the tokens that were sampled.
-            n_new_B: int64, how many of them each sequence got.
-            right_BJ: bool, whether a drafted token was right, and all before it.
-        """
+        """Update the contexts of the slots, and the counts of right drafts, as `TableDrafts.verified`."""
         texts, slots_B = self._texts, drafts.slots_B
         if texts is None:  # another rollout has begun since
             return
@@ -369,13 +280,7 @@ class NgramDrafter:
         self._count(slots_B[rows], right_BJ[rows].sum(1), drafts.n_tokens)
 
     def verified(self, found: list[tuple[Sequence, int]]) -> None:
-        """Count how many drafted tokens were right, for drafts that the host has read.
-
-        If a grammar or a limit has shortened a draft, the tokens that were left out count as wrong.
-
-        Args:
-            found: Each sequence with the length of the leading part of its draft that was right, 0 without a draft.
-        """
+        """Count right tokens. Tokens that a grammar or a limit has cut off a draft count as wrong."""
         if found and self._texts is not None:
             _, slots_B = _slots_of([sequence for sequence, _ in found])
             self._count(slots_B, np.array([n_right for _, n_right in found]), self._n_proposed)
@@ -388,7 +293,6 @@ class NgramDrafter:
         self.length.count(n_reached[:-1], n_reached[1:])
 
     def _slot_texts(self, slots: SlotTable) -> _SlotTexts:
-        """Return the entries of all slots. The first call in a rollout creates them."""
         if self._texts is None:
             self._texts = _SlotTexts(slots)
         return self._texts
@@ -396,17 +300,7 @@ class NgramDrafter:
     def _begin_texts(
         self, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray, most: int | None = None
     ) -> int:
-        """Set the scopes of the sequences that are new in the batch, and queue the texts of these scopes for the table.
-
-        Args:
-            sequences: The sequences.
-            slots: The slot table.
-            slots_B: int64, slot of each sequence.
-            most: Largest number of new sequences. None for all.
-
-        Returns:
-            The number of new sequences, also of those beyond `most`.
-        """
+        """Queue the texts of up to `most` sequences that are new in the batch. Return how many are new."""
         texts = self._slot_texts(slots)
         new = np.flatnonzero(texts.owner[slots_B] != slots.owner[slots_B]).tolist()
         for row in new[:most]:
@@ -423,7 +317,7 @@ class NgramDrafter:
 
     @staticmethod
     def _read_last(texts: _SlotTexts, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray) -> None:
-        """Read the last tokens of new sequences, and of sequences that got tokens in steps without TableDrafts."""
+        """Read the last tokens of new sequences, and of those that got tokens in steps without TableDrafts."""
         n_staged_B, is_old_B = slots.n_staged[slots_B], texts.n_new[slots_B] != slots.n_new[slots_B]
         many = np.flatnonzero(is_old_B & (n_staged_B >= CONTEXT))
         columns = n_staged_B[many, None] + np.arange(-CONTEXT, 0)
@@ -436,27 +330,19 @@ class NgramDrafter:
         texts.n_new[slots_B] = slots.n_new[slots_B]
 
     def _load(self, scope: int, *, but_newest: bool = False) -> None:
-        """Queue the samples of a scope in the memory for the table.
-
-        Does nothing if they were entered before, and so few tokens since that most entries must still exist.
-
-        Args:
-            scope: The scope.
-            but_newest: Whether the newest sample is left out.
-        """
+        """Queue the remembered samples of a scope, unless most of their entries must still exist."""
         n_before, room = self._loaded.get(scope), len(self.table.counts) // (2 * len(LEVELS))
         if n_before is None or self._n_entered - n_before > room:
-            for before, tokens in self.memory.of(scope)[: -1 if but_newest else None]:
+            for before, tokens in self.memory.samples(scope)[: -1 if but_newest else None]:
                 self._queue(_Text(scope, before, tokens))
         if len(self._loaded) > room:
             self._loaded.clear()
         self._loaded[scope] = self._n_entered
 
     def _record(self, request: GenerationRequest) -> _RequestRecord:
-        """Return the record of a request. The first call for a request makes the record.
+        """Return the record of a request, kept so that its prompt is hashed once.
 
-        Requests with a `draft_scope` get a new record in each call, and no record is kept, because a server has many
-        such requests with long prompts.
+        With a `draft_scope`, no record is kept, because a server has many such requests with long prompts.
         """
         if request.draft_scope is not None:
             return _RequestRecord(request, request.draft_scope)
@@ -468,7 +354,7 @@ class NgramDrafter:
         return found
 
     def _queue_prompt(self, scope: int, prompt: list[int]) -> None:
-        """Queue a prompt for the table, except leading chunks that are equal to those of another prompt of the scope.
+        """Queue a prompt, except leading chunks that another prompt of the scope has.
 
         So each token of a conversation is entered once, although each prompt repeats the previous one.
         """
@@ -503,7 +389,7 @@ class NgramDrafter:
             self._n_pending -= len(self._pending.popleft().new)
 
     def _enter_pending(self, budget: int) -> None:
-        """Enter the oldest queued texts in the table, as whole texts, until `budget` tokens are reached or exceeded."""
+        """Enter the oldest queued texts, as whole texts, until `budget` tokens are reached."""
         chosen = list[_Text]()
         while self._pending and budget > 0:
             chosen.append(self._pending.popleft())
@@ -515,7 +401,6 @@ class NgramDrafter:
 
 
 def _slots_of(sequences: list[Sequence]) -> tuple[SlotTable, np.ndarray]:
-    """Return the slot table of sequences in the batch, and their slots, int64."""
     table = sequences[0].table
     assert table is not None
     return table, np.array([sequence.slot for sequence in sequences], dtype=np.int64)

@@ -22,7 +22,7 @@ MAX_GRAMMARS = 128  # compiled ones that are kept
 
 
 def _library() -> Any:
-    """Import llguidance and return the module. Raises GrammarError if it is not installed."""
+    """Import llguidance. Raises GrammarError if it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -35,15 +35,8 @@ def _library() -> Any:
 class GrammarState:
     """The parser state of one completion in its grammar, after the tokens accepted so far.
 
-    Args:
-        matcher: llguidance matcher that no other completion uses.
-        vocab_size: Number of tokens in a mask.
-        eos_token_ids: Tokens that end the completion.
-
-    Attributes:
-        finished: Whether the completion has ended with an end-of-sequence token.
-        error: Reason why decoding cannot continue, such as a grammar that became too complex. Empty if there is
-            none.
+    `finished` is set by an end-of-sequence token. `error` says why decoding cannot continue, such as a grammar that
+    became too complex.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]):
@@ -52,50 +45,32 @@ class GrammarState:
         self.error = ""
 
     def mask(self) -> np.ndarray:
-        """Return the mask of tokens that may come next, int32 (ceil(vocab / 32),).
-
-        Token t is allowed if bit t % 32 of entry t // 32 is set.
-        """
         return masks([self])[0]
 
     def accept(self, token: int) -> None:
-        """Advance the state by one sampled token.
-
-        Sets `finished` after an end-of-sequence token. Sets `error` if the grammar does not allow the token, or if
-        the parser fails.
-        """
         if not self.matcher.consume_token(token) or self.matcher.is_error():
             self.error = _reason(self.matcher.get_error()) or f"token {token} is not allowed"
         self.finished = not self.error and token in self._eos
 
     def n_allowed(self, draft: Sequence[int]) -> int:
-        """Return how many of the drafted tokens the grammar allows one after the other, without changing the state.
-
-        Args:
-            draft: Tokens that may follow.
-        """
+        """Return how many drafted tokens are allowed one after the other, without changing the state."""
         return int(self.matcher.validate_tokens(list(draft)))
 
 
 class Grammar:
-    """A compiled grammar, which any number of completions can use.
-
-    Attributes:
-        text: The grammar as text, before compilation.
-    """
+    """A compiled grammar, which any number of completions can use."""
 
     def __init__(self, text: str, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]):
         self.text, self._matcher, self._vocab_size, self._eos = text, matcher, vocab_size, eos_token_ids
 
     def start(self) -> GrammarState:
-        """Return a new state, before the first token of a completion."""
         return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._eos)
 
 
 def masks(states: Sequence[GrammarState]) -> np.ndarray:
-    """Return, for several grammar states, the masks of tokens that may come next, int32 (states, ceil(vocab / 32)).
+    """Return the masks of tokens that may come next, int32 (states, ceil(vocab / 32)).
 
-    In each row, token t is allowed if bit t % 32 of entry t // 32 is set. All states must have the same vocabulary.
+    Token t is allowed if bit t % 32 of entry t // 32 is set. All states must have the same vocabulary.
     """
     out_KW = np.zeros((len(states), -(-states[0].vocab_size // 32)), dtype=np.int32)
     for row, state in zip(out_KW, states, strict=True):
@@ -104,12 +79,7 @@ def masks(states: Sequence[GrammarState]) -> np.ndarray:
 
 
 def masks_along(state: GrammarState, draft: Sequence[int]) -> np.ndarray:
-    """Return the masks of the next token and of each token after a draft, int32 (1 + drafted tokens, ceil(vocab / 32)).
-
-    Args:
-        state: State before the draft. It is not changed.
-        draft: Tokens that the grammar allows and that do not end it.
-    """
+    """Return the masks of the next token and after each token of a draft, which the grammar allows."""
     out_KW = np.zeros((1 + len(draft), -(-state.vocab_size // 32)), dtype=np.int32)
     matcher = state.matcher.deep_copy() if draft else state.matcher
     for row, token in zip(out_KW, [*draft, None], strict=True):
@@ -122,13 +92,8 @@ def masks_along(state: GrammarState, draft: Sequence[int]) -> np.ndarray:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer. Construction takes about a second for a vocabulary of 150,000 tokens.
 
-    Args:
-        tokenizer: A tokenizer of transformers.
-        vocab_size: Vocabulary of the model. Token ids that the tokenizer lacks are never allowed.
-        eos_token_ids: Tokens that end a completion. If empty, the tokenizer's end-of-sequence token.
-
-    Raises:
-        GrammarError: llguidance is not installed, or cannot use the tokenizer.
+    Ids that the tokenizer lacks are never allowed. Raises GrammarError if llguidance is not installed or cannot use the
+    tokenizer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int] = ()):
@@ -141,20 +106,13 @@ class GrammarCompiler:
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
 
     def compile(self, text: str) -> Grammar:
-        """Compile a grammar. The last 128 results are kept, and returned again for the same text.
-
-        Args:
-            text: The grammar, in Lark syntax or as a JSON object of llguidance.
-
-        Raises:
-            GrammarError: The text is not a valid grammar.
-        """
+        """Compile a grammar in Lark syntax, or a JSON object of llguidance. The last 128 results are kept."""
         if text in self._grammars:
             self._grammars.move_to_end(text)
             return self._grammars[text]
         library = _library()
-        form = text if text.startswith("{") else library.LLMatcher.grammar_from_lark(text)
-        matcher = library.LLMatcher(self.ll_tokenizer, form, log_level=0)
+        source = text if text.startswith("{") else library.LLMatcher.grammar_from_lark(text)
+        matcher = library.LLMatcher(self.ll_tokenizer, source, log_level=0)
         if matcher.is_error():
             raise GrammarError("the grammar cannot be compiled: {}", _reason(matcher.get_error()))
         grammar = Grammar(text, matcher, self.vocab_size, self._eos)
@@ -168,24 +126,16 @@ class GrammarCompiler:
         return grammar
 
     def can_write(self, grammar: Grammar, text: str) -> bool:
-        """Return whether a grammar allows a completion to begin with a text.
-
-        Args:
-            grammar: A grammar of this compiler.
-            text: The beginning. The tokenizer encodes the text, and its tokens are compared with the grammar.
-        """
+        """Return whether a grammar allows a completion to begin with a text, as the tokenizer encodes it."""
         tokens = self.ll_tokenizer.tokenize_str(text)
         return grammar.start().n_allowed(tokens) == len(tokens)
 
     def has_tokens_for(self, text: str) -> bool:
-        """Return whether the tokenizer can write a text. If not, it writes another text, such as "<unk>"."""
+        """Return whether the tokenizer can write a text. If not, it writes another, such as "<unk>"."""
         return self.ll_tokenizer.decode_bytes(self.ll_tokenizer.tokenize_str(text)) == text.encode()
 
     def special_tokens(self, tokenizer: Any) -> dict[str, int]:
-        """Return those added tokens of the tokenizer that are special for llguidance, as text -> token id.
-
-        A grammar must name these tokens by id, because no text matches them.
-        """
+        """Return those added tokens that no text matches, so that a grammar must name them by id."""
         added = tokenizer.get_added_vocab()
         return {text: token for text, token in added.items() if self.ll_tokenizer.is_special_token(token)}
 
@@ -202,22 +152,16 @@ def text_ranges(tokenizer: Any, eos_token_ids: Iterable[int]) -> TextRanges:
 
 
 def ranges_of(ids: Sequence[int]) -> TextRanges:
-    """Return token ids as ranges (first, end)."""
     found = np.unique(np.array(ids, dtype=np.int64))
     parts = np.split(found, np.flatnonzero(np.diff(found) > 1) + 1)
     return tuple((int(part[0]), int(part[-1]) + 1) for part in parts if len(part))
 
 
 class Vocabulary:
-    """Tokenizer, end tokens and grammars of a model. They are loaded when they are first used.
+    """Tokenizer, end tokens and grammars of a model, loaded when they are first used.
 
-    Args:
-        folder: Folder of the tokenizer.
-        config: Shape of the model.
-        more_eos_token_ids: Tokens that end a completion, in addition to those in the files of the model. None adds the
-            end-of-sequence token of the tokenizer.
-        tokenizer: The tokenizer, if it is loaded already.
-        texts: Result of `text_ranges`, if it is known already.
+    Tokens in `more_eos_token_ids` end a completion in addition to those in the files of the model. None adds the
+    end-of-sequence token of the tokenizer.
     """
 
     def __init__(
@@ -233,12 +177,10 @@ class Vocabulary:
 
     @property
     def context_len(self) -> int:
-        """Context length of the model in tokens."""
         return self._config.max_position_embeddings
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer of transformers. Raises EngineError if the folder has none that loads."""
         if self._given is not None:
             return self._given
         from transformers import AutoTokenizer
@@ -254,23 +196,20 @@ class Vocabulary:
 
     @cached_property
     def eos_token_ids(self) -> set[int]:
-        """Tokens that end a completion."""
         more = [self.tokenizer.eos_token_id] if self._more is None else self._more
         return {*self._config.eos_token_ids, *(token for token in more if token is not None)}
 
     @cached_property
     def texts(self) -> TextRanges:
-        """The token ids that can be sampled."""
         return text_ranges(self.tokenizer, self.eos_token_ids) if self._texts is None else self._texts
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """Compiler of grammars for this vocabulary, which keeps compiled grammars."""
         return GrammarCompiler(self.tokenizer, self._config.vocab_size, self.eos_token_ids)
 
 
 def _reason(message: str) -> str:
-    """Return an error message of llguidance in one line, without the state or the lines of the grammar after it."""
+    """Return an error of llguidance in one line, without the state or the lines of the grammar after it."""
     lines = []
     for line in message.strip().splitlines():
         number, bar, _ = line.partition(" | ")
@@ -282,31 +221,30 @@ def _reason(message: str) -> str:
 
 
 @cache
-def _bytes() -> Any:
-    """Return a tokenizer with a token for each byte."""
+def _byte_tokenizer() -> Any:
     return _library().LLTokenizer("byte")
 
 
 @lru_cache(1024)
-def _matcher(text: str) -> Any:
+def _byte_matcher(text: str) -> Any:
     library = _library()
-    return library.LLMatcher(_bytes(), library.LLMatcher.grammar_from_lark(text), log_level=0)
+    return library.LLMatcher(_byte_tokenizer(), library.LLMatcher.grammar_from_lark(text), log_level=0)
 
 
-def fault_of(text: str) -> str:
+def grammar_error(text: str) -> str:
     """Return why a grammar cannot be compiled, "" if it can. No tokenizer is needed."""
-    matcher = _matcher(text)
+    matcher = _byte_matcher(text)
     return _reason(matcher.get_error()) if matcher.is_error() else ""
 
 
 def accepts(text: str, answer: str) -> bool:
     """Return whether a grammar without special tokens allows exactly this answer."""
-    state, tokens = _matcher(text).deep_copy(), _bytes().tokenize_str(answer)
+    state, tokens = _byte_matcher(text).deep_copy(), _byte_tokenizer().tokenize_str(answer)
     return state.validate_tokens(tokens) == len(tokens) and state.consume_tokens(tokens) and state.is_accepting()
 
 
 def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:
-    """Return the tokenizer as an LLTokenizer of llguidance. Raises GrammarError if llguidance cannot use it."""
+    """Return the LLTokenizer of llguidance. Raises GrammarError if llguidance cannot use the tokenizer."""
     library = _library()
     try:
         import llguidance.hf

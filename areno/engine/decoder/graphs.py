@@ -32,16 +32,13 @@ def bucket_sizes(max_running: int) -> list[int]:
 
 
 def drafting_sizes(max_running: int) -> list[int]:
-    """Return the numbers of sequences of the CUDA graphs of steps with drafts: powers of two, and last `max_running`.
-
-    There are few, because there is a graph for each number of drafted tokens as well.
-    """
+    """Return the numbers of sequences of graphs of steps with drafts, few because each length has its own graph."""
     return [*(1 << i for i in range((max_running - 1).bit_length())), max_running]
 
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which all CUDA graphs of a device are captured.
+    """Return the one stream on which all CUDA graphs of a device are captured.
 
     PyTorch keeps a workspace of cuBLAS (32 MiB on an H100) for each stream that has run a matrix product. With a stream
     of its own, each new decoder would add a workspace. Two threads of a process must not capture on one device at the
@@ -54,15 +51,8 @@ class Captures:
     """Captures functions as CUDA graphs, which share one memory pool.
 
     Graphs can share memory because they are replayed one after the other, and nothing but their outputs, which stay
-    referenced, must outlive a replay.
-
-    Args:
-        device: The GPU.
-        may_fail: Whether a graph may be left out if memory runs out. False if other ranks take part in the passes, and
-            would wait for this one.
-
-    Attributes:
-        device: The GPU.
+    referenced, must outlive a replay. `may_fail` is False if other ranks take part in the passes, and would wait for
+    this one after it ran out of memory.
     """
 
     def __init__(self, device: torch.device, *, may_fail: bool):
@@ -70,15 +60,10 @@ class Captures:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _capture_stream(device)
 
-    def of(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor] | None:
-        """Run a function once, then capture it as a CUDA graph.
+    def capture(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor] | None:
+        """Run a function once, then capture it. Returns the replay and the output, which a replay overwrites.
 
-        Args:
-            body: The function.
-
-        Returns:
-            Function that replays the graph, and the output of `body`, which a replay overwrites. None if memory ran
-            out.
+        None if memory ran out.
         """
         try:
             return self._captured(body)
@@ -118,13 +103,8 @@ Key = TypeVar("Key", bound=Hashable)
 class GraphCache(Generic[Key]):
     """Runs passes as CUDA graphs, one for each kind of pass.
 
-    Args:
-        captures: Captures the graphs.
-        at_once: Whether the first pass of a kind is captured. If not, it runs without a graph, and the second one is
-            captured, because a capture takes as long as many passes.
-
-    Attributes:
-        n_replays: Number of passes that ran as a CUDA graph.
+    Without `at_once`, the first pass of a kind runs without a graph, and the second one is captured, because a capture
+    takes as long as many passes.
     """
 
     def __init__(self, captures: Captures, *, at_once: bool):
@@ -134,7 +114,6 @@ class GraphCache(Generic[Key]):
         self.n_replays = 0
 
     def host_memory(self, n: int) -> Tensor:
-        """Return uninitialised host memory for the inputs of a pass, (n,) int64."""
         return torch.empty(n, dtype=torch.int64, pin_memory=self._captures.device.type == "cuda")
 
     def run(
@@ -144,21 +123,15 @@ class GraphCache(Generic[Key]):
         body: Callable[[Tensor], Tensor],
         idle: Callable[[], np.ndarray] | None = None,
     ) -> Tensor:
-        """Run a pass.
+        """Run a pass of kind `key`, and return the result of `body`, which the next call overwrites.
 
-        Args:
-            key: The kind of pass.
-            packed: All inputs in `host_memory`, for one copy to the device.
-            body: Function that computes passes of this kind from the inputs on the device.
-            idle: Returns inputs with which the runs of a capture change nothing. None if passes may be repeated.
-
-        Returns:
-            The result of `body`. The next call overwrites this tensor.
+        `packed` are all inputs in `host_memory`. `idle` returns inputs with which the runs of a capture change nothing,
+        and is None if passes may be repeated.
         """
         device = self._captures.device
         if key not in self._graphs and (self._at_once or key in self._seen):
             inputs = (packed if idle is None else torch.from_numpy(idle())).to(device, copy=True)
-            graph = self._captures.of(lambda: body(inputs))
+            graph = self._captures.capture(lambda: body(inputs))
             self._graphs[key] = None if graph is None else (graph[0], inputs, graph[1])
         self._seen.add(key)
         found = self._graphs.get(key)
@@ -177,18 +150,7 @@ class DecodeGraphs:
     Batches are of the same kind if they agree in padded batch size, shape of the shared-prefix groups, numbers of
     splits and sampling flags. The decode step may read only its arguments, and tensors whose memory never moves. The
     weights are such tensors, because training updates them in place. So a graph stays valid for the whole run.
-
-    Args:
-        body: Function that computes the decode step.
-        sizes: The batch sizes, in ascending order.
-        padding: Inputs of a padding row: slot (the scratch slot, which comes after all others), position, index of the
-            token, length of the shared prefix, then those that `body` expects beyond them.
-        captures: Captures the graphs.
-        at_once: Whether the first batch of a kind is captured, or the second.
-
-    Attributes:
-        graphs: The graphs by GraphKey.
-        most: The largest batch size.
+    `padding` are the inputs of a padding row, which has the scratch slot.
     """
 
     def __init__(
@@ -205,21 +167,10 @@ class DecodeGraphs:
         self.graphs = GraphCache[GraphKey](captures, at_once=at_once)
 
     def size_for(self, n_rows: int) -> int:
-        """Return the smallest batch size in the list of graph sizes that has room for `n_rows` rows."""
         return next(size for size in self._sizes if size >= n_rows)
 
     def run(self, rows: np.ndarray, split: AttentionSplit, flags: SamplingFlags) -> Tensor:
-        """Run the decode step for a batch, which is padded to the next batch size of the CUDA graphs.
-
-        Args:
-            rows: (I, B) int64. For each batch row: its slot, the position of its input token, the index of the sampled
-                token in its completion, and the length of its shared prefix. More inputs may follow.
-            split: Division of the attention.
-            flags: Sampling operations that at least one row needs.
-
-        Returns:
-            (2, B) float64: sampled tokens and their log-probabilities. The next call overwrites this tensor.
-        """
+        """Pad the batch to the next of `sizes`, and run the decode step. The next call overwrites the result."""
         (n_inputs, n_rows), groups = rows.shape, split.prefix_groups_GR
         size = self.size_for(n_rows)
         end, group_shape, splits = 2 + n_inputs * size, None if groups is None else groups.shape, split.splits

@@ -5,7 +5,8 @@ CUDA graph launches all kernels at once. Graphs have fixed sizes, so a prefill i
 row of padding tokens, which write to the scratch block of the KV cache, and by rows without tokens.
 
 Shape letters: N computed tokens, M attended tokens, T block tables of a group of layers, K completed prompts, R chunks.
-Places in the KV cache are indices of tokens: block * block_size + offset.
+Tokens in the KV cache have indices: block * block_size + offset. `last` are the indices among the N tokens of the last
+tokens of completed prompts, `cu_q` (R + 1,) and `cu_k` (R + 1,) cumulative numbers of computed and attended tokens.
 """
 
 from __future__ import annotations
@@ -32,41 +33,26 @@ _ROWS = 64
 
 
 @dataclass(slots=True)
-class PrefillPlaces:
-    """Where a prefill writes and reads keys and values in the KV cache, for one group of layers.
-
-    Attributes:
-        stored_TN: int64, place of each computed token in each block table.
-        keys_TM: int64, place of each attended token in each block table. None if the chunks attend only to the tokens
-            that they compute.
-        cu_k: (R + 1,) int32, cumulative number of attended tokens of the chunks, from 0 to M.
-    """
+class PrefillIndices:
+    """The cache indices of the tokens that a prefill writes and reads, for one group of layers."""
 
     stored_TN: np.ndarray
-    keys_TM: np.ndarray | None
+    keys_TM: np.ndarray | None  # None if the chunks attend only to the tokens that they compute
     cu_k: np.ndarray
 
 
-def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first: bool) -> list[PrefillPlaces]:
-    """Return the indices in the KV cache that a prefill writes and reads, for each group of layers.
+def prefill_indices(chunks: list[Chunk], blocks: BlockManager, *, from_the_first: bool) -> list[PrefillIndices]:
+    """Return the cache indices of each group of layers.
 
-    Args:
-        chunks: The chunks of prompts that the prefill computes.
-        blocks: The allocator of KV blocks, with the groups of layers.
-        from_the_first: If True, layers with a sliding window also read all earlier tokens of a prompt. Tokens before
-            the window no longer have a block, so their indices point to the scratch block.
+    With `from_the_first`, layers with a sliding window also read all earlier tokens of a prompt. Tokens before the
+    window no longer have a block, so their indices point to the scratch block.
     """
-    return [_of_group(chunks, blocks, index, group, from_the_first) for index, group in enumerate(blocks.groups)]
+    return [_group_indices(chunks, blocks, index, group, from_the_first) for index, group in enumerate(blocks.groups)]
 
 
-def _of_group(
+def _group_indices(
     chunks: list[Chunk], blocks: BlockManager, index: int, group: KVGroup, from_the_first: bool
-) -> PrefillPlaces:
-    """Return the cache indices that a prefill writes and reads, for one group of layers.
-
-    `group` is the group, and `index` its index in `blocks.groups`. The other arguments are those of
-    `prefill_places`.
-    """
+) -> PrefillIndices:
     size = blocks.block_size
     stored, keys = [], []
     for chunk in chunks:
@@ -82,12 +68,12 @@ def _of_group(
             own if group.n_tables == 1 else np.array([blocks.physical_blocks(each) for each in own]).T
         )
         position = np.arange(first * size, chunk.end)
-        places_TM = blocks_TW[:, position // size] * size + position % size
-        keys.append(places_TM)
-        stored.append(places_TM[:, chunk.start - first * size :])
+        indices_TM = blocks_TW[:, position // size] * size + position % size
+        keys.append(indices_TM)
+        stored.append(indices_TM[:, chunk.start - first * size :])
     lengths = [each.shape[1] for each in keys]
     sees_earlier = lengths != [chunk.end - chunk.start for chunk in chunks]
-    return PrefillPlaces(
+    return PrefillIndices(
         stored_TN=np.concatenate(stored, axis=1),
         keys_TM=np.concatenate(keys, axis=1) if sees_earlier else None,
         cu_k=np.cumsum([0, *lengths], dtype=np.int32),
@@ -96,16 +82,9 @@ def _of_group(
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """The sizes of a prefill, which give the place of each input in the packed array.
+    """The sizes of a prefill, which give the offset of each input in the packed array.
 
-    Attributes:
-        n_tokens: Number of computed tokens.
-        n_rows: Number of chunks.
-        n_last: Number of prompts that the prefill completes.
-        n_tables: For each group of layers, the number of its block tables.
-        n_keys: For each group of layers, the number of attended tokens. None if these are the computed tokens.
-        max_q: Bound of the number of computed tokens of a chunk.
-        max_k: For each group of layers, a bound of the number of attended tokens of a chunk.
+    Tuples have an entry for each group of layers. `max_q` and `max_k` are bounds of the tokens of one chunk.
     """
 
     n_tokens: int
@@ -117,7 +96,7 @@ class PrefillShape:
     max_k: tuple[int, ...]
 
     def lengths(self) -> list[int]:
-        """Return the lengths of all inputs in the array: tokens, positions, borders of queries, last tokens, groups."""
+        """Return the lengths of all inputs in the array: tokens, positions, cu_q, last tokens, groups."""
         found = [self.n_tokens, self.n_tokens, self.n_rows + 1, self.n_last]
         for n_tables, n_keys in zip(self.n_tables, self.n_keys, strict=True):
             found += [n_tables * self.n_tokens, n_tables * (n_keys or 0), self.n_rows + 1]
@@ -126,34 +105,17 @@ class PrefillShape:
 
 @dataclass(slots=True)
 class PrefillTensors:
-    """The inputs of a prefill on the device.
-
-    Lists have an entry for each block table.
-
-    Attributes:
-        tokens_N: int64, token ids.
-        positions_N: int64, position of each token in its sequence.
-        last_K: int64, index among the N tokens of the last token of each prompt that the prefill completes.
-        stored: (N,) int64, place of each computed token in the KV cache.
-        keys: (M,) int64, place of each attended token in the KV cache. None if these are the computed tokens.
-        borders: The arguments cu_seqlens_q, cu_seqlens_k, max_q and max_k of `varlen_attention`.
-    """
+    """The inputs of a prefill on the device, int64. Lists have an entry for each block table."""
 
     tokens_N: Tensor
     positions_N: Tensor
     last_K: Tensor
     stored: list[Tensor]
     keys: list[Tensor | None]
-    borders: list[tuple[Tensor, Tensor, int, int]]
+    borders: list[tuple[Tensor, Tensor, int, int]]  # cu_seqlens_q, cu_seqlens_k, max_q and max_k of `varlen_attention`
 
     @staticmethod
-    def of(packed: Tensor, shape: PrefillShape) -> PrefillTensors:
-        """Divide the array of all inputs.
-
-        Args:
-            packed: int64, as `PrefillBatch.packed` makes it, on the device.
-            shape: Sizes of the prefill.
-        """
+    def unpack(packed: Tensor, shape: PrefillShape) -> PrefillTensors:
         tokens_N, positions_N, cu_q, last_K, *groups = packed.split(shape.lengths())
         cu_q_R1 = cu_q.int()
         found = PrefillTensors(tokens_N, positions_N, last_K, [], [], [])
@@ -167,31 +129,16 @@ class PrefillTensors:
 
 @dataclass(slots=True)
 class PrefillBatch:
-    """The inputs of a prefill on the host.
-
-    Attributes:
-        tokens: (N,) int64, token ids of all chunks.
-        positions: (N,) int64, position of each token in its sequence.
-        cu_q: (R + 1,) int64, cumulative number of tokens of the chunks.
-        last: (K,) int64, index among the N tokens of the last token of each prompt that the prefill completes.
-        places: Places in the KV cache, for each group of layers.
-    """
+    """The inputs of a prefill on the host."""
 
     tokens: np.ndarray
     positions: np.ndarray
     cu_q: np.ndarray
     last: np.ndarray
-    places: list[PrefillPlaces]
+    indices: list[PrefillIndices]
 
     @staticmethod
-    def of(chunks: list[Chunk], blocks: BlockManager, *, from_the_first: bool) -> PrefillBatch:
-        """Return the inputs of a prefill.
-
-        Args:
-            chunks: The chunks of prompts that the prefill computes.
-            blocks: The allocator of KV blocks.
-            from_the_first: As in `prefill_places`.
-        """
+    def from_chunks(chunks: list[Chunk], blocks: BlockManager, *, from_the_first: bool) -> PrefillBatch:
         tokens: list[int] = []
         for chunk in chunks:
             tokens += chunk.prefill.leader.tokens[chunk.start : chunk.end]
@@ -202,26 +149,25 @@ class PrefillBatch:
             positions=np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks]),
             cu_q=cu_q,
             last=cu_q[1:][[chunk.is_last for chunk in chunks]] - 1,
-            places=prefill_places(chunks, blocks, from_the_first=from_the_first),
+            indices=prefill_indices(chunks, blocks, from_the_first=from_the_first),
         )
 
     @property
     def shape(self) -> PrefillShape:
-        """The sizes of the prefill."""
         return PrefillShape(
             n_tokens=len(self.tokens),
             n_rows=len(self.cu_q) - 1,
             n_last=len(self.last),
-            n_tables=tuple(len(each.stored_TN) for each in self.places),
-            n_keys=tuple(None if each.keys_TM is None else each.keys_TM.shape[1] for each in self.places),
+            n_tables=tuple(len(each.stored_TN) for each in self.indices),
+            n_keys=tuple(None if each.keys_TM is None else each.keys_TM.shape[1] for each in self.indices),
             max_q=int(np.diff(self.cu_q).max()),
-            max_k=tuple(int(np.diff(each.cu_k).max()) for each in self.places),
+            max_k=tuple(int(np.diff(each.cu_k).max()) for each in self.indices),
         )
 
     def packed(self) -> np.ndarray:
         """Return all inputs in one int64 array, for one copy to the device."""
         parts = [self.tokens, self.positions, self.cu_q, self.last]
-        for each in self.places:
+        for each in self.indices:
             keys = np.empty(0, np.int64) if each.keys_TM is None else each.keys_TM.ravel()
             parts += [each.stored_TN.ravel(), keys, each.cu_k]
         return np.concatenate(parts).astype(np.int64, copy=False)
@@ -230,19 +176,13 @@ class PrefillBatch:
         """Return an equal prefill of a size for which there can be a CUDA graph, and this size.
 
         The chunks are followed by a row of padding tokens, a row that has no queries and the padding of the keys, and
-        empty rows. `last` is padded with the first token, whose logits are not read.
-
-        Args:
-            scratch: Place in the KV cache that padding tokens write to and read.
-            most_tokens: Largest number of tokens with padding.
-
-        Returns:
-            The padded prefill and its shape. None if the prefill is too large, or if layers have sliding windows.
+        empty rows. `last` is padded with the first token, whose logits are not read. None if the prefill is too large,
+        or if layers have sliding windows.
         """
         n_tokens, n_rows = len(self.tokens), len(self.cu_q) - 1
-        if n_tokens > most_tokens or n_rows > _ROWS or len(self.places) > 1:
+        if n_tokens > most_tokens or n_rows > _ROWS or len(self.indices) > 1:
             return None
-        size, [place] = next(each for each in _TOKENS if each >= n_tokens), self.places
+        size, [place] = next(each for each in _TOKENS if each >= n_tokens), self.indices
         more, n_keys, keys = size - n_tokens, size, place.keys_TM
         if keys is not None:
             wanted = keys.shape[1] + more  # a row has at least as many keys as queries
@@ -255,7 +195,7 @@ class PrefillBatch:
             positions=np.pad(self.positions, (0, more)),
             cu_q=np.pad(self.cu_q, (0, 2 + _ROWS - n_rows), constant_values=size),
             last=np.pad(self.last, (0, _ROWS - len(self.last))),
-            places=[
+            indices=[
                 replace(
                     place,
                     stored_TN=np.pad(place.stored_TN, ((0, 0), (0, more)), constant_values=scratch),
@@ -278,15 +218,6 @@ class PrefillGraphs:
 
     All are padded, also the first of a size, so the bits of a prefill do not depend on which prefills came before. As
     for DecodeGraphs, the prefill may read only its argument, and tensors whose memory never moves.
-
-    Args:
-        body: Function that computes a prefill and returns the logits of the last tokens, (K, V).
-        scratch: Place in the KV cache that padding tokens write to and read.
-        captures: Captures the graphs.
-        n_params: Number of parameters of the layers. Prefills of smaller models have graphs up to larger sizes.
-
-    Attributes:
-        graphs: The graphs by PrefillShape.
     """
 
     def __init__(self, body: Callable[[PrefillTensors], Tensor], scratch: int, captures: Captures, n_params: int):
@@ -297,14 +228,9 @@ class PrefillGraphs:
         self._logits_KV: Tensor | None = None  # of all graphs
 
     def run(self, batch: PrefillBatch) -> Tensor | None:
-        """Run a prefill, padded and as a CUDA graph if its size has one.
+        """Return the logits of the last tokens, (K, V), which the next call overwrites.
 
-        Args:
-            batch: The inputs.
-
-        Returns:
-            Logits of the last token of each completed prompt, (K, V). The next call overwrites this tensor. None if
-            the prefill completes no prompt or is too large.
+        None if the prefill completes no prompt or is too large.
         """
         padded = batch.padded(self._scratch, self._most_tokens) if len(batch.last) else None
         if padded is None:
@@ -317,7 +243,7 @@ class PrefillGraphs:
 
     def _logits(self, inputs: Tensor, shape: PrefillShape) -> Tensor:
         """Compute a padded prefill. All graphs return their logits in the same memory."""
-        logits_KV = self._body(PrefillTensors.of(inputs, shape))
+        logits_KV = self._body(PrefillTensors.unpack(inputs, shape))
         if self._logits_KV is None:  # in the first prefill, which runs without a graph
             self._logits_KV = torch.empty_like(logits_KV)
         return self._logits_KV.copy_(logits_KV)

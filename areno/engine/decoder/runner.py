@@ -46,19 +46,11 @@ class Runner:
     """The device side of the decoder: runs the model, and holds the KV cache and the sampling settings.
 
     A sequence has a slot while it is in the batch. For each slot the device holds block tables, sampling settings and
-    the last sampled token. The last slot belongs to padding rows.
+    the last sampled token. The last slot belongs to padding rows. Arguments are those of Decoder.
 
-    Args:
-        model: The model.
-        blocks: The allocator of KV blocks.
-        layout: Assignment of layers to blocks and block tables.
-        max_running: Largest number of sequences in the batch.
-        usual_running: Number of sequences in training, which has a CUDA graph of its own size. None: `max_running`.
-        use_graphs: Whether to run decode steps as CUDA graphs. They need triton.
-        attn_backend: Attention kernel of the prefill, as `choose_backend` returns it.
-        exact: Whether log-probabilities must have the same bits as in training (setting `engine.exact`).
-        keeps_routes: Whether to store the experts that tokens are routed to.
-        texts: Ranges of the token ids that are sampled, as for `SlotSampler`.
+    In the methods that sample, `slots_B` is the slot of each row and `index_B` the index of the sampled token in its
+    completion, both int64. They return (2, B) float64, tokens and log-probabilities. With LogitEdits, more rows follow
+    as in `sample_edited`.
     """
 
     def __init__(
@@ -135,7 +127,6 @@ class Runner:
 
     @property
     def all_graphs(self) -> list[GraphCache[Any]]:
-        """The CUDA graphs of decode steps, steps with drafts, and prefills. Empty if passes run without graphs."""
         found = (self.graphs, self.prefill_graphs)
         return [*(each.graphs for each in found if each is not None), *self.ngrams.graphs]
 
@@ -148,19 +139,7 @@ class Runner:
         edits: LogitEdits | None,
         sampler: SlotSampler,
     ) -> Tensor:
-        """Sample a token for each of the B batch rows, from logits of the whole vocabulary.
-
-        Args:
-            logits_BV: Logits of each row for the V tokens of the vocabulary. Their values may be overwritten.
-            slots_B: int64, slot of each row.
-            index_B: int64, index of the sampled token in its completion.
-            flags: Sampling operations that at least one row needs.
-            edits: Edits of the logits of some rows. None if no row needs edits.
-            sampler: The settings of the slots.
-
-        Returns:
-            (2, B) float64, tokens and log-probabilities. With `edits`, more rows follow as in `sample_edited`.
-        """
+        """Sample a token for each row from logits of the whole vocabulary, which may be overwritten."""
         head, first = self.model.output, self.model.output.first
         local_BV = self._kept(logits_BV[:, first : first + head.n_valid], flags)
         if edits is None:
@@ -172,20 +151,10 @@ class Runner:
     def _sample_shares(
         self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, sampler: SlotSampler
     ) -> Tensor:
-        """Sample a token for each batch row when each tensor-parallel rank has only some columns of the logits.
+        """Sample a token for each row when each tensor-parallel rank has only some columns of the logits.
 
         If `can_sample_columns` accepts `flags`, each rank draws from its own columns. Otherwise, as with top-k or
         top-p, the ranks exchange logits, and each rank draws the tokens of some of the rows from the whole vocabulary.
-
-        Args:
-            local_BV: This rank's columns of the logits, (B rows, vocabulary / ranks).
-            slots_B: int64, slot of each row.
-            index_B: int64, index of the sampled token in its completion.
-            flags: Sampling operations that at least one row needs.
-            sampler: The settings of the slots.
-
-        Returns:
-            (2, B) float64, tokens and log-probabilities of all rows, the same on every rank.
         """
         tp, n_rows, n_valid = self.model.tp, len(slots_B), self.model.output.n_valid
         if can_sample_columns(local_BV, flags):
@@ -203,25 +172,11 @@ class Runner:
         return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows], sampler)
 
     def _kept(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
-        """Return the logits for `_scored`: `local_BV`, or a copy if sampling would change `local_BV`.
-
-        The copy is only made if `self.is_exact` is set, because `_scored` does not read the logits otherwise.
-        """
+        """Return the logits that `_scored` reads: a copy if sampling would change them."""
         return local_BV.clone() if self.is_exact and self.sampler.tensors.overwrites(flags) else local_BV
 
     def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor, sampler: SlotSampler) -> Tensor:
-        """Replace log-probabilities by those that the training kernel computes, if `self.is_exact` is set.
-
-        Args:
-            out_2B: float64, a row of sampled tokens and a row of their log-probabilities, changed in place. More rows
-                may follow.
-            local_BV: This rank's columns of the logits before sampling.
-            slots_B: int64, slot of each batch row.
-            sampler: The settings of the slots.
-
-        Returns:
-            `out_2B`.
-        """
+        """With `is_exact`, replace log-probabilities in place by those that the training kernel computes."""
         if self.is_exact:
             model = self.model
             out_2B[1] = sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.output.first)
@@ -231,12 +186,7 @@ class Runner:
     def launch(self, scheduled: SchedulerOutput) -> list[PendingTokens]:
         """Launch the forward passes of a step without waiting for them.
 
-        Args:
-            scheduled: The plan of the step: prompt chunks to prefill, and sequences to decode.
-
-        Returns:
-            At most two PendingTokens: one for the sequences whose prompts the prefill completes, and one for the
-            sequences that decode. Each is left out if there are no such sequences.
+        Returns at most two PendingTokens: for the sequences whose prompts are complete, and for those that decode.
         """
         pending: list[PendingTokens] = []
         prefilled = [sequence for chunk in scheduled.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
@@ -268,18 +218,12 @@ class Runner:
         return pending
 
     def verified(self, sequence: Sequence, n_accepted: int) -> None:
-        """Note that a sequence got tokens from a verification, which the device learns before the next step.
-
-        Args:
-            sequence: The sequence, which is in the batch.
-            n_accepted: Number of new tokens.
-        """
+        """Note that a sequence got tokens from a verification, which the device learns before the next step."""
         self._verified[sequence.slot] = sequence
         if sequence.is_penalized:
             self._uncounted += [(sequence.slot, token) for token in sequence.tokens[-n_accepted:]]
 
     def _correct_verified(self) -> None:
-        """Send the tokens of the last verification to the device: last tokens, and tokens to count for penalties."""
         verified, self._verified = self._verified, {}
         uncounted, self._uncounted = self._uncounted, []
         # A sequence that has left its slot needs nothing: a new one in the slot writes its own values afterwards.
@@ -293,18 +237,11 @@ class Runner:
         return to_device(array, self.device)
 
     def _upload_columns(self, rows: Collection[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        """Start copying a list of int tuples of equal length to the device.
-
-        Return one int64 tensor for each tuple index: the first elements of all tuples, the second elements, and so
-        on.
-        """
+        """Copy tuples of equal length to the device, as one int64 tensor for each tuple index."""
         return self._upload(np.array(rows, dtype=np.int64).T.copy()).unbind()
 
     def _download(self, out: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start copying the sampled tokens `out` to the host, without waiting.
-
-        Returns the tensor on the host, and the event that marks the end of the copy.
-        """
+        """Start copying to the host. Returns the host tensor and the event that marks the end of the copy."""
         if self.device.type != "cuda":
             return out, None
         host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
@@ -314,10 +251,7 @@ class Runner:
         return host, ready
 
     def _upload_slots(self, new: list[Sequence], slots_B: np.ndarray, scheduled: SchedulerOutput) -> None:
-        """Copy new block-table entries, and the sampling settings of sequences with a new slot, to the device.
-
-        `new` are the sequences that sample their first token in their slot, and `slots_B` their slots.
-        """
+        """Copy new block-table entries, and the sampling settings of sequences with a new slot, to the device."""
         if changed := [*new, *scheduled.grown]:
             slots = [each.slot for each in changed]
             entries = BlockTables.new_entries([each.block_tables for each in changed], slots)
@@ -331,18 +265,14 @@ class Runner:
                 self.sampler.assign_counts(*map(self._upload, counts))
 
     def _prefill(self, chunks: list[Chunk]) -> Tensor | None:
-        """Run one forward pass over prompt chunks.
-
-        Returns:
-            (K, V) logits after the last token of each of K prompts that the pass completes. None if there are none.
-        """
+        """Run one forward pass over prompt chunks. Returns the logits of the K prompts that it completes, (K, V)."""
         # Spans of the exact attention are counted from the first token on.
-        batch = PrefillBatch.of(chunks, self.blocks, from_the_first=self.fixed_order)
+        batch = PrefillBatch.from_chunks(chunks, self.blocks, from_the_first=self.fixed_order)
         logits_KV = None
         if self.prefill_graphs is not None and not any(chunk.prefill.leader.scores_prompt for chunk in chunks):
             logits_KV = self.prefill_graphs.run(batch)
         if logits_KV is None:
-            given = PrefillTensors.of(self._upload(batch.packed()), batch.shape)
+            given = PrefillTensors.unpack(self._upload(batch.packed()), batch.shape)
             attend = self._with_states_of(chunks, batch.cu_q, self._attend(given))
             hidden_ND = self._forward(given.tokens_N, given.positions_N, attend, given.stored[0])
             self._score_prompts(chunks, hidden_ND)
@@ -352,20 +282,9 @@ class Runner:
     def _sample_first(
         self, scheduled: SchedulerOutput, prefilled: list[Sequence], slots_B: np.ndarray, logits_KV: Tensor
     ) -> Tensor:
-        """Sample the first token of sequences whose prompts are complete, and copy what followers need of a prompt.
-
-        Args:
-            scheduled: The plan of the step.
-            prefilled: The sequences, which have the settings of their slots on the device.
-            slots_B: int64, their slots.
-            logits_KV: Result of `_prefill`.
-
-        Returns:
-            (2, B) float64, tokens and log-probabilities. If a sequence needs LogitEdits, the ids and the
-            log-probabilities of the most likely tokens follow in further rows.
-        """
+        """Sample the first token of complete prompts, and copy what followers need of a prompt."""
         complete = [chunk.prefill for chunk in scheduled.chunks if chunk.is_last]
-        if copies := [pair for prefill in complete for pair in prefill.copies(self.blocks)]:
+        if copies := [pair for prefill in complete for pair in prefill.block_copies(self.blocks)]:
             sources, targets = self._upload_columns(copies)
             self.cache.kv_blocks.index_copy_(2, targets, self.cache.kv_blocks.index_select(2, sources))
             if self.routes is not None:
@@ -397,20 +316,11 @@ class Runner:
         return attend
 
     def _prefill_logits(self, given: PrefillTensors) -> Tensor:
-        """Compute a prefill of a model without recurrent layers, and return the logits of the last tokens, (K, V)."""
         hidden_ND = self._forward(given.tokens_N, given.positions_N, self._attend(given), None)
         return self.model.logits(hidden_ND[given.last_K])
 
     def _with_states_of(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
-        """Return `attend`, or for a model with recurrent layers a CachedAttend that computes these layers too.
-
-        The CachedAttend prefills the chunks in the recurrent layers, and updates their states in `self.states`.
-
-        Args:
-            chunks: The chunks of prompts that the prefill computes.
-            cu_q: (chunks + 1,), cumulative number of tokens in the chunks.
-            attend: Function that computes the attention of a layer.
-        """
+        """Return `attend`, or a CachedAttend that also prefills recurrent layers and updates their states."""
         states = self.states
         if states is None:
             return attend
@@ -424,32 +334,18 @@ class Runner:
 
         return CachedAttend(attend, recur)
 
-    def _forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, places_N: Tensor | None) -> Tensor:
-        """Run the layers of the model without its output head.
-
-        Args:
-            tokens_N: int64, input tokens.
-            positions_N: int64, position of each token in its sequence.
-            attend: Function that computes the attention of a layer.
-            places_N: int64, index of each token in the RouteCache, where the experts of the token are stored. None
-                stores no experts.
-
-        Returns:
-            Hidden states after the final norm, (N tokens, D).
-        """
+    def _forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, indices_N: Tensor | None) -> Tensor:
+        """Run the layers, and store the experts of tokens at their RouteCache indices. Returns hidden states (N, D)."""
         if self.model.routing is not None:
             self.model.routing.begin(records=self.routes is not None)
         with sampling():
             hidden_ND = self.model(tokens_N, positions_N, attend)
-        if self.routes is not None and places_N is not None:
-            self.routes.store(places_N)
+        if self.routes is not None and indices_N is not None:
+            self.routes.store(indices_N)
         return hidden_ND
 
     def _score_prompts(self, chunks: list[Chunk], hidden_ND: Tensor) -> None:
-        """Store the log-probabilities of the prompt tokens in these chunks, for requests with `prompt_logprobs`.
-
-        `hidden_ND` are the final hidden states of all tokens in the chunks.
-        """
+        """Store the log-probabilities of the prompt tokens in these chunks, for requests that want them."""
         start = 0
         for chunk in chunks:
             leader, n_tokens = chunk.prefill.leader, chunk.end - chunk.start
@@ -465,12 +361,6 @@ class Runner:
             start += n_tokens
 
     def _launch_decode(self, scheduled: SchedulerOutput) -> Tensor:
-        """Launch the decode pass of a step, as a CUDA graph if possible.
-
-        Returns:
-            (2, B) float64, tokens and log-probabilities. With LogitEdits, more rows follow as in `sample_edited`. With
-            drafts, there are more columns, as PendingTokens describes.
-        """
         if isinstance(scheduled.drafts, TableDrafts):
             return self.ngrams.launch(scheduled.drafts, scheduled.table)
         if scheduled.drafts is not None:
@@ -500,17 +390,11 @@ class Runner:
         )
 
     def _edits_of(self, sequences: list[Sequence], slots_B: np.ndarray, table: SlotTable) -> LogitEdits | None:
-        """Return the edits of the logits of some sequences, given their slots. None if none of them needs edits."""
-        return LogitEdits.of(sequences, self._upload) if table.needs_edits[slots_B].any() else None
+        return LogitEdits.for_batch(sequences, self._upload) if table.needs_edits[slots_B].any() else None
 
     def _launch_verification(self, scheduled: SchedulerOutput, drafts: list[list[int]]) -> Tensor:
-        """Launch the decode pass of a step with drafts that are on the host.
-
-        Returns:
-            (2, N) float64, token and log-probability of each of the N rows of a DraftedRows, in further rows the most
-            likely tokens as in `_launch_decode`.
-        """
-        drafted = DraftedRows.of(scheduled.decode, drafts, scheduled.table)
+        """Launch the decode pass of a step with drafts on the host, with a column for each drafted row."""
+        drafted = DraftedRows.for_step(scheduled.decode, drafts, scheduled.table)
         slots_N, table, lengths_N = drafted.slots_N, scheduled.table, drafted.positions_N + 1
         flags = self.sampler.flags(table, slots_N, drafted.index_N)
         needs_edits = table.needs_edits[scheduled.slots_B].any()
@@ -518,7 +402,7 @@ class Runner:
         max_groups = max(1, 2 * len(slots_N) // self.group_size) if may_group else 0
         split = self._split(drafted.sequences, max_groups=max_groups, lengths_B=lengths_N)
         rows = np.stack([slots_N, drafted.positions_N, drafted.index_N, split.shared_lens_B, drafted.tokens_N])
-        edits = LogitEdits.of(drafted.sequences, self._upload) if needs_edits else None
+        edits = LogitEdits.for_batch(drafted.sequences, self._upload) if needs_edits else None
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
         masks_NW = drafted.masks(self.sampler.n_words) if flags.masked else None
         rows_5N = self._upload(rows)
@@ -534,10 +418,9 @@ class Runner:
         )
 
     def _known_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
-        """Return the shared-prefix groups of the last decode step if this step has the same sequences, else None.
+        """Return the groups of the last step if this one has the same sequences.
 
-        Args:
-            slots_B: The slots of this step. The scheduler gives the same array while the sequences are the same.
+        The scheduler gives the same array of slots while the sequences are the same.
         """
         last_slots_B, groups = self._last_groups
         return groups if last_slots_B is slots_B and not self.blocks.has_windows else None
@@ -555,22 +438,10 @@ class Runner:
     ) -> Tensor:
         """Run the model on the last token of each row, and sample the next token.
 
-        Args:
-            rows: (4, B) int64. For each batch row: its slot, the position of its input token, the index of the sampled
-                token in its completion, and the length of its shared prefix. With `of_rows`, (5, B): its input token
-                follows, and rows of one sequence may follow each other.
-            split_lens: (2,) int64, number of positions in a split of the attention: of a row's own positions, and of a
-                group's shared positions.
-            prefix_groups_GR: int64, batch rows of each shared-prefix group, padded with -1. None if there are no
-                groups.
-            splits: Largest number of splits of a row, and of a group.
-            flags: Sampling operations that at least one row needs.
-            max_len: Length of the longest row in tokens. None in a captured graph.
-            edits: Edits of the logits of some rows. None if no row needs edits.
-            of_rows: Settings of each row, for the verification of drafts. None takes those of the row's slot.
-
-        Returns:
-            (2, B) float64, tokens and log-probabilities. With `edits`, more rows follow as in `sample_edited`.
+        `rows` is (4, B) int64: slot, position of the input token, index of the sampled token in its completion, length
+        of the shared prefix. With `of_rows`, settings of each row for the verification of drafts, a fifth entry is the
+        input token, and rows of one sequence may follow each other. `max_len` is the length of the longest row, None in
+        a captured graph. The other arguments are those of AttentionSplit.
         """
         slots_B, positions_B, index_B, shared_lens_B = rows[:4]
         batch = PagedBatch(
@@ -587,7 +458,9 @@ class Runner:
             max_len=max_len,
         )
         batches = [replace(batch, table_TW=table_TW) for table_TW in self.cache.tables]
-        stored = [] if of_rows is None else [self.cache.places(t, slots_B, positions_B) for t in self.cache.tables]
+        stored = (
+            [] if of_rows is None else [self.cache.token_indices(t, slots_B, positions_B) for t in self.cache.tables]
+        )
 
         def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, window: int | None) -> Tensor:
             blocks, table = self.cache.blocks_of(layer), self.cache.table_of(layer)
@@ -599,9 +472,9 @@ class Runner:
         mix: Attend = attend
         if (states := self.states) is not None:
             mix = CachedAttend(attend, lambda layer, given, weights: states.step(layer, given, weights, slots_B))
-        places_B = None if self.routes is None else self.routes.places(batch.table_TW, slots_B, positions_B)
+        indices_B = None if self.routes is None else self.routes.token_indices(batch.table_TW, slots_B, positions_B)
         tokens_B = self.sampler.tensors.last_token[slots_B] if of_rows is None else rows[4]
-        hidden_BD = self._forward(tokens_B, positions_B, mix, places_B)
+        hidden_BD = self._forward(tokens_B, positions_B, mix, indices_B)
         sampler = self.sampler if of_rows is None else of_rows
         drawn_B = slots_B if of_rows is None else torch.arange(len(slots_B), device=slots_B.device)
         may_skip_logits = edits is None and not self.is_exact and self.model.tp.size == 1

@@ -5,7 +5,9 @@ LogitEdits applies the settings that few requests use: bias, presence penalty, m
 These run in torch, only on the rows of such requests, and outside of CUDA graphs. Tokens are drawn from the edited
 logits, while the returned log-probabilities are those of the unedited policy.
 
-Shape letters: B rows of the batch, R rows among them with edits, V vocabulary.
+Shape letters: B rows of the batch, R rows among them with edits, V vocabulary, S slots, W words of 32 tokens. `slots_B`
+is the slot of each row, `index_B` the index of the sampled token in its completion, and `flags` the operations that at
+least one row needs. Functions that sample return (2, B) float64: tokens and log-probabilities.
 """
 
 from __future__ import annotations
@@ -32,22 +34,11 @@ from areno.types import TokenScores
 
 
 class SlotSampler:
-    """Sampling settings on the device, one entry for each slot of the batch.
+    """Sampling settings on the device, one entry for each slot of the batch, and a last one for padding rows.
 
     Settings are written when a sequence gets its slot, so a decoding step sends only slot numbers. A temperature of 0
-    means greedy sampling, with log-probabilities at temperature 1.
-
-    Args:
-        n_slots: Number of slots, including one for padding rows.
-        vocab_size: Vocabulary size of the model.
-        device: Device of the model.
-        texts: Ranges (first, end) of the token ids that have a text, which are the only ones that are sampled. Empty:
-            all ids are.
-
-    Attributes:
-        tensors: The settings, and the last token of each slot.
-        masks_SW: (slots, W) int32 with one bit for each token of the vocabulary, set if the slot may sample the
-            token. All bits are set for slots without a grammar. None until a grammar is used.
+    means greedy sampling, with log-probabilities at temperature 1. `masks_SW` is int32 with one bit for each token, set
+    if the slot may sample it. It is None until a grammar is used.
     """
 
     def __init__(self, n_slots: int, vocab_size: int, device: torch.device, texts: Iterable[tuple[int, int]] = ()):
@@ -74,15 +65,8 @@ class SlotSampler:
         """Return a sampler in which each of N rows has its own slot, so that rows of one sequence can differ.
 
         Slot i of the result has the settings of row i, and a last slot has those of this sampler's last slot. Drawing
-        with the result changes nothing in this sampler.
-
-        Args:
-            slots_N: int64, slot of each row in this sampler.
-            flags: Sampling operations that at least one row needs. Tensors of other operations are left out, because a
-                CUDA graph must not read memory that may move.
-            counts: (2, n) int64, pairs (row, token) of tokens to count for the penalties of a row, beyond those that
-                its slot counts. None if no row has a penalty.
-            masks_NW: Grammar mask of each row, as in `masks_SW`. None if no row has a grammar.
+        with the result changes nothing in this sampler. Tensors that `flags` does not need are left out, because a CUDA
+        graph must not read memory that may move. `counts` (2, n) are pairs (row, token) that count for penalties, too.
         """
         of, slots = self.tensors, F.pad(slots_N, (0, 1), value=self.n_slots - 1)
         rows = copy.copy(self)
@@ -108,25 +92,13 @@ class SlotSampler:
         return rows
 
     def correct(self, slots: Tensor, tokens: Tensor, counted: Tensor) -> None:
-        """Take over the tokens that sequences got from a verification.
-
-        Args:
-            slots: int64 slots, each at most once.
-            tokens: int64, last token of each of these slots.
-            counted: (2, n) int64, pairs (slot, token) of accepted tokens to count for penalties.
-        """
+        """Take over the last tokens of slots, and (slot, token) pairs to count, from a verification."""
         self.tensors.last_token[slots] = tokens
         if self.tensors.counts is not None and counted.shape[1]:
             self.tensors.counts.index_put_((counted[0], counted[1]), self.tensors.counts.new_ones(()), accumulate=True)
 
     def flags(self, table: SlotTable, slots_B: np.ndarray, index_B: np.ndarray | None = None) -> SamplingFlags:
-        """Return the sampling operations that at least one of these slots needs, such as top-k or a penalty.
-
-        Args:
-            table: The numbers of all slots.
-            slots_B: The slots.
-            index_B: Index in the completion of the token that each slot draws. None for the last planned token.
-        """
+        """Return the sampling operations that at least one of these slots needs, such as top-k or a penalty."""
         index_B = table.n_sampled[slots_B] - 1 if index_B is None else index_B
         may_stop_B = index_B >= table.min_new[slots_B]
         return SamplingFlags(
@@ -138,16 +110,10 @@ class SlotSampler:
 
     @staticmethod
     def pack(sequences: list[Sequence]) -> np.ndarray:
-        """Pack the slots and settings of new sequences into one array, so that one copy sends them to the device.
+        """Pack the settings of sequences with a new slot into (8 + n_banned, len(sequences)) int64, for `assign`.
 
         Floats are stored as the bits of a float64. `n_banned`, the number of rows for banned tokens, is 0 or a power of
         two, so that few kernel variants are compiled.
-
-        Args:
-            sequences: Sequences that have a new slot.
-
-        Returns:
-            (8 + n_banned, len(sequences)) int64, for `assign`.
         """
         # Samples of a request have the same settings, so the first of neighbours stands for all.
         firsts = [at for at, each in enumerate(sequences) if not at or each.request is not sequences[at - 1].request]
@@ -172,11 +138,6 @@ class SlotSampler:
         return packed
 
     def assign(self, packed: Tensor) -> None:
-        """Write the settings of new sequences into `self.tensors`.
-
-        Args:
-            packed: Result of `pack`, on the device.
-        """
         slots, tensors, banned_KN = packed[0], self.tensors, packed[8:]
         tensors.key[slots] = packed[1]
         tensors.greedy[slots] = packed[2].bool()
@@ -192,16 +153,9 @@ class SlotSampler:
 
     @staticmethod
     def pack_counts(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the completion tokens of those new sequences that have a frequency or presence penalty, as arrays.
+        """Return the slots of new sequences with a penalty, and their (slot, token) pairs as (2, n) int64.
 
         A sequence that was preempted already has completion tokens when it gets a new slot.
-
-        Args:
-            sequences: Sequences that have a new slot.
-
-        Returns:
-            Slots of the sequences with a penalty, (n,) int64, and one (slot, token) pair for each of their
-            completion tokens, (2, tokens) int64. None if no sequence has a penalty.
         """
         penalized = [sequence for sequence in sequences if sequence.is_penalized]
         if not penalized:
@@ -211,12 +165,7 @@ class SlotSampler:
         return slots, np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
 
     def assign_counts(self, slots: Tensor, pairs_2N: Tensor) -> None:
-        """Set the counts of completion tokens of new sequences, from which penalties are computed.
-
-        Args:
-            slots: Slots from `pack_counts`, on the device. Their previous counts are dropped.
-            pairs_2N: The (slot, token) pairs of N completion tokens from `pack_counts`, on the device.
-        """
+        """Replace the counts of slots, from which penalties are computed, by those of `pack_counts`."""
         if self.tensors.counts is None:
             self.tensors.counts = torch.zeros((self.n_slots, self.vocab_size), dtype=torch.int32, device=slots.device)
         counts = self.tensors.counts
@@ -225,7 +174,6 @@ class SlotSampler:
 
     @property
     def n_words(self) -> int:
-        """Number of 32-bit words in a mask, which has one bit for each token of the vocabulary."""
         return -(-self.vocab_size // 32)
 
     @property
@@ -234,17 +182,10 @@ class SlotSampler:
         return bool(self._masked_slots)
 
     def pack_masks(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the grammar masks that must be written before a batch is sampled.
+        """Return the slots and grammar masks (n, W) that must be written before a batch is sampled.
 
-        These are the masks of sequences with a grammar, and masks with all bits set for sequences without a grammar
-        whose slot still has an old mask. All sampled tokens of a sequence with a grammar must have arrived on the host.
-
-        Args:
-            sequences: Sequences that sample in this step.
-
-        Returns:
-            The slots, (n,) int64, and the mask of each slot, (n, W) int32 with one bit for each token of the
-            vocabulary. None if no mask must be written.
+        They include masks with all bits set for sequences without a grammar whose slot still has an old mask. All
+        sampled tokens of a sequence with a grammar must have arrived on the host.
         """
         with_grammar = [sequence for sequence in sequences if sequence.grammar is not None]
         freed = [each for each in sequences if each.grammar is None and each.slot in self._masked_slots]
@@ -260,30 +201,15 @@ class SlotSampler:
         return slots, masks_KW
 
     def assign_masks(self, slots: Tensor, masks_KW: Tensor) -> None:
-        """Write grammar masks into `self.masks_SW`.
-
-        Args:
-            slots: Slots from `pack_masks`, on the device.
-            masks_KW: Mask of each of the K slots from `pack_masks`, on the device.
-        """
         if self.masks_SW is None:
             shape = (self.n_slots, masks_KW.shape[1])
             self.masks_SW = torch.full(shape, -1, dtype=torch.int32, device=slots.device)
         self.masks_SW[slots] = masks_KW
 
     def sample(self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
-        """Sample a token for each row.
+        """Sample from logits of the whole vocabulary, which may be overwritten.
 
         Top-k, top-p and grammar masks restrict the draw, but do not change the returned log-probability.
-
-        Args:
-            logits_BV: Logits of the whole vocabulary. Their values may be overwritten.
-            slots_B: int64, slot of each row (index of the row's sampling settings).
-            index_B: int64, index of the sampled token in its completion.
-            flags: Sampling operations that at least one row needs.
-
-        Returns:
-            (2, B) float64: tokens and log-probabilities.
         """
         if not flags.masked:
             return sample_slots(logits_BV, slots_B, index_B, self.tensors, flags)
@@ -295,17 +221,6 @@ class SlotSampler:
         return torch.stack((tokens_B, torch.where(is_masked_B, policy_B, logprobs_B)))
 
     def sample_hidden(self, hidden_BD: Tensor, weight_VD: Tensor, slots_B: Tensor, index_B: Tensor) -> Tensor:
-        """Sample a token for each row from hidden states, for which `can_sample_hidden` is True.
-
-        Args:
-            hidden_BD: Final hidden states.
-            weight_VD: Weight of the LM head.
-            slots_B: int64, slot of each row (index of the row's sampling settings).
-            index_B: int64, index of the sampled token in its completion.
-
-        Returns:
-            (2, B) float64: tokens and log-probabilities.
-        """
         return sample_hidden(hidden_BD, weight_VD, slots_B, index_B, self.tensors)
 
     def sample_columns(
@@ -316,18 +231,7 @@ class SlotSampler:
         index_B: Tensor,
         flags: SamplingFlags,
     ) -> Tensor:
-        """Sample a token for each row when each tensor-parallel rank has only some columns of the logits.
-
-        Args:
-            tp: The ranks that share the columns.
-            columns_BV: This rank's columns of the logits.
-            slots_B: int64, slot of each row (index of the row's sampling settings).
-            index_B: int64, index of the sampled token in its completion.
-            flags: Sampling operations that at least one row needs. `can_sample_columns` must have accepted these flags.
-
-        Returns:
-            (2, B) float64: tokens and log-probabilities, the same on every rank.
-        """
+        """Sample when each tensor-parallel rank has some columns. All ranks get the same tokens."""
         out_2B = sample_columns(
             columns_BV, self.vocab_size, slots_B, index_B, self.tensors, flags, tp.rank, tp.all_gather_stacked
         )
@@ -335,28 +239,14 @@ class SlotSampler:
         return out_2B
 
     def logprobs(self, local_BV: Tensor, tokens_B: Tensor, slots_B: Tensor, tp: ParallelGroup, first: int) -> Tensor:
-        """Return the log-probabilities (B,) of sampled tokens, computed by the kernel that training uses.
-
-        Args:
-            local_BV: float32, this rank's columns of the logits.
-            tokens_B: int64, sampled tokens.
-            slots_B: int64, slot of each row (index of the row's sampling settings).
-            tp: The ranks that share the columns.
-            first: Token id of this rank's first column.
-        """
+        """Return the log-probabilities (B,) of tokens, computed by the kernel that training uses."""
         reduce = tp.all_reduce if tp.size > 1 else None
         return sampled_logprobs(local_BV, tokens_B, self.tensors.temperature[slots_B], first=first, all_reduce=reduce)
 
     def record_tokens(self, tokens_B: Tensor, slots_B: Tensor, drawn_on_this_rank: slice, flags: SamplingFlags) -> None:
-        """Store the sampled token of each row as the last token of its slot, and count it for penalties.
+        """Store and count the tokens that tensor-parallel ranks have drawn for each other.
 
-        Call this after each tensor-parallel rank has drawn some of the rows, and the ranks have gathered all tokens.
-
-        Args:
-            tokens_B: int64, sampled token of each row.
-            slots_B: int64, slot of each row (index of the row's sampling settings).
-            drawn_on_this_rank: The rows that this rank has drawn. Their tokens are already counted for penalties.
-            flags: Sampling operations that at least one row needs.
+        The tokens of `drawn_on_this_rank` are already counted.
         """
         self.tensors.last_token[slots_B] = tokens_B
         if flags.penalized:
@@ -368,36 +258,19 @@ class SlotSampler:
 
 @dataclass(slots=True)
 class LogitEdits:
-    """Settings that edit the logits of some rows in a batch, as tensors on the device.
+    """Settings that edit the logits of some rows in a batch, as tensors on the device."""
 
-    Attributes:
-        rows_R: int64, batch indices of the R rows that have such settings.
-        bias: All bias entries as three tensors: index among the R rows (int64), token id (int64), value (float32). None
-            if no row has a bias.
-        presence_R: float32, presence penalty of each row.
-        frequency_R: float32, frequency penalty of each row.
-        min_p_R: float32, min-p of each row. 0 for greedy rows.
-        n_top: Largest number of most likely tokens that any row requests.
-        temperature_R: float32, temperature of the log-probabilities that a row requests. None if it is that of its slot
-            in all rows.
-    """
-
-    rows_R: Tensor
-    bias: tuple[Tensor, Tensor, Tensor] | None
+    rows_R: Tensor  # batch indices
+    bias: tuple[Tensor, Tensor, Tensor] | None  # index among the R rows, token id, value
     presence_R: Tensor
     frequency_R: Tensor
-    min_p_R: Tensor
-    n_top: int
-    temperature_R: Tensor | None = None
+    min_p_R: Tensor  # 0 for greedy rows
+    n_top: int  # most likely tokens that any row requests
+    temperature_R: Tensor | None = None  # of requested log-probabilities; None for those of the slots
 
     @classmethod
-    def of(cls, sequences: list[Sequence], upload: Callable[[np.ndarray], Tensor]) -> LogitEdits | None:
-        """Return the edits for the sequences of a batch. None if no sequence needs edits, which is the usual case.
-
-        Args:
-            sequences: The sequences, one for each row.
-            upload: Copies an array to the device.
-        """
+    def for_batch(cls, sequences: list[Sequence], upload: Callable[[np.ndarray], Tensor]) -> LogitEdits | None:
+        """Return the edits for the sequences of a batch. None, the usual case, if no sequence needs edits."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.needs_edits]
         if not rows:
             return None
@@ -424,13 +297,6 @@ class LogitEdits:
         Min-p sets a token's logit to -inf if the token's probability is too small relative to the most likely token. To
         find the most likely token, the method also considers frequency penalties, banned tokens, grammar masks and ids
         without a text. It does not apply them to the result, because the sampler applies them later.
-
-        Args:
-            logits_RV: Logits of the R rows with edits, for the V tokens of the vocabulary.
-            slots_R: int64, slot of each row (index of the row's sampling settings).
-            positions_R: int64, index of the sampled token in its completion.
-            sampler: Settings of the slots.
-            flags: Sampling operations that at least one row needs.
         """
         edited_RV, settings = logits_RV.clone(), sampler.tensors
         if self.bias is not None:
@@ -463,18 +329,9 @@ def sample_edited(
 ) -> Tensor:
     """Sample a token for each row of a batch in which some rows need edited logits.
 
-    Args:
-        logits_BV: Logits of the whole vocabulary, before edits.
-        slots_B: int64, slot of each row (index of the row's sampling settings).
-        positions_B: int64, index of the sampled token in its completion.
-        sampler: Settings of the slots.
-        flags: Sampling operations that at least one row needs.
-        edits: The edits, and the rows that need them.
-
-    Returns:
-        (3 + 2 * n_top, B) float64: tokens, log-probabilities, log-probabilities at `edits.temperature_R`, then the ids
-        and the log-probabilities of the n_top most likely tokens at this temperature. Log-probabilities are computed
-        from unedited logits. All but the first two are -1 for rows without edits.
+    Returns (3 + 2 * n_top, B) float64: tokens, log-probabilities, log-probabilities at `edits.temperature_R`, then the
+    ids and the log-probabilities of the n_top most likely tokens at this temperature. Log-probabilities are computed
+    from unedited logits. All but the first two are -1 for rows without edits.
     """
     rows_R, slots_R = edits.rows_R, slots_B[edits.rows_R]
     policy_RV = logits_BV[rows_R]
@@ -495,15 +352,7 @@ def sample_edited(
 
 
 def scores_of(scaled_KV: Tensor, tokens: list[int], n_top: int) -> list[tuple[float, TokenScores]]:
-    """Return (log-probability of the given token, list of the most likely tokens) for each of K positions.
-
-    A most likely token is a pair (token id, log-probability).
-
-    Args:
-        scaled_KV: Logits divided by the temperature.
-        tokens: Token id at each position.
-        n_top: Number of most likely tokens to return.
-    """
+    """Return (log-probability of the token, most likely tokens) at each position."""
     logprobs_KV = scaled_KV.double().log_softmax(-1)
     chosen = torch.tensor(tokens, device=scaled_KV.device)[:, None]
     values_KT, ids_KT = logprobs_KV.topk(n_top, dim=-1)
@@ -513,12 +362,7 @@ def scores_of(scaled_KV: Tensor, tokens: list[int], n_top: int) -> list[tuple[fl
 
 
 def token_scores(top: np.ndarray, n: int) -> list[TokenScores]:
-    """Convert the most likely tokens of n positions from an array to lists of (token id, log-probability).
-
-    Args:
-        top: (2T, n), T rows of token ids, then T rows of log-probabilities. T may be 0.
-        n: Number of positions.
-    """
+    """Convert T rows of ids and T rows of log-probabilities to lists of (token id, log-probability)."""
     if not len(top):
         return [[] for _ in range(n)]
     ids, logprobs = np.split(top, 2)
@@ -530,16 +374,8 @@ def token_scores(top: np.ndarray, n: int) -> list[TokenScores]:
 class PendingTokens:
     """The sampled tokens of one forward pass, while they are copied to the host.
 
-    Attributes:
-        sequences: The sequences that get a token.
-        slots_B: int64, their slots.
-        owners_B: int64, entry `owner` of these slots in the SlotTable at the launch.
-        sampled: (2, len(sequences)) float64 on the host: token and log-probability. With LogitEdits, more rows follow
-            as in `sample_edited`. Valid after `ready`.
-        ready: CUDA event that marks the end of the copy. None on a CPU.
-        drafts: The drafts that the pass verified. `sampled` then has a column for each row of a DraftedRows. With
-            TableDrafts, it has 1 + J columns for each sequence, and a third row with their input tokens, -1 without
-            a draft or without room. None if no draft was verified.
+    `owners_B` are the owners of the slots at the launch. `sampled` is the result of `sample` or `sample_edited`. With
+    `drafts` it has a column for each row of a DraftedRows. With TableDrafts, it is that of `NgramSteps.launch`.
     """
 
     sequences: list[Sequence]
@@ -550,35 +386,22 @@ class PendingTokens:
     drafts: Drafts | None = None
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for the copy, and return the sampled tokens (int64) and their log-probabilities (float64), (B,) each."""
+        """Wait for the copy, and return the sampled tokens and their log-probabilities, (B,) each."""
         if self.ready is not None:
             self.ready.synchronize()
         sampled = self.sampled.numpy()
         return sampled[0].astype(np.int64), sampled[1]
 
     def rows(self, n_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Wait for the copy of a pass with TableDrafts.
-
-        Args:
-            n_rows: Number R of rows of a sequence.
-
-        Returns:
-            The sampled tokens, their log-probabilities and the input tokens, (B, R) each. Tokens are int64.
-        """
+        """Wait for a pass with TableDrafts. Returns tokens, log-probabilities and input tokens, (B, R) each."""
         tokens_N, logprobs_N = self.wait()
         inputs_N = self.sampled.numpy()[2].astype(np.int64)
         return tokens_N.reshape(-1, n_rows), logprobs_N.reshape(-1, n_rows), inputs_N.reshape(-1, n_rows)
 
     def top(self) -> list[TokenScores]:
-        """Return the most likely tokens at the position of each sampled token, as (token id, log-probability) pairs.
-
-        Call `wait` first. The lists are empty if no sequence requests most likely tokens.
-        """
+        """Return the most likely tokens at each position, after `wait`. Empty if not requested."""
         return token_scores(self.sampled.numpy()[3:], self.sampled.shape[1])
 
     def raw(self) -> list[float]:
-        """Return the log-probability without the temperature of each sampled token, for sequences that request it.
-
-        Call `wait` first.
-        """
+        """Return the log-probabilities without the temperature, after `wait`."""
         return self.sampled.numpy()[2 if len(self.sampled) > 2 else 1].tolist()

@@ -36,14 +36,9 @@ _LONGEST_WAIT = 16  # but after at most this many steps
 class Prefill:
     """A prompt that is being prefilled, once for all samples that share the prefill.
 
-    These are samples of one request, or of requests that differ only in their seeds.
-
-    The first sample (the leader) owns the blocks into which the prompt is computed. When the prompt is complete, the
-    other samples (the followers) share its full blocks, and each gets a copy of a partly filled last block.
-
-    Attributes:
-        leader: The first sample.
-        followers: The other samples.
+    These are samples of one request, or of requests that differ only in their seeds. The first sample (the leader) owns
+    the blocks into which the prompt is computed. When the prompt is complete, the other samples (the followers) share
+    its full blocks, and each gets a copy of a partly filled last block.
     """
 
     leader: Sequence
@@ -51,22 +46,14 @@ class Prefill:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The samples that use this prefill: the leader, then the followers."""
         return [self.leader, *self.followers]
 
     def slot_pairs(self) -> list[tuple[int, int]]:
-        """Return (leader's slot, follower's slot) pairs, for copying recurrent states when the prompt is complete."""
+        """Return (leader's slot, follower's slot) pairs, for copying recurrent states."""
         return [(self.leader.slot, follower.slot) for follower in self.followers]
 
-    def copies(self, blocks: BlockManager) -> list[tuple[int, int]]:
-        """Return (source, destination) pairs of blocks to copy when the prompt is complete.
-
-        Each follower gets a copy of the partly filled last block of the leader. The list is empty if the last block is
-        full.
-
-        Args:
-            blocks: The KV blocks.
-        """
+    def block_copies(self, blocks: BlockManager) -> list[tuple[int, int]]:
+        """Return (source, destination) pairs of the partly filled last blocks to copy to followers."""
         if len(self.leader.tokens) % blocks.block_size == 0:
             return []
         found: list[tuple[int, int]] = []
@@ -82,11 +69,6 @@ class Chunk:
     """The tokens [start, end) of a prompt, which one step prefills.
 
     After the last chunk, each sequence of the prefill samples its first token in the same step.
-
-    Attributes:
-        prefill: The prompt, with the sequences that share it.
-        start: Index of the first token.
-        end: Index after the last token.
     """
 
     prefill: Prefill
@@ -95,28 +77,17 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether the chunk completes the prompt."""
         return self.end == len(self.prefill.leader.tokens)
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The work of one step: a forward pass over the chunks, then a decode pass.
-
-    Attributes:
-        chunks: Chunks of prompts. May be empty.
-        decode: Sequences that sample one token each in the decode pass. May be empty.
-        slots_B: int64, slot of each sequence in `decode`. The same array as in the last step if the batch is the same.
-        grown: Those of `decode` that got a KV block in this step.
-        table: The numbers of all slots.
-        drafts: The drafts of the sequences in `decode`, which the decode pass verifies. None if no sequence has a
-            draft.
-    """
+    """The work of one step: a forward pass over the chunks, then a decode pass."""
 
     chunks: list[Chunk]
     decode: list[Sequence]
-    slots_B: np.ndarray
-    grown: list[Sequence]
+    slots_B: np.ndarray  # of `decode`; the same array as in the last step if the batch is the same
+    grown: list[Sequence]  # those of `decode` that got a KV block in this step
     table: SlotTable
     drafts: Drafts | None = None
 
@@ -124,20 +95,7 @@ class SchedulerOutput:
 class Scheduler:
     """Holds every unfinished sequence and plans each step.
 
-    Args:
-        blocks: The allocator of KV blocks.
-        max_running: Largest number of sequences in the batch.
-        max_prefill_tokens: Largest number of prompt tokens in a step.
-        reuses_prefixes: Whether to use the prefix cache. False for models with recurrent states, which KV blocks do not
-            contain.
-
-    Attributes:
-        waiting: Sequences without a slot, the oldest first.
-        prefilling: Prompts that are partly computed.
-        running: Sequences that decode.
-        table: The numbers of all sequences that have a slot.
-        n_preemptions: Number of preempted sequences so far.
-        n_cached_tokens: Number of prompt tokens found in the prefix cache so far.
+    `reuses_prefixes` is False for models with recurrent states, which KV blocks do not contain.
     """
 
     def __init__(self, blocks: BlockManager, max_running: int, max_prefill_tokens: int, reuses_prefixes: bool = True):
@@ -155,54 +113,41 @@ class Scheduler:
         self._prefilled: list[Sequence] = []  # sequences of the last step's chunks, only with windows
         # (blocks, sequence, number of tokens with keys and values) of those that have left the batch. The blocks enter
         # the prefix cache when a prompt may match them or blocks run out, so never if the rollout ends before.
-        self._left: list[tuple[BlockTables, Sequence, int]] = []
+        self._departed: list[tuple[BlockTables, Sequence, int]] = []
         self.n_preemptions = 0
         self.n_cached_tokens = 0
 
     def limit_running(self, most: int) -> None:
-        """Set how many sequences may be in the batch from now on. Sequences in the batch stay.
-
-        Args:
-            most: Largest number of sequences, at most `max_running`.
-        """
         self._n_closed = max(0, len(self.table.owner) - most)
 
     @property
     def _has_slot(self) -> bool:
-        """Whether another sequence may enter the batch."""
         return len(self._slots) > self._n_closed
 
     @property
     def n_running(self) -> int:
-        """Number of sequences that have a slot."""
         return len(self.running) + sum(len(prefill.sequences) for prefill in self.prefilling)
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished."""
         return bool(self.waiting or self.prefilling or self.running)
 
     def is_short_of_blocks(self) -> bool:
         """Return whether the next step would preempt sequences because too few KV blocks are available.
 
-        If so, the caller first reads the tokens of the previous step, because they may finish some sequences and
-        free their blocks.
+        If so, the caller first reads the tokens of the previous step, which may finish sequences and free their blocks.
         """
         n_needed = int(np.count_nonzero(self.table.needs_block(self._slots_of_running())))
         n_needed *= self.blocks.blocks_over_all_groups
         if n_needed > self.blocks.n_available:
-            self.cache_left()
+            self.cache_departed()
         return n_needed > self.blocks.n_available
 
     def schedule(self, propose: Callable[[list[Sequence]], Drafts] | None = None) -> SchedulerOutput:
-        """Plan the next step.
+        """Plan the next step, which the caller must launch.
 
-        The caller must launch the plan, because `n_kv` and `n_sampled` of the sequences already count the tokens of
-        the planned step, all drafted tokens included.
-
-        Args:
-            propose: Returns the drafts of the sequences that decode. It may only be given if all sampled tokens have
-                arrived, or if `may_draft_ahead` is True. None plans a step without drafts.
+        `n_kv` and `n_sampled` already count the tokens of the planned step, all drafted tokens included. `propose` may
+        only be given if all sampled tokens have arrived, or if `may_draft_ahead` is True.
         """
         self._step += 1
         self._release_skipped_of_prefilled()
@@ -219,7 +164,6 @@ class Scheduler:
         return SchedulerOutput(chunks, decode, slots_B, grown, self.table, drafts)
 
     def _append_blocks(self, sequences: list[Sequence], slots: np.ndarray | int) -> None:
-        """Allocate a KV block in each group of layers for some sequences, whose slots are `slots`."""
         BlockTables.append_blocks([sequence.block_tables for sequence in sequences])
         self.table.capacity[slots] += self.blocks.block_size
 
@@ -235,13 +179,9 @@ class Scheduler:
         return has_blocks and not self.blocks.has_windows and not table.needs_host_drafts(slots_B)
 
     def _drafts_with_room(self, decode: list[Sequence], drafts: Drafts, grown: list[Sequence]) -> Drafts | None:
-        """Allocate the KV blocks of drafted tokens, and shorten the drafts for which too few blocks are available.
+        """Allocate the KV blocks of drafts, shortened if blocks run out, and add sequences to `grown`.
 
-        One available block is left for each running sequence, so that drafts preempt no sequence. `grown` gets the
-        sequences that got a block.
-
-        Returns:
-            The drafts that have room. None if all are empty.
+        One available block is left for each running sequence, so that drafts preempt no sequence.
         """
         reserve, table = len(self.running) * self.blocks.blocks_over_all_groups, self.table
         if isinstance(drafts, TableDrafts):
@@ -271,13 +211,7 @@ class Scheduler:
         return found if any(found) else None
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
-        """Add the full blocks of a sequence to the prefix cache. Does nothing if the prefix cache is not used.
-
-        Args:
-            sequence: The sequence.
-            n_tokens: Number of leading tokens whose ids are on the host, and whose keys and values are in the cache
-                after the planned step.
-        """
+        """Add the full blocks of the first `n_tokens` tokens, whose ids are on the host, to the prefix cache."""
         if self.reuses_prefixes and n_tokens >= self._next_full(sequence):
             sequence.settle()
             sequence.block_tables.register(sequence.tokens, n_tokens)
@@ -285,7 +219,7 @@ class Scheduler:
 
     @property
     def caches_early(self) -> bool:
-        """Whether the blocks of an answer enter the prefix cache while its sequence decodes.
+        """Whether the blocks of a completion enter the prefix cache while its sequence decodes.
 
         Blocks before a sliding window can be freed only after they have entered the prefix cache. Other blocks enter
         after their sequence has left the batch.
@@ -301,20 +235,12 @@ class Scheduler:
         return self._next_full(sequence) if self.caches_early else NEVER
 
     def remove_finished(self) -> None:
-        """Remove the running sequences that have a finish reason, and free their slots and blocks."""
         self._release([sequence for sequence in self.running if sequence.finish_reason is not None])
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
         self._running_slots = None
 
     def abort(self, request_id: int) -> list[Sequence]:
-        """Remove the unfinished sequences of a request.
-
-        Args:
-            request_id: Id of the request.
-
-        Returns:
-            The removed sequences, with the finish reason "abort". Empty for an unknown id.
-        """
+        """Remove the unfinished sequences of a request, and return them with the finish reason "abort"."""
         dropped: list[Sequence] = []
         for prefill in list(self.prefilling):
             dropped += [each for each in prefill.sequences if each.request.request_id == request_id]
@@ -322,7 +248,7 @@ class Scheduler:
             if prefill.leader in dropped:  # which owns the blocks; samples of other requests return to the queue
                 self.prefilling.remove(prefill)
                 self._release(prefill.followers[::-1])
-                self._wait_again(prefill.followers)
+                self._requeue(prefill.followers)
         self._release(dropped)
         dropped += [each for each in (*self.running, *self.waiting) if each.request.request_id == request_id]
         for sequence in dropped:
@@ -332,14 +258,7 @@ class Scheduler:
         return dropped
 
     def return_waiting(self, n_samples: int) -> list[GenerationRequest]:
-        """Remove requests of which no sample has started, the youngest first.
-
-        Args:
-            n_samples: Stop when the removed requests have at least this many samples.
-
-        Returns:
-            The removed requests.
-        """
+        """Remove requests of which no sample has started, until they have `n_samples` samples."""
         fresh = Counter(each.request.request_id for each in self.waiting if each.is_fresh)
         found: dict[int, GenerationRequest] = {}
         for sequence in reversed(self.waiting):
@@ -353,10 +272,10 @@ class Scheduler:
         return list(found.values())
 
     def preempt_all(self) -> None:
-        """Preempt every sequence. They will be recomputed from their tokens, and their blocks cannot be found again."""
+        """Preempt every sequence, to be recomputed from its tokens. Its blocks cannot be found again."""
         while self.prefilling or self.running:
             self._preempt_youngest()
-        self.forget_left()
+        self.release_departed()
 
     def _slots_of_running(self) -> np.ndarray:
         """Return the slots of the running sequences, (B,) int64. The same array until `running` changes."""
@@ -365,12 +284,9 @@ class Scheduler:
         return self._running_slots
 
     def _grow_running(self) -> tuple[list[Sequence], np.ndarray, list[Sequence]]:
-        """Allocate the missing blocks of the sequences that decode in this step.
+        """Allocate the missing blocks of the sequences that decode, and preempt the youngest if blocks run out.
 
-        Preempts the youngest sequences if blocks run out.
-
-        Returns:
-            The sequences that decode, the oldest first, their slots, and those that got a block.
+        Returns the sequences that decode, the oldest first, their slots, and those that got a block.
         """
         running, slots_B, table = self.running, self._slots_of_running(), self.table
         if not running:
@@ -379,7 +295,7 @@ class Scheduler:
         rows = np.flatnonzero(decodes_B & table.needs_block(slots_B)).tolist()
         grown: list[Sequence] = []
         if len(rows) * self.blocks.blocks_over_all_groups > self.blocks.n_available:
-            self.cache_left()
+            self.cache_departed()
         needy = [running[row] for row in rows]
         has_room = len(rows) * self.blocks.blocks_over_all_groups <= self.blocks.n_available
         if needy and has_room and not self.blocks.has_windows:
@@ -392,7 +308,7 @@ class Scheduler:
                 sequence.block_tables.release_skipped(sequence.n_kv)
             while self.blocks.n_available < self.blocks.blocks_over_all_groups and sequence.slot >= 0:
                 self._preempt_youngest()
-                self.cache_left()
+                self.cache_departed()
             if sequence.slot >= 0:
                 self._append_blocks([sequence], sequence.slot)
                 grown.append(sequence)
@@ -403,14 +319,14 @@ class Scheduler:
         return [running[row] for row in np.flatnonzero(decodes_B).tolist()], slots_B[decodes_B], grown
 
     def _release_skipped_of_prefilled(self) -> None:
-        """Free those KV blocks of the last step's prefill that lie before the sliding window of later tokens."""
+        """Free those blocks of the last step's prefill that lie before the sliding window."""
         for sequence in self._prefilled:
             if sequence.slot >= 0:
                 sequence.block_tables.release_skipped(sequence.n_kv)
         self._prefilled = []
 
     def _next_chunks(self) -> list[Chunk]:
-        """Return the prompt chunks to compute in this step. Unfinished prompts come before newly admitted prompts."""
+        """Return the prompt chunks to compute. Unfinished prompts come before newly admitted prompts."""
         chunks: list[Chunk] = []
         budget = self.max_prefill_tokens
         for prefill in self.prefilling:  # at most one: no prompt is admitted before it is complete
@@ -440,7 +356,7 @@ class Scheduler:
             of_leader.share_prefix(followers, prefill.leader.n_kv // self.blocks.block_size)
             sequences += prefill.sequences
         for sequence in sequences:
-            sequence.enter("decode")
+            sequence.enter_phase("decode")
         done = set(complete)
         self.prefilling = [prefill for prefill in self.prefilling if prefill not in done]
         leaders = [prefill.leader for prefill in complete]
@@ -457,8 +373,8 @@ class Scheduler:
     def _may_admit(self) -> bool:
         """Return whether waiting sequences may be admitted in this step.
 
-        A batch that could not take all waiting sequences admits more when an eighth of its sequences has left, or
-        after 16 steps.
+        A batch that could not take all waiting sequences admits more when an eighth of its sequences has left, or after
+        16 steps.
         """
         if self._filled is None or not self.waiting or not self.n_running:
             return True
@@ -466,16 +382,14 @@ class Scheduler:
         return self.n_running * _BULK <= n_sequences * (_BULK - 1) or self._step - step >= _LONGEST_WAIT
 
     def _add_chunk(self, chunks: list[Chunk], prefill: Prefill, budget: int) -> int:
-        """Append the next chunk of a prompt, with at most `budget` tokens, to `chunks`.
+        """Append the next chunk of a prompt, and return what is left of `budget` for other prompts.
 
-        Returns:
-            The number of tokens that are left of `budget` for other prompts. If the prompt is still incomplete, the
-            result is 0, so that no other prompt starts.
+        It is 0 if the prompt is still incomplete, so that no other prompt starts.
         """
         leader = prefill.leader
         end = min(len(leader.tokens), leader.n_kv + budget)
         if self.blocks.has_windows:
-            end = min(end, self._reach(leader))
+            end = min(end, self._max_prefill_end(leader))
             leader.block_tables.extend(end)
         if end > leader.n_kv:
             chunks.append(Chunk(prefill, leader.n_kv, end))
@@ -485,11 +399,10 @@ class Scheduler:
             self.register(leader, end)
         return budget if end == len(leader.tokens) else 0
 
-    def _reach(self, leader: Sequence) -> int:
-        """Return how many leading positions of a prompt can have KV blocks now, for a model with sliding windows.
+    def _max_prefill_end(self, leader: Sequence) -> int:
+        """Return how many leading positions of a prompt can have blocks now, with sliding windows.
 
-        These are the positions that have blocks already, and as many more as the available blocks suffice for. Some
-        blocks are reserved for the running sequences. `leader` is the sequence that prefills the prompt.
+        Some blocks are reserved for the running sequences.
         """
         spare = self.blocks.n_available - len(self.running) * self.blocks.blocks_over_all_groups
         return (
@@ -498,17 +411,10 @@ class Scheduler:
         )
 
     def _admit(self) -> Prefill | None:
-        """Admit the oldest waiting sequence, together with the next samples that can share its prompt.
-
-        These belong to the same request, or to requests that differ only in their seeds, such as those of several
-        agents with one prompt.
-
-        Returns:
-            The new prefill. None if no sequence waits, no slot is free, or too few blocks are available.
-        """
+        """Admit the oldest waiting sequence, with the next samples that share its prompt, if there is room."""
         if not self.waiting or not self._has_slot:
             return None
-        self.cache_left()
+        self.cache_departed()
         leader = self.waiting[0]
         n_tokens, size = len(leader.tokens), self.blocks.block_size
         # The last token is always computed: its hidden state gives the logits of the first sampled token.
@@ -525,7 +431,7 @@ class Scheduler:
         n_taken = leader.block_tables.allocate_prompt(match, n_tokens)
         leader.join(self.table, self._slots.pop())
         leader.n_kv = match.n_group_blocks * size
-        leader.enter("prefill")
+        leader.enter_phase("prefill")
         self.n_cached_tokens += leader.n_kv
         prefill = Prefill(leader)
         if leader.is_fresh:
@@ -538,17 +444,11 @@ class Scheduler:
                 if follower.request is not leader.request and self.reuses_prefixes:
                     follower.n_cached = n_matched * size  # as if the prompt of the leader had been computed before
                     self.n_cached_tokens += follower.n_cached
-                follower.enter("prefill")
+                follower.enter_phase("prefill")
         return prefill
 
     def _admit_followers(self, leader: Sequence, n_own: int, reserve: int) -> list[Sequence]:
-        """Admit the next waiting sequences that can share the prefill of `leader`.
-
-        Args:
-            leader: The sequence that computes the prompt, which has a slot.
-            n_own: Number of KV blocks of its own that each sequence gets.
-            reserve: Number of blocks that must stay available.
-        """
+        """Admit the next sequences that can share the prefill of `leader`, with `n_own` blocks for each."""
         n_most, n_spare = len(self._slots) - self._n_closed, self.blocks.n_available - reserve
         if n_own:
             n_most = min(n_most, n_spare // n_own)
@@ -559,16 +459,13 @@ class Scheduler:
             followers.append(self.waiting.popleft())
         if followers:
             slots = [self._slots.pop() for _ in followers]
-            tables = BlockTables.of_followers(self.blocks, len(followers), has_part=n_own > 0)
+            tables = BlockTables.of_followers(self.blocks, len(followers), has_partial_block=n_own > 0)
             for follower, slot, block_tables in zip(followers, slots, tables, strict=True):
                 follower.join_like(leader, slot, block_tables)
         return followers
 
     def _max_new_blocks(self, match: PrefixMatch, n_tokens: int) -> int:
-        """Return the largest number of KV blocks that a prefill holds at once, without those of its cached prefix.
-
-        `match` is the cached prefix, and `n_tokens` the number of tokens to prefill, including the prefix.
-        """
+        """Return the most blocks that a prefill holds at once, without those of its cached prefix."""
         size, n_blocks = self.blocks.block_size, 0
         for group, n_skipped in zip(self.blocks.groups, match.n_skipped, strict=True):
             n_matched = match.n_group_blocks - n_skipped
@@ -576,7 +473,6 @@ class Scheduler:
         return n_blocks
 
     def _can_follow(self, leader: Sequence) -> bool:
-        """Return whether the next waiting sequence is unstarted and can share the prefill and settings of `leader`."""
         if not self.waiting or not self.waiting[0].is_fresh:
             return False
         request = self.waiting[0].request
@@ -589,13 +485,13 @@ class Scheduler:
         for sequence in victims:
             assert sequence.n_sampled == sequence.n_new, "preempted with a token in flight"
         self._release(victims[::-1])
-        self._wait_again(victims)
+        self._requeue(victims)
         self.n_preemptions += len(victims)
 
-    def _wait_again(self, sequences: list[Sequence]) -> None:
+    def _requeue(self, sequences: list[Sequence]) -> None:
         """Return sequences that left the batch to the front of the queue."""
         for sequence in reversed(sequences):
-            sequence.enter("preempted")
+            sequence.enter_phase("preempted")
             self.waiting.appendleft(sequence)
 
     def _release(self, sequences: list[Sequence]) -> None:
@@ -610,20 +506,20 @@ class Scheduler:
         for sequence, n_tokens, n_sampled in columns:
             block_tables = sequence.leave_cache(n_sampled)
             if keeps and sequence.finish_reason != "error":
-                self._left.append((block_tables, sequence, n_tokens))
+                self._departed.append((block_tables, sequence, n_tokens))
             else:
                 released.append(block_tables)
         BlockTables.release(released)
 
-    def forget_left(self) -> None:
-        """Release the blocks of sequences that have left the batch, without adding them to the prefix cache."""
-        left, self._left = self._left, []
-        BlockTables.release([block_tables for block_tables, _, _ in left])
+    def release_departed(self) -> None:
+        """Release the blocks of sequences that have left the batch, without caching them."""
+        departed, self._departed = self._departed, []
+        BlockTables.release([block_tables for block_tables, _, _ in departed])
 
-    def cache_left(self) -> None:
-        """Add the blocks of sequences that have left the batch to the prefix cache, and release these blocks."""
-        left, self._left = self._left, []
-        for block_tables, sequence, n_tokens in left:
+    def cache_departed(self) -> None:
+        """Add the blocks of sequences that have left the batch to the prefix cache, and release them."""
+        departed, self._departed = self._departed, []
+        for block_tables, sequence, n_tokens in departed:
             sequence.settle()
             block_tables.register(sequence.tokens, n_tokens)
-        BlockTables.release([block_tables for block_tables, _, _ in left])
+        BlockTables.release([block_tables for block_tables, _, _ in departed])

@@ -23,15 +23,10 @@ _PART_OF_A_CHARACTER = "\ufffd"
 
 
 class StopStrings:
-    """Finds stop strings in completions, without decoding the text after every token.
+    """Finds stop strings in completions without decoding the text after every token.
 
-    A stop string can only be completed by a token whose text contains the end of the string. Most tokens cannot end any
-    stop string. `can_end_with` checks this once per token id and keeps the answer. Only after tokens that can end a
-    stop string, the text of the completion is decoded and searched.
-
-    Args:
-        strings: The stop strings of a request.
-        detokenize: Turns tokens into text.
+    Only a token whose text contains the end of a stop string can complete it, and most tokens cannot. `can_end_with`
+    checks this once for each token id. Only after tokens that can end a stop string is the text decoded and searched.
     """
 
     def __init__(self, strings: tuple[str, ...], detokenize: Detokenize):
@@ -41,18 +36,11 @@ class StopStrings:
         self._can_end: dict[int, bool] = {}
 
     def are_in(self, tokens: list[int]) -> bool:
-        """Return whether the end of a completion contains a stop string.
-
-        Only as many last tokens are decoded as a stop string can span.
-
-        Args:
-            tokens: Token ids of the completion.
-        """
+        """Return whether the end of a completion contains a stop string."""
         text = self._detokenize(tokens[-self._n_tail :])
         return any(string in text for string in self._strings)
 
     def can_end_with(self, token: int) -> bool:
-        """Return whether a token can contribute the last character of a stop string."""
         can_end = self._can_end.get(token)
         if can_end is None:
             # A token whose text depends on the text before it may always end a stop string. A leading space does not
@@ -63,9 +51,9 @@ class StopStrings:
         return can_end
 
     def _fits(self, text: str) -> bool:
-        """Return whether the text of a token contains a stop string, or begins with the end of a stop string.
+        """Return whether the text of a token contains a stop string or begins with the end of one.
 
-        The result is also True if `text` contains an incomplete UTF-8 character.
+        Also True for an incomplete UTF-8 character, whose text is not known yet.
         """
         if _PART_OF_A_CHARACTER in text:
             return True
@@ -84,31 +72,6 @@ class Sequence:
 
     A token is first sampled on the device, and arrives on the host later. While the sequence is in the batch, its
     numbers are in a SlotTable, and so are its newest tokens until `settle` appends them to the lists here.
-
-    Attributes:
-        request: The request.
-        sample: Index of the sample within the request.
-        key: Seed of the sample's random numbers.
-        max_new: Largest number of completion tokens, the minimum of all limits.
-        stop_ids: Token ids that end the completion.
-        tokens: Token ids of the prompt and of the completion so far, without those that `settle` would append. The same
-            holds for the other lists.
-        stop_strings: Search for stop strings. None if the request has none.
-        grammar: State of the grammar after the last token that has arrived. None without a grammar.
-        logprobs: Log-probability of each completion token.
-        versions: For each completion token, version of the weights that sampled it.
-        top_logprobs: For each completion token, the most likely tokens. Empty unless requested.
-        raw_logprobs: Log-probability of each completion token without the temperature. Empty unless requested.
-        prompt_logprobs: For each scored prompt token, (log-probability, most likely tokens). Empty unless requested.
-        n_cached: Number of prompt tokens found in the prefix cache when the sample was first admitted.
-        n_streamed: Number of completion tokens already returned in partial outputs.
-        finish_reason: None while the sample is unfinished.
-        slot: Row of the sequence in the block tables and sampling settings on the device. -1 while it waits.
-        table: The numbers of all slots. None while the sequence is not in the batch.
-        block_tables: KV blocks of the sequence. Only set while it has a slot.
-        completion: Tokens, log-probabilities and versions of the whole completion as arrays. Set when a sample finishes
-            with all its tokens in the slot table. `settle` moves them to the lists and sets None.
-        phases: (name, start) of each phase so far, such as "prefill". Empty unless the run is traced.
     """
 
     request: GenerationRequest
@@ -119,42 +82,34 @@ class Sequence:
     tokens: list[int]
     stop_strings: StopStrings | None = None
     grammar: GrammarState | None = None
+    # of each completion token, like the next lists; the last three are empty unless requested
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TokenScores] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[tuple[float, TokenScores]] = field(default_factory=list)
-    n_cached: int = 0
-    n_streamed: int = 0
+    n_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
+    n_streamed: int = 0  # completion tokens already returned in partial outputs
     finish_reason: FinishReason | None = None
-    phases: list[tuple[str, int]] = field(default_factory=list)
+    phases: list[tuple[str, int]] = field(default_factory=list)  # (name, start); empty unless the run is traced
 
     slot: int = -1  # its row in the device's tables, -1 while waiting
     table: SlotTable | None = None
     _n_kv: int = field(default=0, init=False)
     _n_sampled: int = field(default=0, init=False)
     block_tables: BlockTables = field(init=False)  # its blocks, there while it has a slot
+    # set when a sample finishes with all its tokens in the slot table, until `settle`
     completion: tuple[np.ndarray, np.ndarray, np.ndarray] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.enter("queued")
+        self.enter_phase("queued")
 
-    def enter(self, phase: str) -> None:
-        """Note that a phase of the sample begins, for the trace. Does nothing unless the run is traced.
-
-        Args:
-            phase: "queued", "prefill", "decode", "preempted" or "end".
-        """
+    def enter_phase(self, phase: str) -> None:
+        """Note for the trace that "queued", "prefill", "decode", "preempted" or "end" begins."""
         if trace.active:
             self.phases.append((phase, trace.now()))
 
     def join(self, table: SlotTable, slot: int) -> None:
-        """Enter the batch.
-
-        Args:
-            table: The numbers of all slots.
-            slot: A free slot, which the sequence gets.
-        """
         table.take(slot, self.stop_ids)
         table.n_kv[slot], table.n_sampled[slot], table.n_new[slot] = self._n_kv, self._n_sampled, len(self.logprobs)
         table.n_prompt[slot], table.max_new[slot], table.min_new[slot] = self.n_prompt, self.max_new, self.min_new
@@ -168,13 +123,7 @@ class Sequence:
         self.table, self.slot = table, slot
 
     def join_like(self, leader: Sequence, slot: int, block_tables: BlockTables) -> None:
-        """Enter the batch together with the leader of a shared prefill. `SlotTable.take_like` then fills the slot.
-
-        Args:
-            leader: The leader, which is in the batch.
-            slot: The slot.
-            block_tables: KV blocks of the sequence.
-        """
+        """Enter the batch with the leader of a shared prefill. `SlotTable.take_like` then fills the slot."""
         self.table, self.slot, self.block_tables = leader.table, slot, block_tables
 
     def settle(self) -> None:
@@ -191,13 +140,9 @@ class Sequence:
             self.versions += versions.tolist()
 
     def tokens_from(self, start: int) -> np.ndarray:
-        """Return the tokens of prompt and completion from index `start` on, (n,) int64, for a sequence in the batch.
+        """Return the tokens of prompt and completion from index `start` on, for a sequence in the batch.
 
-        Unlike `settle`, this does not move arrived tokens from the slot table to the lists of the sequence, because
-        lists of many tokens take time.
-
-        Args:
-            start: Index of the first token, at least 0.
+        Unlike `settle`, this moves nothing from the slot table to lists, because lists of many tokens take time.
         """
         assert self.table is not None
         n_settled = len(self.tokens)
@@ -205,19 +150,12 @@ class Sequence:
         return np.concatenate((np.array(self.tokens[start:], dtype=np.int64), staged))
 
     def completion_tokens(self) -> np.ndarray:
-        """Return all completion tokens of a finished sample, (n,) int64."""
         if self.completion is not None:
             return self.completion[0]
         return np.array(self.tokens[self.n_prompt :], dtype=np.int64)
 
-    def go_on(self, begun: Begun) -> None:
-        """Take over the completion tokens that the sample has from an earlier rollout.
-
-        The sequence is then like one that was preempted: its first prefill computes prompt and completion.
-
-        Args:
-            begun: The tokens.
-        """
+    def resume_from(self, begun: Begun) -> None:
+        """Take over completion tokens of an earlier rollout, as if the sequence had been preempted."""
         self.tokens += begun.tokens
         self.logprobs += begun.logprobs
         self.versions += begun.versions
@@ -257,41 +195,33 @@ class Sequence:
 
     @property
     def blocks(self) -> list[int]:
-        """For every `block_size` positions, the first KV block in the first group of layers.
-
-        The first group has full attention, or else the longest sliding window.
-        """
+        """The KV blocks of the first group of layers: full attention, or else the longest sliding window."""
         return self.block_tables.group_blocks[0]
 
     @property
     def n_prompt(self) -> int:
-        """Number of prompt tokens."""
         return len(self.request.prompt)
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no completion token has arrived. Such a sample can share the prefill of another sample."""
+        """Whether no completion token has arrived, so that the sample can share the prefill of another."""
         return self.completion is None and len(self.tokens) == len(self.request.prompt)
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-k or top-p restricts the sampled tokens."""
         params = self.request.params
         return not params.is_greedy and (params.top_k > 0 or params.top_p < 1)
 
     @property
     def needs_edits(self) -> bool:
-        """Whether sampling needs LogitEdits, as for a logit bias, min-p or top log-probabilities."""
         return self.request.edits_logits or self.request.wants_scores
 
     @property
     def is_penalized(self) -> bool:
-        """Whether a frequency or presence penalty changes the logits."""
         return self.request.params.frequency_penalty != 0 or self.request.params.presence_penalty != 0
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are requested and not yet computed."""
         return self.request.prompt_logprobs and len(self.prompt_logprobs) < self.n_prompt - 1
 
     @property
@@ -300,18 +230,7 @@ class Sequence:
         return min(self.request.params.min_new_tokens, self.max_new) if self.stop_ids else 0
 
     def accept(self, token: int, logprob: float, version: int, top: TokenScores | None = None, raw: float = 0) -> bool:
-        """Append a token that has arrived from the device.
-
-        Args:
-            token: Token id.
-            logprob: Log-probability of the token.
-            version: Version of the weights that sampled the token.
-            top: Most likely tokens with their log-probabilities. None if not computed.
-            raw: Log-probability without the temperature, if it is requested.
-
-        Returns:
-            Whether the sequence ends with this token. `finish_reason` is set then.
-        """
+        """Append a token that has arrived, and return whether the sequence ends with it."""
         self.settle()
         if self.grammar is not None:
             self.grammar.accept(token)
@@ -338,26 +257,13 @@ class Sequence:
         return self.finish_reason is not None
 
     def _has_stop_string(self, stop_strings: StopStrings) -> bool:
-        """Return whether the completion, including the newest token, contains a stop string.
-
-        False until the completion has `min_new_tokens` tokens.
-        """
         n_new, least = len(self.logprobs), self.request.params.min_new_tokens
         if n_new < least or (n_new > least and not stop_strings.can_end_with(self.tokens[-1])):
             return False
         return stop_strings.are_in(self.tokens[self.n_prompt :])
 
     def leave_cache(self, n_sampled: int) -> BlockTables:
-        """Leave the batch: forget the slot and the KV blocks. For a sequence that finishes or is preempted.
-
-        Arrived tokens stay.
-
-        Args:
-            n_sampled: The number of sampled tokens in the slot table.
-
-        Returns:
-            The KV blocks, which the caller releases.
-        """
+        """Leave the batch, and return the KV blocks, which the caller releases. Arrived tokens stay."""
         if self.completion is None:
             self.settle()
         self.table, self.slot, self._n_kv, self._n_sampled = None, -1, 0, n_sampled
@@ -368,26 +274,21 @@ class Sequence:
         return block_tables
 
     def output(self) -> GenerationOutput:
-        """Return the output of the sample, and note how many completion tokens have been returned.
-
-        Returns:
-            The whole completion if the sample is finished. Otherwise the completion tokens since the previous call.
-        """
+        """Return the completion of a finished sample, and otherwise the tokens since the previous call."""
         if self.completion is None:
             self.settle()
         if self.finish_reason is not None:
-            self.enter("end")
+            self.enter_phase("end")
         start = self.n_streamed if self.finish_reason is None else 0
         self.n_streamed = len(self.logprobs)
         return self._output(start, tuple(self.phases) if self.finish_reason is not None else ())
 
     def whole_output(self) -> GenerationOutput:
         """Return the output of a sample that is parked, with the whole completion so far."""
-        self.enter("end")
+        self.enter_phase("end")
         return self._output(0, tuple(self.phases))
 
     def _output(self, start: int, phases: trace.Phases) -> GenerationOutput:
-        """Return an output with the completion tokens from index `start` on, and the given phases."""
         numbers: Any = self.completion
         if numbers is None:
             numbers = self.tokens[self.n_prompt + start :], self.logprobs[start:], self.versions[start:]

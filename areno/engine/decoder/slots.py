@@ -16,32 +16,13 @@ NEVER = 1 << 62
 class SlotTable:
     """Numbers of the sequences in the batch, and their newest tokens.
 
-    Args:
-        n_slots: Largest number of sequences in the batch.
-
-    Attributes:
-        owner: Number of the admission that gave the slot to its sequence. 0 for a free slot. It tells whether a token
-            in flight is for the sequence that has the slot now.
-        n_kv: Number of positions whose keys and values are in the cache after the planned step.
-        n_sampled: Number of completion tokens sampled on the device, including tokens that have not arrived.
-        n_new: Number of completion tokens that have arrived on the host.
-        n_prompt: Number of prompt tokens.
-        max_new: Largest number of completion tokens.
-        min_new: Number of completion tokens before which a stop token is not allowed.
-        capacity: Number of positions that have KV blocks.
-        register_at: Number of tokens at which the next KV block is full and enters the prefix cache. NEVER if this
-            waits until the sequence has left the batch.
-        needs_host: Whether the sequence must see each of its tokens, as with a grammar, stop strings or streaming.
-        in_pieces: Whether new tokens are reported every 64 steps, as a request with `pieces` asks.
-        has_grammar: Whether the sequence has a grammar.
-        is_filtered: Whether top-k or top-p restricts the sampled tokens.
-        is_penalized: Whether a frequency or presence penalty changes the logits.
-        needs_edits: Whether sampling needs LogitEdits.
-        stop_ids: (n_slots, n) tokens that end the completion, padded with -1.
-        n_staged: Number of tokens in the arrays below.
-        tokens: (n_slots, STAGED) the arrived tokens that the sequence has not taken over.
-        logprobs: (n_slots, STAGED) their log-probabilities.
-        versions: (n_slots, STAGED) the versions of the weights that sampled them.
+    `owner` is the number of the admission that gave the slot to its sequence, 0 for a free slot. It tells whether a
+    token in flight is for the sequence that has the slot now. `n_kv` (positions in the KV cache) and `n_sampled`
+    (tokens sampled on the device) count the planned step, `n_new` the completion tokens that have arrived on the host.
+    `capacity` is the number of positions that have KV blocks. `register_at` is the number of tokens at which the next
+    full block enters the prefix cache, or NEVER. `in_pieces` marks sequences that report new tokens every 64 steps.
+    Rows of `stop_ids` are padded with -1. The first `n_staged` entries of a row of `tokens`, `logprobs` and `versions`
+    are arrived tokens that the sequence has not taken over.
     """
 
     def __init__(self, n_slots: int):
@@ -57,12 +38,7 @@ class SlotTable:
         self.logprobs = np.empty((n_slots, STAGED), dtype=np.float64)
 
     def take(self, slot: int, stop_ids: frozenset[int]) -> None:
-        """Give a slot to a new sequence, whose other entries the caller sets.
-
-        Args:
-            slot: A free slot.
-            stop_ids: Tokens that end the sequence.
-        """
+        """Give a free slot to a new sequence, whose other entries the caller sets."""
         self._n_admitted += 1
         self.owner[slot], self.n_staged[slot] = self._n_admitted, 0
         if (more := len(stop_ids) - self.stop_ids.shape[1]) > 0:
@@ -71,12 +47,7 @@ class SlotTable:
         self.stop_ids[slot, : len(stop_ids)] = list(stop_ids)
 
     def take_like(self, slots: list[int], like: list[int]) -> None:
-        """Give free slots to samples, with the numbers of the samples whose prefills they share.
-
-        Args:
-            slots: The free slots.
-            like: For each free slot the slot of the other sample, which has no completion tokens.
-        """
+        """Give free slots to samples that share the prefill of the samples in slots `like`."""
         self._numbers[:, slots] = self._numbers[:, like]
         self._flags[:, slots] = self._flags[:, like]
         self.n_kv[slots] = 0
@@ -85,38 +56,19 @@ class SlotTable:
         self._n_admitted += len(slots)
 
     def is_done(self, slots_B: np.ndarray) -> np.ndarray:
-        """Return whether `max_new` tokens have been sampled, even if the last ones have not arrived, (B,) bool.
-
-        Args:
-            slots_B: The slots.
-        """
+        """Return whether `max_new` tokens have been sampled, even if the last ones have not arrived, (B,) bool."""
         return self.n_sampled[slots_B] >= self.max_new[slots_B]
 
     def needs_block(self, slots_B: np.ndarray) -> np.ndarray:
-        """Return whether a sequence will decode further and its blocks have no room for the next position, (B,) bool.
-
-        Args:
-            slots_B: The slots.
-        """
+        """Return whether a sequence decodes further and its blocks have no room for the next position."""
         return (self.n_kv[slots_B] == self.capacity[slots_B]) & ~self.is_done(slots_B)
 
     def awaits_token(self, slots_B: np.ndarray) -> np.ndarray:
-        """Return whether the next token needs the mask of a grammar whose last token has not arrived, (B,) bool.
-
-        Args:
-            slots_B: The slots.
-        """
+        """Return whether the next token needs the mask of a grammar whose last token has not arrived."""
         return self.has_grammar[slots_B] & (self.n_sampled[slots_B] > self.n_new[slots_B])
 
     def stage(self, slots_B: np.ndarray, tokens_B: np.ndarray, logprobs_B: np.ndarray, version: int) -> None:
-        """Append an arrived token to each of B slots, which have room for it.
-
-        Args:
-            slots_B: The slots, each at most once.
-            tokens_B: int64 tokens.
-            logprobs_B: float64 log-probabilities.
-            version: Version of the weights that sampled the tokens.
-        """
+        """Append one arrived token to each slot, which must have room. A slot occurs at most once."""
         staged_B = self.n_staged[slots_B]
         self.tokens[slots_B, staged_B] = tokens_B
         self.logprobs[slots_B, staged_B] = logprobs_B
@@ -127,15 +79,7 @@ class SlotTable:
     def stage_several(
         self, slots_B: np.ndarray, tokens_BR: np.ndarray, logprobs_BR: np.ndarray, counts_B: np.ndarray, version: int
     ) -> None:
-        """Append arrived tokens to each of B slots, which have room for them.
-
-        Args:
-            slots_B: The slots, each at most once.
-            tokens_BR: int64 tokens.
-            logprobs_BR: float64 log-probabilities.
-            counts_B: int64, how many of its R tokens each slot gets.
-            version: Version of the weights that sampled the tokens.
-        """
+        """Append the first `counts_B` of R arrived tokens to each slot, as `stage` does."""
         rows, columns = np.nonzero(np.arange(tokens_BR.shape[1]) < counts_B[:, None])
         slots, places = slots_B[rows], (self.n_staged[slots_B])[rows] + columns
         self.tokens[slots, places] = tokens_BR[rows, columns]
@@ -144,43 +88,19 @@ class SlotTable:
         self.n_staged[slots_B] += counts_B
         self.n_new[slots_B] += counts_B
 
-    def take_back(self, slots_B: np.ndarray, n_in_flight_B: np.ndarray | int = 0) -> None:
-        """Set the planned lengths of sequences to their arrived tokens plus those in flight, after a verification.
-
-        Args:
-            slots_B: Slots of the sequences.
-            n_in_flight_B: Largest number of tokens of each sequence that are in flight.
-        """
+    def rewind(self, slots_B: np.ndarray, n_in_flight_B: np.ndarray | int = 0) -> None:
+        """Set the planned lengths to the arrived tokens plus those in flight, after a verification."""
         n_sampled_B = self.n_new[slots_B] + n_in_flight_B
         self.n_sampled[slots_B] = n_sampled_B
         self.n_kv[slots_B] = self.n_prompt[slots_B] + n_sampled_B - 1
 
     def needs_host_drafts(self, slots_B: np.ndarray) -> bool:
-        """Return whether drafts must be on the host, because a sequence has a grammar, a penalty or edits of logits.
-
-        Args:
-            slots_B: The slots.
-        """
         return bool((self.has_grammar[slots_B] | self.is_penalized[slots_B] | self.needs_edits[slots_B]).any())
 
     def has_stopped(self, slots_B: np.ndarray, tokens_B: np.ndarray) -> np.ndarray:
-        """Return whether a token ends its sequence, (B,) bool.
-
-        Args:
-            slots_B: The slots.
-            tokens_B: The newest token of each slot.
-        """
         return (self.stop_ids[slots_B] == tokens_B[:, None]).any(1)
 
     def unstage(self, slots: list[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Remove the staged tokens of slots.
-
-        Args:
-            slots: The slots, each at most once.
-
-        Returns:
-            For each slot the tokens, their log-probabilities and their versions.
-        """
         lengths = self.n_staged[slots]
         n_most = int(lengths.max())
         self.n_staged[slots] = 0

@@ -36,20 +36,11 @@ DRAFT_LENGTHS = (1, 3, 7)
 class TableDrafts:
     """Drafts that the device looks up in a table of n-grams at the start of the step that verifies them.
 
-    Attributes:
-        n_tokens: Number J of drafted tokens of each sequence.
-        slots_B: int64, slots of the B sequences.
-        contexts_BW: int64, the last W arrived tokens of each sequence, the last one at the end. -1 before the text
-            begins.
-        scopes_B: int64, scope of each sequence.
-        n_new_B: int64, number of completion tokens of each sequence that have arrived.
-        limits_B: int64, first position of each sequence that must not be computed: it has no KV block, or comes after
-            the last input token.
-        follows_B: bool, whether a step with TableDrafts for the sequence is in flight. If so, `contexts_BW` and
-            `n_new_B` lack the tokens of that step, and the device adds them.
-        verified: Function that is called when the tokens have arrived, with these drafts, the sampled tokens (B, 1 + J)
-            int64, the number of tokens that each sequence got (B,) int64, and whether each drafted token and all before
-            it were right (B, J) bool.
+    `contexts_BW` are the last W arrived tokens, padded with -1 in front. `limits_B` is the first position that must not
+    be computed: it has no KV block, or comes after the last input token. `follows_B` marks sequences for which a step
+    with TableDrafts is in flight: `contexts_BW` and `n_new_B` lack its tokens, and the device adds them. `verified` is
+    called when the tokens have arrived, with these drafts, the sampled tokens (B, 1 + J), the number of tokens that
+    each sequence got (B,), and whether each drafted token and all before it were right (B, J).
     """
 
     n_tokens: int
@@ -63,7 +54,6 @@ class TableDrafts:
 
     @property
     def n_rows(self) -> int:
-        """Number of rows of a sequence in the step: its last token, and the drafted tokens."""
         return 1 + self.n_tokens
 
 
@@ -74,56 +64,31 @@ Drafts = list[list[int]] | TableDrafts
 class Drafter(Protocol):
     """Proposes the next tokens of sequences. Wrong proposals cost time, but never change a token."""
 
-    def is_due(self, n_running: int) -> bool:
-        """Return whether the next step should verify drafts.
-
-        Args:
-            n_running: Number of sequences in the batch.
-        """
-        ...
+    def is_due(self, n_running: int) -> bool: ...
 
     def propose(self, sequences: list[Sequence]) -> Drafts:
         """Return a draft for each sequence: the tokens that may follow. Empty for no draft.
 
-        Args:
-            sequences: The sequences of the next step. All their tokens have arrived, except those of a step with
-                TableDrafts that is in flight. Call `Sequence.settle` before reading `Sequence.tokens`.
+        All tokens have arrived, except those of a step with TableDrafts in flight. Call `settle` before reading
+        `tokens`.
         """
         ...
 
     def prepare(self, sequences: list[Sequence]) -> None:
-        """Prepare later drafts, while the device computes the step that was just launched.
-
-        Args:
-            sequences: The sequences that decode in the launched step.
-        """
+        """Prepare later drafts of these sequences, while the device computes the step that was just launched."""
         ...
 
     def verified(self, found: list[tuple[Sequence, int]]) -> None:
-        """Learn how many tokens of the last drafts were right. TableDrafts have a function of their own for this.
-
-        Args:
-            found: Each sequence with the length of the leading part of its draft that was right, 0 without a draft.
-        """
+        """Learn how many leading tokens of each draft were right. TableDrafts have their own function for this."""
         ...
 
     def finished(self, sequences: list[Sequence]) -> None:
-        """Learn completions that have ended.
-
-        Args:
-            sequences: The sequences, which are still in the batch. `Sequence.completion_tokens` returns their tokens.
-        """
+        """Learn completions that have ended. The sequences are still in the batch."""
         ...
 
 
 def n_right_tokens(sequence: Sequence, draft: list[int], n_new: int) -> int:
-    """Return how many leading tokens of a draft were right, and so became tokens of the sequence.
-
-    Args:
-        sequence: The sequence, which has its new tokens.
-        draft: The drafted tokens.
-        n_new: Number of tokens that the sequence got from the step.
-    """
+    """Return how many leading tokens of a draft became tokens of the sequence, which got `n_new` in all."""
     if sequence.finish_reason is not None and 0 < n_new <= len(draft) and sequence.tokens[-1] == draft[n_new - 1]:
         return n_new  # the sample ends with a drafted token
     return max(0, n_new - 1)
@@ -134,10 +99,6 @@ def fitting_draft(sequence: Sequence, draft: list[int]) -> list[int]:
 
     A draft ends before the first token that ends the sequence or that its grammar does not allow, and leaves room for
     the token that the last row draws.
-
-    Args:
-        sequence: The sequence, all of whose tokens have arrived.
-        draft: The proposed tokens.
     """
     draft = draft[: max(0, sequence.max_new - sequence.n_new - 1)]
     for index, token in enumerate(draft):
@@ -151,33 +112,18 @@ def fitting_draft(sequence: Sequence, draft: list[int]) -> list[int]:
 
 @dataclass(slots=True)
 class DraftedRows:
-    """The rows of a verification: for each sequence a row for its last token, then a row for each drafted token.
-
-    Attributes:
-        sequences: The sequence of each row.
-        drafts: For each of the B sequences, its drafted tokens.
-        slots_N: int64, slot of each row's sequence.
-        positions_N: int64, position of each row's input token.
-        index_N: int64, index in the completion of the token that each row draws.
-        tokens_N: int64, input token of each row.
-    """
+    """The rows of a verification: for each sequence a row for its last token, then a row for each drafted token."""
 
     sequences: list[Sequence]
     drafts: list[list[int]]
     slots_N: np.ndarray
     positions_N: np.ndarray
-    index_N: np.ndarray
-    tokens_N: np.ndarray
+    index_N: np.ndarray  # index in the completion of the token that each row draws
+    tokens_N: np.ndarray  # input tokens
 
     @classmethod
-    def of(cls, sequences: list[Sequence], drafts: list[list[int]], table: SlotTable) -> DraftedRows:
-        """Return the rows of a step whose plan already counts all of them in `table.n_kv` and `table.n_sampled`.
-
-        Args:
-            sequences: The sequences of the step.
-            drafts: The drafted tokens of each sequence. May be empty.
-            table: The numbers of all slots.
-        """
+    def for_step(cls, sequences: list[Sequence], drafts: list[list[int]], table: SlotTable) -> DraftedRows:
+        """Return the rows of a step whose plan already counts them in `table.n_kv` and `table.n_sampled`."""
         n_rows_B = np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
         row_of_N = np.repeat(np.arange(len(sequences)), n_rows_B)
         # Row i of n rows is n - i tokens before the end of the plan.
@@ -196,10 +142,7 @@ class DraftedRows:
         )
 
     def drafted_counts(self) -> np.ndarray:
-        """Return the drafted tokens that count for the penalties of later rows, (2, n) int64: row, and drafted token.
-
-        Each row counts the drafted tokens of its sequence up to its own input token.
-        """
+        """Return the drafted tokens that count for the penalties of later rows, (2, n): row and token."""
         pairs: list[tuple[int, int]] = []
         row = 0
         for draft in self.drafts:
@@ -209,13 +152,7 @@ class DraftedRows:
         return np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
 
     def masks(self, n_words: int) -> np.ndarray | None:
-        """Return the grammar mask of each row, (N, W) int32. None if no sequence has a grammar.
-
-        The mask of a row follows the drafted tokens up to its own input token.
-
-        Args:
-            n_words: W, the number of 32-bit words that hold a bit for each token of the vocabulary.
-        """
+        """Return the mask of each row after the drafted tokens up to its own input token, (N, W) int32."""
         if all(sequence.grammar is None for sequence in self.sequences):
             return None
         masks_NW = np.full((len(self.sequences), n_words), -1, dtype=np.int32)
@@ -232,16 +169,9 @@ def accepted_rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find the accepted tokens of a step with TableDrafts.
 
-    NgramSteps counts them on the device in the same way, except that the tokens after a stop token count there.
-
-    Args:
-        tokens_BR: int64, the token that each row sampled.
-        inputs_BR: int64, the input token of each row. -1 for a row without a draft or without room.
-        stop_ids_BS: int64, the stop tokens of each sequence, padded with -1.
-
-    Returns:
-        Whether a drafted token and all before it were right, (B, J) bool. How many tokens each sequence gets, (B,)
-        int64. Whether the last of them is a stop token, (B,) bool.
+    An input is -1 for a row without a draft or without room. Returns whether a drafted token and all before it were
+    right, (B, J), how many tokens each sequence gets, and whether the last is a stop token. NgramSteps counts them on
+    the device in the same way, except that the tokens after a stop token count there.
     """
     # An input of -1 differs from all tokens, so a row without a draft or without room ends the accepted ones.
     right_BJ = np.logical_and.accumulate(tokens_BR[:, :-1] == inputs_BR[:, 1:], axis=1)
@@ -259,11 +189,11 @@ class RowSampler(Protocol):
     tensors: SamplingSettings
 
     def flags(self, table: SlotTable, slots_B: np.ndarray, index_B: np.ndarray | None = None) -> SamplingFlags:
-        """Return the sampling operations that at least one slot needs, as `SlotSampler.flags` does."""
+        """Return `SlotSampler.flags`."""
         ...
 
     def at_rows(self, slots_N: Tensor, flags: SamplingFlags) -> RowSampler:
-        """Return a sampler with one slot for each of N rows, as `SlotSampler.at_rows` does."""
+        """Return `SlotSampler.at_rows`."""
         ...
 
 
@@ -271,17 +201,8 @@ class NgramSteps:
     """Runs the decode pass of steps with TableDrafts, as CUDA graphs if possible.
 
     The number of new tokens of each slot and its last tokens stay on the device, so that the next step can draft before
-    the host has read the tokens.
-
-    Args:
-        decode: Runs the model on rows, and samples a token for each, as `Runner._decode` does.
-        sampler: The sampling settings.
-        split: `split_attention` with all arguments that do not depend on the step.
-        block_size: Number of tokens in a KV block.
-        group_size: Largest number of rows of a prefix group, which the rows of a sequence form. 0 for no groups.
-
-    Attributes:
-        captures: Captures CUDA graphs. None for no graphs.
+    the host has read the tokens. `decode` is `Runner._decode`, and `split` is `split_attention` with all arguments that
+    do not depend on the step. The rows of a sequence form a prefix group if `group_size` is not 0.
     """
 
     def __init__(
@@ -303,28 +224,16 @@ class NgramSteps:
 
     @property
     def graphs(self) -> list[GraphCache[GraphKey]]:
-        """The CUDA graphs, one cache for each number of rows of a sequence."""
         return [each.graphs for each in self._graphs.values()]
 
     def use(self, table: NgramTable) -> None:
-        """Set the table, and drop the CUDA graphs of another table.
-
-        Args:
-            table: The table.
-        """
+        """Set the table, and drop the CUDA graphs of another table."""
         if table is not self._table:
             self._table = table
             self._graphs.clear()
 
     def look_up(self, drafts: TableDrafts) -> list[list[int]]:
-        """Look up drafts for the host. Waits for the device.
-
-        Args:
-            drafts: The drafts. All tokens of the sequences have arrived.
-
-        Returns:
-            The drafted tokens of each sequence.
-        """
+        """Look up drafts for the host. All tokens of the sequences have arrived. Waits for the device."""
         assert self._table is not None
         given = (drafts.contexts_BW[:, ::-1].T.copy(), drafts.scopes_B, drafts.slots_B, drafts.n_new_B)
         contexts_WB, scopes_B, slots_B, n_new_B = (to_device(each, self._device) for each in given)
@@ -333,16 +242,7 @@ class NgramSteps:
         return [[token for token in draft if token >= 0] for draft in found_BJ.tolist()]
 
     def launch(self, drafts: TableDrafts, table: SlotTable) -> Tensor:
-        """Launch the decode pass of a step.
-
-        Args:
-            drafts: The drafts of the step.
-            table: The numbers of all slots.
-
-        Returns:
-            (3, B (1 + J)) float64: token, log-probability and input token of each row. The input token is -1 for a row
-            without a draft or without room.
-        """
+        """Launch the decode pass of a step. Returns the result of `_draft_and_verify` as (3, B (1 + J))."""
         slots_B, n_rows = drafts.slots_B, drafts.n_rows
         before_B = table.n_prompt[slots_B] + drafts.n_new_B - 1  # positions before the rows of a sequence, at least
         graphs = None if self.captures is None else self._graphs_of(n_rows, self.captures)
@@ -368,7 +268,6 @@ class NgramSteps:
         return self._draft_and_verify(n_rows, *given, split.splits, flags, most).flatten(1)
 
     def _graphs_of(self, n_rows: int, captures: Captures) -> DecodeGraphs:
-        """Return the CUDA graphs of steps with `n_rows` rows for a sequence."""
         if n_rows not in self._graphs:
             most = self._sampler.n_slots - 1
             padding, body = (most, *[0] * (5 + CONTEXT)), partial(self._draft_and_verify, n_rows)
@@ -385,24 +284,11 @@ class NgramSteps:
         flags: SamplingFlags,
         max_len: int | None = None,
     ) -> Tensor:
-        """Draft tokens for B sequences, run the model on them, and sample a token for each row.
+        """Draft tokens for B sequences, run the model on them, and sample a token for each of R rows.
 
-        A sequence has R rows: its last token, then the drafted tokens.
-
-        Args:
-            n_rows: R.
-            inputs: (6 + W, B) int64. For each sequence: its slot, `n_new_B` of TableDrafts, the number of positions
-                before its rows, `limits_B`, `follows_B` as 0 or 1, `scopes_B`, and its W last tokens, the last one
-                first. For a sequence that follows, the device corrects these numbers and tokens.
-            split_lens: As for `Runner._decode`.
-            prefix_groups_GR: As for `Runner._decode`.
-            splits: As for `Runner._decode`.
-            flags: Sampling operations that at least one row needs. Penalties, masks and edits are not supported.
-            max_len: As for `Runner._decode`.
-
-        Returns:
-            (3, B, R) float64: token, log-probability and input token of each row. The input token is -1 for a row
-            without a draft or without room.
+        `inputs` is (6 + W, B) int64: slot, `n_new_B`, the number of positions before the rows, `limits_B`, `follows_B`,
+        `scopes_B`, and the W last tokens, the last one first. Penalties, masks and edits are not supported. Returns (3,
+        B, R) float64: token, log-probability and input token, which is -1 for a row without a draft or without room.
         """
         assert self._table is not None
         settings, scratch, device = self._sampler.tensors, self._sampler.n_slots - 1, inputs.device

@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from areno.engine.decoder.grammar import fault_of
+from areno.engine.decoder.grammar import grammar_error
 from areno.errors import GrammarError
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.numbers import Range
@@ -205,7 +205,7 @@ class JsonRules:
                     patterns.append(pattern)
         patterns, formats = list(dict.fromkeys(patterns)), list(dict.fromkeys(formats))
         leaf = self._leaf(alternative, patterns, formats)
-        if leaf is not None and (fault := fault_of(f"start: {leaf}")):
+        if leaf is not None and (fault := grammar_error(f"start: {leaf}")):
             self._document.leave_out(f"the keywords of a string beside each other ({fault})")
             return [], []
         return patterns, formats
@@ -335,7 +335,7 @@ class JsonRules:
         free = f"/{self._char}*/ & ~{slashed(taken)}" if taken else f"/{self._char}*/"
         found, terms = list[str](), [(pattern, whole(pattern)) for pattern, _ in form.patterns]
         for pattern, term in terms:
-            if term is None or fault_of(f"start: T\nT: {term}"):
+            if term is None or grammar_error(f"start: T\nT: {term}"):
                 self._document.leave_out(f"patternProperties {pattern!r}")
         known = [f"({term})" for _, term in terms if term is not None]
         plain = f"/{_PLAIN}*/" + (f" & ~{slashed(taken)}" if taken else "")

@@ -6,7 +6,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from areno.engine.decoder.grammar import accepts, fault_of
+from areno.engine.decoder.grammar import accepts, grammar_error
 from areno.errors import GrammarError
 
 _HEX, _OCTET = "[0-9a-fA-F]", "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -69,7 +69,7 @@ def json_text(words: dict[str, Any], is_python: bool = False) -> str:
 
 def pattern_fault(pattern: str) -> str:
     """Return why a pattern cannot be enforced, "" if it can."""
-    return "" if decimal(pattern) else fault_of(f"start: {json_text({'pattern': pattern})}")
+    return "" if decimal(pattern) else grammar_error(f"start: {json_text({'pattern': pattern})}")
 
 
 @lru_cache(4096)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from areno.engine.decoder.grammar import fault_of
+from areno.engine.decoder.grammar import grammar_error
 from areno.errors import GrammarError
 from areno.server.parsers.hermes import CLOSE, OPEN, in_tags
 from areno.server.parsers.json_rules import JsonRules, Style, times
@@ -259,7 +259,7 @@ class _ParameterRules(JsonRules):
         terms = [f"({slashed(FORMATS[each])})" for each in formats]
         for pattern in patterns:
             term = decimal(pattern) or whole(pattern)
-            if term is None or fault_of(f"start: T\nT: {term}"):
+            if term is None or grammar_error(f"start: T\nT: {term}"):
                 self._document.leave_out(f"pattern {pattern!r} in a string without quotes")
             else:
                 terms.append(term)

@@ -23,7 +23,7 @@ def lengths(share: float, n_rows: int, costs: StepCosts = COSTS, n_steps: int = 
     """How many tokens each step drafts, if a share of the drafted tokens is right."""
     rng, decides, found = random.Random(0), DraftLength(costs), list[int]()
     for _ in range(n_steps):
-        n = decides.of(n_rows, EVEN, is_prepared=True)
+        n = decides.next_length(n_rows, EVEN, is_prepared=True)
         found.append(n)
         right = np.array([[rng.random() < share for _ in range(n)] for _ in range(n_rows)]).reshape(n_rows, n)
         right = np.logical_and.accumulate(right, axis=1)
@@ -44,10 +44,10 @@ def test_as_many_tokens_are_drafted_as_pay() -> None:
 def test_drafts_are_tried_again_when_the_batch_has_shrunk_or_the_text_begins_to_repeat() -> None:
     decides = DraftLength(COSTS)
     decides.count(np.array([400.0, 0]), np.array([8.0, 0]))
-    assert not any(decides.of(200, EVEN, is_prepared=True) for _ in range(200))
+    assert not any(decides.next_length(200, EVEN, is_prepared=True) for _ in range(200))
     drafted: list[int] = []
     for _ in range(2500):
-        drafted.append(decides.of(64, EVEN, is_prepared=True))
+        drafted.append(decides.next_length(64, EVEN, is_prepared=True))
         decides.count(*[np.full(drafted[-1], 64.0)] * 2)
     assert drafted[-1] == max(DRAFT_LENGTHS)
 
@@ -58,7 +58,7 @@ def test_a_rollout_after_another_is_tried_as_in_a_resumed_run() -> None:
     for _ in range(2):
         decides.begin(COSTS, kept=0.0)
         decides.count(np.array([20.0]), np.array([0.0]))
-        drafted.append([decides.of(200, EVEN, is_prepared=True) for _ in range(300)])
+        drafted.append([decides.next_length(200, EVEN, is_prepared=True) for _ in range(300)])
     assert drafted[0] == drafted[1]
     assert sum(map(bool, drafted[0])) > 2
 
@@ -81,7 +81,7 @@ class Mixed:
         found = 0
         for _ in range(n_steps):
             acceptance_B = self.texts.relative_acceptance() if knows_rows else EVEN
-            if n := self.decides.of(self.n_rows, acceptance_B, is_prepared=True):
+            if n := self.decides.next_length(self.n_rows, acceptance_B, is_prepared=True):
                 right_BJ = np.repeat(self.is_right_B[:, None], n, axis=1)
                 began_B = self.texts.owner != self.slots.owner
                 self.texts.owner[began_B] = self.slots.owner[began_B]
@@ -114,7 +114,7 @@ def test_a_sequence_gains_at_most_the_drafted_tokens(fixed: float, expected: int
     costs = StepCosts(fixed=fixed, verification=0, most_rows=200)  # for 100 sequences one drafted token
     decides = DraftLength(costs)
     decides.count(np.array([500.0]), np.array([500.0]))
-    assert decides.of(100, np.array([1.9, 0.1]), is_prepared=True) == expected
+    assert decides.next_length(100, np.array([1.9, 0.1]), is_prepared=True) == expected
 
 
 def test_the_counts_of_a_sequence_follow_its_text() -> None:

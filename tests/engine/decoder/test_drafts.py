@@ -184,11 +184,11 @@ def test_the_memory_keeps_the_newest_samples_within_its_budgets() -> None:
         while size_of(kept) > 3000:
             kept.pop(0)
         for number in range(6):
-            found = [(before, tokens.tolist()) for before, tokens in memory.of(number)]
+            found = [(before, tokens.tolist()) for before, tokens in memory.samples(number)]
             assert found == [(before, tokens) for of, before, tokens in kept if of == number]
         assert memory.n_tokens == size_of(kept)
     memory.clear()
-    assert memory.of(3) == []
+    assert memory.samples(3) == []
 
 
 def size_of(samples: list[tuple[int, list[int], list[int]]]) -> int:
@@ -261,7 +261,7 @@ def test_a_drafter_that_does_not_remember_forgets() -> None:
     batch.finish(sequence(COMPLETION))
     batch.drafter.begin(COSTS)
     assert batch.drafts([batch.join(sequence(COMPLETION[:4]))]) == [[]]
-    assert batch.drafter.memory.of(hash((1, 2, 3, 4))) == []
+    assert batch.drafter.memory.samples(hash((1, 2, 3, 4))) == []
 
 
 def test_prompts_and_other_turns_of_a_scope_are_drafts() -> None:

@@ -98,7 +98,7 @@ def preemptions(n_samples: int, *, by_window: bool) -> int:
             each.accept(7, 0.0, 0)
             scheduler.register(each, len(each.tokens) - 1)
         scheduler.remove_finished()
-    scheduler.cache_left()
+    scheduler.cache_departed()
     assert scheduler.blocks.n_available == scheduler.blocks.n_blocks
     return scheduler.n_preemptions
 
@@ -153,7 +153,7 @@ class Device:
             for position in range(chunk.start, chunk.end):
                 self.read_held(chunk.prefill.leader, position)
         for chunk in plan.chunks:
-            for source, target in chunk.prefill.copies(self.blocks) if chunk.is_last else []:
+            for source, target in chunk.prefill.block_copies(self.blocks) if chunk.is_last else []:
                 for offset in range(size):
                     self.memory[target, offset] = self.memory.get((source, offset), 0)
         for sequence in plan.decode:
@@ -254,7 +254,7 @@ def test_whoever_reads_a_block_finds_what_it_wrote(groups: str, seed: int, monke
         assert sequence.finish_reason == "abort" or len(sequence.logprobs) == sequence.max_new
     assert scheduler.n_cached_tokens > 0
     assert device.n_prefix_groups > 0
-    scheduler.cache_left()
+    scheduler.cache_departed()
     assert blocks.n_available == n_blocks
     free = [
         *blocks.free_blocks,

@@ -53,7 +53,7 @@ def run(decoder: Decoder, requests: list[GenerationRequest], abort_at: int = 0) 
         steps += 1
         if steps == abort_at:
             decoder.abort(99)
-    decoder._scheduler.cache_left()
+    decoder._scheduler.cache_departed()
     assert decoder.blocks.n_available == decoder.blocks.n_blocks
     return outputs
 

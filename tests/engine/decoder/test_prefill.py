@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.decoder.decoder import Decoder
-from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillPlaces, PrefillShape, PrefillTensors
+from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillIndices, PrefillShape, PrefillTensors
 from tests.helpers.cpu_graphs import CpuCaptures
 from tests.helpers.family_cases import random_model
 from tests.helpers.tiny_decoder import Outputs, assert_same, make_decoder, model, request, run
@@ -55,7 +55,7 @@ def batch_of(n_tokens: int, n_rows: int = 1, n_earlier: int = 0) -> PrefillBatch
     stored = np.arange(n_tokens)[None]
     keys = np.arange(n_tokens + n_earlier)[None] if n_earlier else None
     cu_k = np.append(cu_q[:-1], n_tokens + n_earlier)
-    place = PrefillPlaces(stored, keys, cu_k.astype(np.int32))
+    place = PrefillIndices(stored, keys, cu_k.astype(np.int32))
     return PrefillBatch(np.arange(n_tokens), np.arange(n_tokens), cu_q, cu_q[1:] - 1, [place])
 
 
@@ -125,7 +125,7 @@ def test_larger_prefills_are_padded_for_smaller_models(n_params: int, most: int)
 def rows_alike(n_tokens: int, n_rows: int) -> PrefillBatch:
     """A prefill of whole prompts, which have about the same length."""
     cu_q = np.linspace(0, n_tokens, n_rows + 1).astype(np.int64)
-    place = PrefillPlaces(np.arange(n_tokens)[None], None, cu_q.astype(np.int32))
+    place = PrefillIndices(np.arange(n_tokens)[None], None, cu_q.astype(np.int32))
     return PrefillBatch(np.arange(n_tokens), np.arange(n_tokens), cu_q, cu_q[1:] - 1, [place])
 
 

@@ -89,7 +89,7 @@ def test_samples_are_those_of_a_decoder_with_room_for_all(case: str, seed: int, 
         found |= {(output.request_id, output.sample): output for output in decoder.step()}
 
     assert decoder.stats.preemptions > 0
-    decoder._scheduler.cache_left()
+    decoder._scheduler.cache_departed()
     assert decoder.blocks.n_available == decoder.blocks.n_blocks
     assert found.keys() == expected.keys()
     for key, output in found.items():

@@ -75,7 +75,7 @@ def test_samples_of_a_request_are_prefilled_once_and_share_full_blocks() -> None
     first, second, third = (sequence.blocks for sequence in samples)
     assert first[:2] == second[:2] == third[:2]
     assert len({first[2], second[2], third[2]}) == 3
-    assert chunk.prefill.copies(scheduler.blocks) == [(first[2], second[2]), (first[2], third[2])]
+    assert chunk.prefill.block_copies(scheduler.blocks) == [(first[2], second[2]), (first[2], third[2])]
     assert scheduler.blocks.n_available == 64 - 2 - 3
 
 
@@ -83,7 +83,7 @@ def test_a_prompt_of_whole_blocks_needs_no_copies() -> None:
     scheduler = make_scheduler()
     add(scheduler, make_request(1, 8, n_samples=3))
     (chunk,) = scheduler.schedule().chunks
-    assert chunk.prefill.copies(scheduler.blocks) == []
+    assert chunk.prefill.block_copies(scheduler.blocks) == []
     assert scheduler.blocks.n_available == 64 - 2
 
 
@@ -164,7 +164,7 @@ def test_a_shared_prefill_goes_on_without_aborted_samples_unless_they_own_its_bl
         arrive(scheduler, scheduler.schedule())
     assert left.finish_reason == "length"
     assert len(left.logprobs) == 4
-    scheduler.cache_left()
+    scheduler.cache_departed()
     assert scheduler.blocks.n_available == 64
 
 
@@ -251,7 +251,7 @@ def test_abort_finds_sequences_wherever_they_are() -> None:
         assert scheduler.abort(request_id) == sequences
         assert all(sequence.finish_reason == "abort" for sequence in sequences)
     assert not scheduler.has_work
-    scheduler.cache_left()
+    scheduler.cache_departed()
     assert scheduler.blocks.n_available == 64
     assert scheduler.n_running == 0
 
@@ -288,7 +288,7 @@ def test_random_work_ends_with_every_token_drawn_and_no_block_or_slot_lost(seed:
     assert not scheduler.has_work
     for sequence in everybody:
         assert sequence.finish_reason == "abort" or len(sequence.logprobs) == sequence.max_new
-    scheduler.cache_left()
+    scheduler.cache_departed()
     assert scheduler.blocks.n_available == n_blocks
     assert scheduler.n_running == 0
     assert sorted(scheduler._slots) == list(range(5))

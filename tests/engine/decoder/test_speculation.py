@@ -84,7 +84,7 @@ def sampled(of: Transformer, requests: list[GenerationRequest], drafter: Any = N
         assert stats.generated_tokens == sum(len(o.tokens) for o in outputs.values()) - sum(
             len(item.begun.tokens) for item in requests if item.begun
         )
-    decoder._scheduler.cache_left()
+    decoder._scheduler.cache_departed()
     assert decoder.blocks.n_available == decoder.blocks.n_blocks
     return outputs
 
@@ -363,7 +363,7 @@ def test_random_rollouts(case: str, seed: int, tmp_path: Path) -> None:
             decoder.abort(number)
         found |= {(output.request_id, output.sample): output for output in decoder.step()}
     assert decoder.stats.accepted_tokens > 0
-    decoder._scheduler.cache_left()
+    decoder._scheduler.cache_departed()
     assert decoder.blocks.n_available == decoder.blocks.n_blocks
     assert found.keys() == expected.keys()
     for key, output in found.items():
