@@ -218,15 +218,15 @@ def test_a_step_begins_again_after_a_teacher_did_not_fit() -> None:
         if role == "teacher.b" and held.count("a") == 1:
             raise torch.OutOfMemoryError
         held.append(role[-1])
-        yield SimpleNamespace(at=lambda packed: role, end=lambda: None)
+        yield SimpleNamespace(run=lambda packed: role, end=lambda: None)
         held.append(f"no {role[-1]}")
 
     packs: list[Any] = [SimpleNamespace(teacher=name) for name in ("", "teacher.b")]
     with Teachers(hold, "teacher.a") as teachers:
-        teachers.at(packs[0])
+        teachers.run(packs[0])
         with pytest.raises(torch.OutOfMemoryError):
-            teachers.at(packs[1])
-        assert [teachers.at(pack) for pack in packs] == ["teacher.a", "teacher.b"]
+            teachers.run(packs[1])
+        assert [teachers.run(pack) for pack in packs] == ["teacher.a", "teacher.b"]
     assert held == ["a", "no a", "a", "no a", "b", "no b"]
 
 

@@ -55,7 +55,7 @@ def cases(vocab: int) -> dict[str, Rows]:
 
 
 def packed(rows: Rows, share: bool, context: ParallelGroup = ParallelGroup(), backend: str = "sdpa") -> LocalTokens:  # noqa: B008
-    return LocalTokens.of(pack_tokens(rows, torch.device("cpu"), share=share), context, backend)
+    return LocalTokens.of_rank(pack_tokens(rows, torch.device("cpu"), share=share), context, backend)
 
 
 def hidden_of_rows(model: torch.nn.Module, rows: Rows, share: bool, backend: str = "sdpa") -> torch.Tensor:
@@ -63,7 +63,7 @@ def hidden_of_rows(model: torch.nn.Module, rows: Rows, share: bool, backend: str
     local = packed(rows, share, backend=backend)
     hidden_ND = model(local.tokens_n, local.positions_n, local.attend)
     shared = local.packed.shared
-    return hidden_ND if shared is None else hidden_ND.index_select(0, shared.places_U)
+    return hidden_ND if shared is None else hidden_ND.index_select(0, shared.indices_U)
 
 
 def n_nodes(rows: Rows) -> int:

@@ -156,7 +156,7 @@ def aux_loss(model: Transformer, coefficient: float, rows: list[list[torch.Tenso
         batches.append(PackedTokens(tokens, positions, attend.cu_seqlens, attend.max_len))
 
     def run(one: PackedTokens) -> torch.Tensor:
-        share = LocalTokens.of(one, ParallelGroup(), "sdpa")
+        share = LocalTokens.of_rank(one, ParallelGroup(), "sdpa")
         routing.begin(one, share)
         return model(share.tokens_n, share.positions_n, share.attend)
 
@@ -214,7 +214,7 @@ def test_statistics_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
     routing = StepRouting(model.routing, 0.0, ParallelGroup())
     tokens, positions, attend = packed([row])
     one = PackedTokens(tokens, positions, attend.cu_seqlens, attend.max_len)
-    share = LocalTokens.of(one, ParallelGroup(), "sdpa")
+    share = LocalTokens.of_rank(one, ParallelGroup(), "sdpa")
     routing.begin_step([one], lambda packed: None)
     routing.begin(one, share)
     model(share.tokens_n, share.positions_n, share.attend)

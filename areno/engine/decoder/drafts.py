@@ -238,7 +238,7 @@ class NgramDrafter:
             request, tokens, n_known = self._finished.popleft()
             self._n_finished -= len(tokens)
             if len(tokens) > n_known:
-                scope, prompt_end = self._record(request).scope, request.prompt[-CONTEXT:]
+                scope, prompt_end = self._request_record(request).scope, request.prompt[-CONTEXT:]
                 self.memory.add(scope, prompt_end, tokens)
                 self._load(scope, but_newest=True)
                 before = [*prompt_end, *tokens[max(0, n_known - CONTEXT) : n_known].tolist()]
@@ -305,7 +305,7 @@ class NgramDrafter:
         new = np.flatnonzero(texts.owner[slots_B] != slots.owner[slots_B]).tolist()
         for row in new[:most]:
             request, slot = sequences[row].request, sequences[row].slot
-            record = self._record(request)
+            record = self._request_record(request)
             self._load(record.scope)
             if not record.is_queued:
                 self._queue_prompt(record.scope, request.prompt)
@@ -339,7 +339,7 @@ class NgramDrafter:
             self._loaded.clear()
         self._loaded[scope] = self._n_entered
 
-    def _record(self, request: GenerationRequest) -> _RequestRecord:
+    def _request_record(self, request: GenerationRequest) -> _RequestRecord:
         """Return the record of a request, kept so that its prompt is hashed once.
 
         With a `draft_scope`, no record is kept, because a server has many such requests with long prompts.

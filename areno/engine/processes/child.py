@@ -64,15 +64,7 @@ def follow_parent() -> None:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value for a child process.
-
-    Args:
-        value: Any value. Functions and classes from `__main__` or from a local scope cannot be imported by a child, so
-            dill pickles their code.
-
-    Returns:
-        The pickled bytes, for `pickle.loads`.
-    """
+    """Pickle a value for a child process. dill pickles the code of functions and classes that it cannot import."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -80,12 +72,6 @@ def dumps(value: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        """Use dill for functions and classes that a child process cannot import.
-
-        Returns:
-            For such a function or class, the function `_loads` and its arguments, which pickle stores.
-            NotImplemented for other objects, which are pickled as usual.
-        """
         if not isinstance(obj, (FunctionType, type)):
             return NotImplemented
         of_file = obj.__module__.startswith(USER_MODULE)
@@ -98,14 +84,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _loads(file: str | None, module: str, content: bytes) -> Any:
-    """Unpickle a function or class that `_Pickler` has pickled with dill.
-
-    Args:
-        file: The user's file that defines the function or class, which is imported first as `module`. None for other
-            modules.
-        module: Name of the module that defines the function or class.
-        content: The bytes from dill.
-    """
+    """Unpickle what `_Pickler` has pickled with dill, after importing the user's file, if any, as `module`."""
     import dill
 
     if file is not None and module not in sys.modules:

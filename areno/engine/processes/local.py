@@ -26,12 +26,8 @@ class Processes(Protocol):
     """The interface to a set of worker processes, on this machine (LocalProcesses) or on several (RayProcesses).
 
     `rank` is always the global rank in the run. `send`, `receive` and `exit_codes` raise WorkerLost if a machine was
-    lost.
-
-    Attributes:
-        spec: Description of the workers, including the host of each rank.
-        counters: Progress counters of all ranks, FIELDS integers per rank, for WorkerHeartbeats.
-        death_grace_s: Longest time, in seconds, from the end of a process until `exit_codes` returns its code.
+    lost. `spec` has the host of each rank. `counters` are FIELDS integers per rank, for WorkerHeartbeats. An exit code
+    is known at most `death_grace_s` after the end of a process.
     """
 
     spec: EngineSpec
@@ -39,58 +35,26 @@ class Processes(Protocol):
     death_grace_s: float
 
     def send(self, rank: int, command: Command) -> None:
-        """Send a command to one worker without waiting for the reply.
-
-        Args:
-            rank: Global rank of the worker.
-            command: The method to call and its pickled arguments.
-
-        Raises:
-            BrokenPipeError, ConnectionResetError: The worker has ended.
-        """
+        """Send a command without waiting. Raises BrokenPipeError or ConnectionResetError if the worker has ended."""
         ...
 
     def receive(self, timeout: float | None) -> Arrived:
-        """Return the messages that have arrived, and the ranks whose connection has ended since the last call.
-
-        Args:
-            timeout: Longest wait for the first message, in seconds. None waits without limit.
-
-        Returns:
-            `(messages, ended)`: a list of (rank, pickled message) pairs, and a list of ranks. Both are empty after a
-            timeout.
-        """
+        """Return messages that have arrived within `timeout`, and ranks whose connection has newly ended."""
         ...
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
-        """Return the exit code of each worker by rank.
-
-        Args:
-            rank: Rank whose end to wait for before the codes are read. None does not wait.
-            timeout: Longest wait for the end of `rank`, in seconds.
-
-        Returns:
-            Exit code by rank. The code is None while the worker runs, and -N if signal N ended it.
-        """
+        """Return the exit codes, None for a running worker, after waiting for the end of `rank`."""
         ...
 
     def suspect_loss(self) -> None:
-        """Notice lost machines sooner from now on.
-
-        Call this after a worker has failed, since a lost machine may be the cause.
-        """
+        """Notice lost machines sooner from now on, because a worker has failed."""
         ...
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return a pair of texts for each worker by rank: its process state in words, and its Python stacks.
-
-        The process state is an empty text for a process that runs or sleeps normally.
-        """
+        """Return (process state, Python stacks) of each rank. The state is empty for a normal process."""
         ...
 
-    def kill(self) -> None:
-        """Kill all workers at once, without waiting for them to close."""
-        ...
+    def kill(self) -> None: ...
 
     def close(self) -> None:
         """Let all workers end by themselves, and kill those that are still running after a few seconds."""
@@ -98,13 +62,9 @@ class Processes(Protocol):
 
 
 class LocalProcesses:
-    """Worker processes on this machine. Implements Processes.
+    """The worker processes of some global ranks on this machine.
 
-    Args:
-        spec: Description of all workers of the run, on all machines.
-        ranks: The global ranks that run on this machine.
-        port: TCP port of the rendezvous (the TCPStore of torch.distributed), on the host of rank 0.
-        listener: Open socket that listens at `port`, for rank 0. None if rank 0 runs on another machine.
+    `port` is that of the rendezvous on the host of rank 0. `listener` listens there, if rank 0 runs on this machine.
     """
 
     death_grace_s = 2.0
@@ -133,23 +93,12 @@ class LocalProcesses:
             raise
 
     def send(self, rank: int, command: Command) -> None:
-        """Send a command to one worker without waiting for the reply."""
         self._pipes[rank].send(command)
 
     def send_bytes(self, rank: int, command: bytes) -> None:
-        """Send an already pickled Command to one worker without waiting for the reply."""
         self._pipes[rank].send_bytes(command)
 
     def receive(self, timeout: float | None) -> Arrived:
-        """Return the messages that have arrived, and the ranks whose connection has ended since the last call.
-
-        Args:
-            timeout: Longest wait for the first message, in seconds. None waits without limit.
-
-        Returns:
-            `(messages, ended)`: a list of (rank, pickled message) pairs, and a list of ranks. Both are empty after a
-            timeout.
-        """
         open_ones = [rank for rank in self._pipes if rank not in self._gone]
         sentinels = {rank: self.processes[rank].sentinel for rank in open_ones}
         ready = set(connection.wait([*(self._pipes[rank] for rank in open_ones), *sentinels.values()], timeout))
@@ -166,12 +115,6 @@ class LocalProcesses:
         return messages, gone
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
-        """Return the exit code of each worker by rank, None for a worker that is still running.
-
-        Args:
-            rank: Rank whose end to wait for before the codes are read. None does not wait.
-            timeout: Longest wait for the end of `rank`, in seconds.
-        """
         if rank is not None:
             self.processes[rank].join(timeout)
         return {each: process.exitcode for each, process in self.processes.items()}
@@ -180,20 +123,14 @@ class LocalProcesses:
         """Do nothing, since the end of a process on this machine is always noticed at once."""
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return a pair of texts for each worker by rank: its process state in words, and its Python stacks.
-
-        The process state is an empty text for a process that runs or sleeps normally.
-        """
         pids = {rank: process.pid for rank, process in self.processes.items()}
         return stack_traces.request(pids, self._stack_trace_pipes, self.spec.world_size > 1)
 
     def kill(self) -> None:
-        """Kill all workers."""
         for process in self.processes.values():
             process.kill()
 
     def close(self) -> None:
-        """Close the pipes, wait up to two seconds for the workers to end, and kill those that are still running."""
         for pipe in self._pipes.values():
             pipe.close()  # a worker that waits for a command sees the end of its pipe and ends
         deadline = time.monotonic() + _EXIT_GRACE_S
@@ -209,14 +146,6 @@ class LocalProcesses:
 
 
 def on_this_machine(spec: EngineSpec) -> LocalProcesses:
-    """Start all workers described by a spec as processes on this machine.
-
-    Args:
-        spec: Description of the workers.
-
-    Returns:
-        The started processes. Their models may still be loading.
-    """
     # The driver opens the rendezvous port, so that no other program can take it, and rank 0 listens at it.
     with socket.create_server((spec.addresses[0].host, 0)) as listener:
         return LocalProcesses(spec, range(spec.world_size), listener.getsockname()[1], listener)

@@ -35,49 +35,27 @@ _LEAST_NS = 20_000  # a shorter command is not worth an event of the trace
 
 @dataclass
 class Command:
-    """One call of a worker's method, sent by the driver.
-
-    Attributes:
-        method: Name of the method.
-        arguments: Pickled positional arguments. The worker unpickles them separately, so that it can reply with an
-            error if unpickling fails.
-        id: Number of the command, which the Reply repeats. None if the driver does not wait for a reply. The worker
-            then replies only if the command fails.
-    """
+    """One call of a worker's method, sent by the driver."""
 
     method: str
-    arguments: bytes
-    id: int | None
+    arguments: bytes  # pickled separately, so that the worker can reply with an error if unpickling fails
+    id: int | None  # None if the driver does not wait; the worker then replies only with an error
 
 
 @dataclass
 class Reply:
-    """The result of a command, sent by a worker.
+    """The result of a command, sent by a worker."""
 
-    Attributes:
-        id: Number of the command. None for an error in a command without a number, and for an error while decoding.
-        value: Return value of the method. None from ranks that are not the leader (rank 0) of their tensor-parallel
-            group.
-        error: The error that the method raised. None if the command succeeded.
-        events: Events of the trace since the last reply. Empty unless the run is traced.
-        host_bytes: Host memory that the worker has in use.
-    """
-
-    id: int | None
-    value: Any = None
+    id: int | None  # None for an error in a command without a number, and for an error while decoding
+    value: Any = None  # of the method, from leaders of tensor-parallel groups
     error: ArenoError | None = None
-    events: list[trace.Event] = field(default_factory=list)
-    host_bytes: int = 0
+    events: list[trace.Event] = field(default_factory=list)  # of the trace since the last reply
+    host_bytes: int = 0  # in use by the worker
 
 
 @dataclass
 class Outputs:
-    """Outputs and statistics that a worker sends to the driver while it decodes.
-
-    Attributes:
-        outputs: Finished samples, and new tokens of unfinished samples.
-        stats: Latest statistics of the worker's decoder.
-    """
+    """Outputs and statistics that a worker sends to the driver while it decodes."""
 
     outputs: list[GenerationOutput]
     stats: RolloutStats
@@ -88,23 +66,23 @@ class Outputs:
             return Outputs, ([], self.stats)
         columns = zip(*map(_of_fields, map(vars, self.outputs)), strict=True)
         tokens, logprobs, versions, *rest = columns
-        return _outputs_of, (
+        return _outputs_from_arrays, (
             np.concatenate(tokens, dtype=np.int32, casting="unsafe"),
             np.concatenate(logprobs, dtype=np.float64, casting="unsafe"),
-            _runs(np.concatenate(versions, dtype=np.int64, casting="unsafe")),
+            _run_lengths(np.concatenate(versions, dtype=np.int64, casting="unsafe")),
             np.fromiter(map(len, tokens), np.int64, len(tokens)),
             rest,
             self.stats,
         )
 
 
-def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the value and the length of each run of equal values, int64. Few versions of weights sample all tokens."""
+def _run_lengths(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the value and the length of each run of equal values. Few versions of weights sample all tokens."""
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     return values[starts], np.diff(starts, append=len(values))
 
 
-def _outputs_of(
+def _outputs_from_arrays(
     tokens: np.ndarray,
     logprobs: np.ndarray,
     versions: tuple[np.ndarray, np.ndarray],
@@ -112,16 +90,7 @@ def _outputs_of(
     rest: Sequence[Sequence[Any]],
     stats: RolloutStats,
 ) -> Outputs:
-    """Rebuild an Outputs object when it is unpickled, from arrays that hold the tokens of all samples in a row.
-
-    Args:
-        tokens: Token ids of all samples, int32, shape [sum(lengths)].
-        logprobs: Log-probabilities of these tokens, float64, shape [sum(lengths)].
-        versions: Weights versions of these tokens, as `_runs` returns them.
-        lengths: Number of tokens of each sample, int64.
-        rest: For each of the fields in `_REST`, its value in each sample.
-        stats: Statistics of the worker's decoder.
-    """
+    """Rebuild Outputs from arrays of the tokens of all samples in a row, `_run_lengths`, and `_REST`."""
     ends, versions_N = np.cumsum(lengths).tolist(), np.repeat(*versions)
     places = map(slice, [0, *ends], ends)
     numbers = ((tokens[place], logprobs[place], versions_N[place]) for place in places)
@@ -133,18 +102,6 @@ def _outputs_of(
 
 
 def pack(method: str, args: Sequence[Any]) -> bytes:
-    """Pickle the arguments of a command.
-
-    Args:
-        method: Name of the worker's method, for the error message.
-        args: Positional arguments of the method.
-
-    Returns:
-        The bytes for `Command.arguments`.
-
-    Raises:
-        EngineError: An argument cannot be pickled.
-    """
     try:
         return dumps(args)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -158,15 +115,7 @@ class WorkerFailure(EngineError):
 
 
 def portable(error: Exception, rank: int) -> ArenoError:
-    """Return an error that can be pickled and sent to the driver.
-
-    Args:
-        error: The exception that a worker caught.
-        rank: Global rank of the worker, for the message.
-
-    Returns:
-        `error` itself if it is an ArenoError. Otherwise a WorkerFailure whose message includes the traceback.
-    """
+    """Return an error that can be pickled: a WorkerFailure with the traceback unless areno raised it."""
     if isinstance(error, ArenoError):
         return error
     text = "".join(traceback.format_exception(error)).rstrip()
@@ -174,13 +123,6 @@ def portable(error: Exception, rank: int) -> ArenoError:
 
 
 def execute(worker: Any, method: str, args: Sequence[Any]) -> Any:
-    """Call the method named `method` on a worker, and return its result.
-
-    Args:
-        worker: The worker object.
-        method: Name of the method.
-        args: Positional arguments.
-    """
     call = getattr(worker, method)
     if not trace.active:
         return call(*args)

@@ -35,14 +35,7 @@ class CommandBroadcast:
     """
 
     def __init__(self, store: dist.Store, name: str, rank: int, size: int):
-        """Connect the ranks of a group. All ranks of the group must call this.
-
-        Args:
-            store: Store of torch.distributed through which the ranks exchange the address of the leader's socket.
-            name: Name of the group, unique in the store.
-            rank: Rank within the group. Rank 0 is the leader.
-            size: Number of ranks in the group.
-        """
+        """Connect the ranks of a group, which must all call this. `name` is unique in the store."""
         self._is_leader = rank == 0
         if self._is_leader:
             key = secrets.token_hex(32)
@@ -58,17 +51,7 @@ class CommandBroadcast:
             self._connections = [Client(address, authkey=key.encode())]
 
     def send(self, messages: list[Any]) -> list[Any]:
-        """Broadcast messages from the leader. All ranks of the group must call this.
-
-        Args:
-            messages: Picklable messages to send, on the leader. Ignored on the other ranks.
-
-        Returns:
-            The leader's messages, on every rank.
-
-        Raises:
-            EOFError: The leader has ended.
-        """
+        """Return the leader's messages on every rank. Raises EOFError if the leader has ended."""
         if self._is_leader:
             packed = pickle.dumps(messages) if messages else _NOTHING
             for connection in self._connections:
@@ -84,53 +67,30 @@ _FOREVER = timedelta(days=30)
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The process groups that one worker belongs to.
-
-    Attributes:
-        rank: Global rank of the worker.
-        device: Device of the worker.
-        tp: Group of the ranks that share one copy of the model (tensor parallel).
-        dp: Group of the ranks that hold the same shard in all copies of the model (data parallel).
-        cp: Subgroup of `dp` whose ranks split the tokens of each training row (context parallel).
-        data: Subgroup of `dp` whose ranks train different rows: one rank from each context-parallel group.
-        broadcast: Sends commands to the other tensor-parallel ranks. None if `tp` has one rank.
-        states: Gloo group of all ranks, for the thread that writes training states. None for a run with one rank.
-        n_ranks_on_machine: Number of ranks on this machine, including this rank.
-    """
+    """The process groups that one worker belongs to."""
 
     rank: int
     device: torch.device
     tp: ParallelGroup
-    dp: ParallelGroup
-    cp: ParallelGroup
-    data: ParallelGroup
-    broadcast: CommandBroadcast | None = None
-    states: Any = None
+    dp: ParallelGroup  # holds the same shard in all copies of the model
+    cp: ParallelGroup  # part of `dp` that splits the tokens of each row
+    data: ParallelGroup  # part of `dp` that trains different rows: one rank of each `cp`
+    broadcast: CommandBroadcast | None = None  # None if `tp` has one rank
+    states: Any = None  # gloo group of all ranks, for the thread that writes training states
     n_ranks_on_machine: int = 1
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the run."""
         return self.tp.size * self.dp.size
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank receives the driver's commands for its tensor-parallel group and replies to them."""
+        """Whether this rank receives the driver's commands for its tensor-parallel group."""
         return self.tp.rank == 0
 
 
 def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.socket | None = None) -> ParallelContext:
-    """Join the process groups of a run. All ranks must call this.
-
-    Args:
-        spec: Description of all workers.
-        rank: Global rank of this worker.
-        port: TCP port of the rendezvous on the host of rank 0. Unused in a run with one rank.
-        listener: Open socket that listens at `port`, for rank 0. None on other ranks, and in a run with one rank.
-
-    Returns:
-        The groups of this rank. In a run with one rank, torch.distributed is not initialized.
-    """
+    """Join the process groups of a run, which all ranks must call. A single rank has none in torch.distributed."""
     device = torch.device(spec.devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -41,15 +41,7 @@ QUIET = {
 
 @dataclass(frozen=True)
 class Node:
-    """A live node of the Ray cluster.
-
-    Attributes:
-        id: Ray's id of the node.
-        host: IP address of the node.
-        gpus: Number of GPUs that Ray manages on the node, free or in use.
-        cpus: Number of CPUs that Ray manages on the node, free or in use.
-        port: TCP port of Ray's process on the node (the raylet).
-    """
+    """A live node of the Ray cluster. `gpus` and `cpus` are those that Ray manages, free or in use."""
 
     id: str
     host: str
@@ -58,23 +50,14 @@ class Node:
     port: int = 0  # of Ray's process on the node
 
     def answers(self) -> bool:
-        """Return whether Ray's process on the node accepts connections.
-
-        Use this because Ray itself takes up to half a minute to notice a lost node.
-        """
+        """Return whether Ray's process accepts connections. Ray itself notices a lost node after half a minute."""
         return _listens(self.host, self.port)
 
     def devices(self, kind: str) -> int:
-        """Return the number of GPUs or CPUs on the node, free or in use. A worker takes one of them.
-
-        Args:
-            kind: "cuda" counts GPUs. "cpu" counts CPUs.
-        """
         return self.gpus if kind == "cuda" else self.cpus
 
 
 def resource(kind: str) -> str:
-    """Return Ray's name for a kind of device: "GPU" for "cuda", otherwise "CPU"."""
     return _GPU if kind == "cuda" else _CPU
 
 
@@ -89,20 +72,14 @@ def check_installed() -> None:
 
 
 def connect(n_nodes: int, n_devices: int | None = None) -> None:
-    """Connect this process to a Ray cluster. Do nothing if it is already connected.
+    """Connect this process to a Ray cluster, unless it is connected.
 
     The environment variable RAY_ADDRESS names the cluster. Without this variable, a cluster that runs on this machine
     is used. A run on one node starts a cluster on this machine if none runs here and RAY_ADDRESS is not set, or if
     RAY_ADDRESS=local. The started cluster ends with the process.
 
-    Args:
-        n_nodes: Number of nodes of the run.
-        n_devices: Number of devices of the run. A cluster that is started here offers at least as many CPUs. None if
-            unknown.
-
-    Raises:
-        ConfigError: No cluster can be joined or started.
-        EngineError: A started cluster would be reachable from other machines.
+    Raises ConfigError if no cluster can be joined or started, and EngineError if a started cluster would be reachable
+    from other machines.
     """
     for name, value in QUIET.items():  # before Ray is imported
         os.environ.setdefault(name, value)
@@ -147,7 +124,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
 
 
 def given_address(n_nodes: int) -> str | None:
-    """Return RAY_ADDRESS, or None if it is not set. Raise ConfigError if a run on `n_nodes` nodes cannot use it."""
+    """Return RAY_ADDRESS. Raises ConfigError if a run on `n_nodes` nodes cannot use it."""
     given = os.environ.get("RAY_ADDRESS") or None
     host, _, port = (given or "").rpartition(":")
     if given is None or given == _AUTO or (host and port.isdecimal() and not set(host) & set("/, ")):
@@ -165,14 +142,7 @@ def given_address(n_nodes: int) -> str | None:
 
 
 def _address_to_join(given: str | None) -> str | None:
-    """Return HOST:PORT of the cluster to join. None if no address is given and no cluster runs on this machine.
-
-    Args:
-        given: RAY_ADDRESS. None or "auto" looks for a cluster on this machine.
-
-    Raises:
-        ConfigError: RAY_ADDRESS is "auto" and no cluster runs on this machine.
-    """
+    """Return HOST:PORT of the cluster. None if no address is given and no cluster runs on this machine."""
     from ray._private import services
 
     try:
@@ -186,11 +156,7 @@ def _address_to_join(given: str | None) -> str | None:
 
 
 def error_text(error: BaseException) -> str:
-    """Return one line that says why an actor or its node has ended.
-
-    Args:
-        error: Exception from Ray, whose long message ends with the reason.
-    """
+    """Return one line that says why an actor or its node has ended, from Ray's long message."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if lines and type(error).__name__ == "OutOfMemoryError":  # its last line says where to read more
         return f"killed by Ray for lack of memory: {one_line(lines[0])}"
@@ -211,7 +177,6 @@ def one_line(words: str) -> str:
 
 
 def _is_there(address: str) -> bool:
-    """Return whether a connection to `address`, a HOST:PORT, succeeds."""
     host, _, port = address.rpartition(":")
     return _listens(host.strip("[]"), int(port))
 
@@ -237,7 +202,6 @@ def _check_token(address: str) -> None:
 
 
 def _listens(host: str, port: int) -> bool:
-    """Return whether a connection to host and port succeeds."""
     try:
         socket.create_connection((host, port), timeout=_ANSWER_S).close()
     except OSError:
@@ -262,13 +226,7 @@ def _drop_log_lines() -> None:
 
 
 def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
-    """Start a Ray cluster on this machine that other machines cannot reach.
-
-    Args:
-        ray: The module ray.
-        n_cpus: Number of CPUs that the cluster offers.
-        quiet: Arguments of `ray.init` that suppress its log.
-    """
+    """Start a Ray cluster on this machine that other machines cannot reach."""
     from ray._private import ray_constants
 
     # Ray listens at an address that other machines can reach, whatever address it is given. Only if clusters are
@@ -293,10 +251,7 @@ def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Restore the current handler of SIGTERM at the end of this `with` block.
-
-    Inside the block, Ray installs a handler that would end the process without closing anything.
-    """
+    """Restore the handler of SIGTERM at the end of this `with` block. Ray's would end the process at once."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -325,28 +280,14 @@ def nodes() -> list[Node]:
 
 
 def free_devices(kind: str) -> dict[str, int]:
-    """Return the number of free devices on each node, by Ray's node id.
-
-    Args:
-        kind: "cuda" counts GPUs. "cpu" counts CPUs.
-    """
+    """Return the number of free devices of a kind, "cuda" or "cpu", by Ray's node id."""
     from ray._private import state
 
     return {node: int(held.get(resource(kind), 0)) for node, held in state.available_resources_per_node().items()}
 
 
 def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, key: Key | None = TIMEOUT) -> list[Node]:
-    """Wait until the cluster has enough nodes or the timeout passes, and return the nodes that are alive then.
-
-    Args:
-        enough: Function that returns whether a list of nodes suffices.
-        timeout: Longest wait, in seconds.
-        what: Description of the nodes that are waited for, for the log.
-        key: The setting that `timeout` comes from, for the log. None if no setting changes it.
-
-    Returns:
-        The nodes. After a timeout they do not suffice, so the caller must check them again.
-    """
+    """Wait until `enough` accepts the nodes or the timeout passes. The caller must check the result again."""
     deadline, told = time.monotonic() + timeout, False
     while not enough(found := nodes()) and time.monotonic() < deadline:
         if not told:
@@ -359,42 +300,16 @@ def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, ke
 
 
 def has_room(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> bool:
-    """Return whether at least `n_nodes` of the nodes have `n_each` or more devices each, free or in use.
-
-    Args:
-        found: Nodes of the cluster.
-        kind: Kind of device, "cuda" or "cpu".
-        n_nodes: Number of nodes needed.
-        n_each: Number of devices needed on each node.
-    """
+    """Return whether at least `n_nodes` of the nodes have `n_each` or more devices each, free or in use."""
     return sum(node.devices(kind) >= n_each for node in found) >= n_nodes
 
 
 def shares_left(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> int:
-    """Return how many sets of `n_each` devices the nodes can hold, at most `n_nodes`. A node may hold several sets.
-
-    Args:
-        found: Nodes of the cluster.
-        kind: Kind of device, "cuda" or "cpu".
-        n_nodes: Largest result.
-        n_each: Number of devices in a set. All devices of a set are on one node.
-    """
+    """Return how many sets of `n_each` devices the nodes can hold, at most `n_nodes`. A node may hold several."""
     return min(n_nodes, sum(node.devices(kind) // n_each for node in found))
 
 
 def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited: float) -> Problem:
-    """Build the text of a ConfigError that says that the cluster is too small for the run.
-
-    Args:
-        kind: Kind of device, "cuda" or "cpu".
-        n_nodes: Number of nodes that the run needs.
-        n_each: Number of devices that the run needs on each node.
-        found: Nodes of the cluster.
-        waited: Seconds for which areno has waited for more nodes.
-
-    Returns:
-        A Problem: the setting to change, and the text.
-    """
     key = "cluster.n_nodes" if n_nodes > 1 else "cluster.n_gpus_per_node"
     size = n_nodes if n_nodes > 1 else n_each
     text = "is {}, and the run takes {}, but the Ray cluster has {}; areno waited {:g} s for more ({} changes that)"
@@ -415,5 +330,4 @@ def described(found: Sequence[Node]) -> str:
 
 
 def _count(n: int, what: str) -> str:
-    """Return a count with its noun, in the plural unless `n` is 1."""
     return f"{n} {what}{'' if n == 1 else 's'}"

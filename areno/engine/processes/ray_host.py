@@ -28,32 +28,21 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Facts about a node, to check before workers start there.
-
-    Attributes:
-        id: Ray's id of the node.
-        host: IP address of the node.
-        versions: Versions of areno, Python, torch and transformers, by name.
-        missing: The requested paths that do not exist on the node.
-        n_cuda: Number of CUDA devices that torch sees among the devices that Ray has assigned to the run.
-    """
+    """Facts about a node, to check before workers start there."""
 
     id: str
     host: str
     versions: dict[str, str]
-    missing: list[str]
-    n_cuda: int = 0
+    missing: list[str]  # the requested paths that do not exist on the node
+    n_cuda: int = 0  # that torch sees among those that Ray has assigned to the run
 
 
 class NodeHost:
     """Ray actor that holds the worker processes on one node.
 
     `GROUPS` maps the names of Ray concurrency groups to numbers of threads. Calls in different groups run at the same
-    time.
-
-    Args:
-        environment: Environment variables for the workers. A variable that is already set on the node keeps its value.
-        folder: Working directory of the driver. Becomes the actor's working directory if it exists on the node.
+    time. Variables in `environment` that the node sets keep its values. `folder` becomes the working directory if it
+    exists. Before `start`, results are empty.
     """
 
     GROUPS = {"commands": 1, "messages": 1, "watch": 2}  # noqa: RUF012
@@ -69,11 +58,6 @@ class NodeHost:
         self._processes: LocalProcesses | None = None
 
     def report(self, paths: Iterable[str]) -> NodeReport:
-        """Return facts about the node, for checks before the workers start.
-
-        Args:
-            paths: Paths whose existence on the node is checked.
-        """
         import ray
         import torch
 
@@ -83,25 +67,11 @@ class NodeHost:
         return NodeReport(context.get_node_id(), ray.util.get_node_ip_address(), versions(), missing, n_cuda)
 
     def listen(self, host: str) -> int:
-        """Open the rendezvous port for torch.distributed on this node, which must be the node of rank 0.
-
-        Args:
-            host: IP address of the node, to listen at.
-
-        Returns:
-            The TCP port.
-        """
+        """Open the rendezvous port on the node of rank 0, and return it."""
         self._listener = socket.create_server((host, 0))
         return self._listener.getsockname()[1]
 
     def start(self, spec: EngineSpec, ranks: range, port: int) -> None:
-        """Start worker processes on this node.
-
-        Args:
-            spec: Description of all workers of the run.
-            ranks: Global ranks to start here.
-            port: TCP port of the rendezvous, from `listen` on the node of rank 0.
-        """
         own = spec.addresses[ranks[0]].host
         if spec.n_nodes > 1 and own != LOOPBACK and (interface := interface_of(own)) is not None:
             # With several network interfaces, gloo and NCCL may choose an interface that the other nodes cannot reach.
@@ -118,50 +88,23 @@ class NodeHost:
                 self._processes.send_bytes(rank, command)
 
     def receive(self, timeout: float) -> tuple[Arrived, list[int]]:
-        """Return the messages that have arrived from the workers of this node, and their progress counters.
-
-        Args:
-            timeout: Longest wait for the first message, in seconds.
-
-        Returns:
-            `((messages, ended), counters)`: (rank, pickled message) pairs, the ranks whose connection has newly
-            ended, and the progress counters of all ranks, of which only those of this node's ranks are valid. All
-            lists are empty before `start`.
-        """
+        """Return what `Processes.receive` does, and all counters, of which those of this node's ranks are valid."""
         if (processes := self._processes) is None:
             return ([], []), []
         arrived = processes.receive(timeout)
         return arrived, list(processes.counters)
 
     def exit_codes(self, rank: int | None, timeout: float) -> dict[int, int | None]:
-        """Return the exit code of each worker process on this node.
-
-        Args:
-            rank: Global rank of a worker on this node. The method first waits until this worker has ended. None does
-                not wait.
-            timeout: Longest wait, in seconds.
-
-        Returns:
-            Exit code by global rank. The code is None while the worker runs, and -N if signal N ended it. Empty before
-            `start`.
-        """
         return {} if self._processes is None else self._processes.exit_codes(rank, timeout)
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return a pair of texts for each worker on this node by rank: its process state, and its Python stacks.
-
-        The process state is in words. It is an empty text for a process that runs or sleeps normally. The result is
-        empty before `start`.
-        """
         return {} if self._processes is None else self._processes.stack_traces()
 
     def kill(self) -> None:
-        """Kill the workers on this node at once."""
         if self._processes is not None:
             self._processes.kill()
 
     def close(self) -> None:
-        """Let the workers on this node end by themselves, and kill those that are still running after two seconds."""
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.close()
@@ -170,8 +113,8 @@ class NodeHost:
 def versions() -> dict[str, str]:
     """Return the versions of areno, Python, torch and transformers on this node, by name.
 
-    They must be equal on all nodes. So the patch version of Python and suffixes such as `+cu126` are left out:
-    builds of torch for different accelerators count as equal.
+    They must be equal on all nodes. So the patch version of Python and suffixes such as `+cu126` are left out: builds
+    of torch for different accelerators count as equal.
     """
     major, minor, _ = platform.python_version_tuple()
     found = {name: _version(name).partition("+")[0] for name in VERSIONS_OF}
@@ -179,7 +122,6 @@ def versions() -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    """Return the installed version of a package, or "none" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -187,14 +129,7 @@ def _version(package: str) -> str:
 
 
 def interface_of(host: str) -> str | None:
-    """Return the name of the network interface with an IPv4 address.
-
-    Args:
-        host: IPv4 address of this machine.
-
-    Returns:
-        A name such as "eth0". None if no interface has the address.
-    """
+    """Return the name of the network interface with an IPv4 address, such as "eth0"."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
@@ -206,15 +141,8 @@ def interface_of(host: str) -> str | None:
     return None
 
 
-def leave_sign(folder: str) -> Path:
-    """Create an empty file in a folder, by which other nodes can check that they share the folder.
-
-    Args:
-        folder: Folder, which is created if it does not exist.
-
-    Returns:
-        Path of the file. The caller deletes it.
-    """
+def create_probe_file(folder: str) -> Path:
+    """Create an empty file by which other nodes check that they share the folder. The caller deletes it."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=".seen-", dir=folder)
     os.close(number)
@@ -222,15 +150,5 @@ def leave_sign(folder: str) -> Path:
 
 
 def start_actor(ray: Any, options: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
-    """Start a NodeHost actor on a node.
-
-    Args:
-        ray: The module ray.
-        options: Options of the Ray actor, such as its scheduling strategy (which chooses the node) and its resources.
-        environment: Environment variables for the workers.
-
-    Returns:
-        Handle of the actor.
-    """
     actor = ray.remote(**options, concurrency_groups=NodeHost.GROUPS, max_restarts=0)(NodeHost)
     return actor.remote(environment, os.getcwd())

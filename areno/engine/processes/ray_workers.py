@@ -23,7 +23,7 @@ from areno import heartbeat
 from areno.engine.processes import ray_cluster
 from areno.engine.processes.local import Arrived
 from areno.engine.processes.messages import Command
-from areno.engine.processes.ray_host import NodeReport, leave_sign, start_actor, versions
+from areno.engine.processes.ray_host import NodeReport, create_probe_file, start_actor, versions
 from areno.engine.processes.watchdog import FIELDS
 from areno.engine.spec import EngineSpec
 from areno.errors import CheckpointError, ConfigError, EngineError, Key, Problem, WorkerLost
@@ -48,8 +48,6 @@ lost_nodes: set[str] = set()  # ids of nodes that this process knows or suspects
 
 @dataclass
 class _Node:
-    """A node of the run: its Ray id, its IP address, the handle of its NodeHost actor, and its global ranks."""
-
     id: str
     host: str
     actor: Any
@@ -57,21 +55,13 @@ class _Node:
 
 
 class RayProcesses:
-    """Worker processes on the nodes of a Ray cluster. Implements Processes.
+    """Worker processes on the nodes of a Ray cluster.
 
-    Args:
-        spec: Description of the workers.
-        again: Whether this is a restart after workers were lost. If nodes are gone, fewer copies of the model may then
-            start, and a node may hold more ranks than before.
+    A restart (`again`) after workers were lost may start fewer copies of the model, and a node may hold more ranks than
+    before. `spec` then describes the workers that were started.
 
-    Attributes:
-        spec: Description of the workers that were started, with the host of each rank.
-
-    Raises:
-        ConfigError: The cluster has too few nodes or devices, or a node does not see the shared folders.
-        CheckpointError: A node does not have the model's folder.
-        EngineError: The workers cannot be started on a node, or the devices stay in use by others.
-        WorkerLost: A node was lost while the workers started.
+    Raises ConfigError if the cluster is too small or a node does not see the shared folders, CheckpointError if a node
+    lacks the model's folder, EngineError if the workers cannot be started, and WorkerLost if a node was lost meanwhile.
     """
 
     death_grace_s = _SUSPECT_S + 2 * _ASK_S
@@ -108,11 +98,7 @@ class RayProcesses:
     # -- start -----------------------------------------------------------------------------------------------------
 
     def _place(self, again: bool) -> None:
-        """Choose the number of nodes, wait until the cluster has them, and reserve their devices.
-
-        Args:
-            again: Whether to start fewer copies of the model if the cluster has become too small.
-        """
+        """Choose the number of nodes, wait until the cluster has them, and reserve their devices."""
         spec = self.spec
         kind, n_nodes, n_each = spec.devices[0].partition(":")[0], spec.n_nodes, spec.world_size // spec.n_nodes
         what = ray_cluster.wanted(kind, n_nodes, n_each)
@@ -137,15 +123,7 @@ class RayProcesses:
         self._reserve(kind, n_each, "STRICT_SPREAD" if spread else "SPREAD", found)
 
     def _reserve(self, kind: str, n_each: int, strategy: str, found: Sequence[ray_cluster.Node]) -> None:
-        """Reserve the devices of the run with a Ray placement group, and start the NodeHost actors.
-
-        Args:
-            kind: Kind of device, "cuda" or "cpu".
-            n_each: Number of devices for each actor.
-            strategy: Ray's placement strategy: "STRICT_SPREAD" places each actor on a node of its own, "SPREAD" may
-                place several actors on one node.
-            found: Nodes of the cluster, for messages.
-        """
+        """Reserve devices with a Ray placement group ("SPREAD": actors may share nodes), and start actors."""
         from ray.util.placement_group import placement_group, placement_group_table
 
         bundle = {ray_cluster.resource(kind): float(n_each)}
@@ -184,39 +162,37 @@ class RayProcesses:
             self._nodes.append(_Node(ids[index], hosts.get(ids[index], "?"), actor, ranks))
 
     def _start(self) -> None:
-        """Check versions, devices and folders on the nodes, and start the worker processes.
-
-        Then start a thread of the driver for each node, which fetches the messages of the node (`_follow`).
-        """
-        signs = {key: leave_sign(folder) for key, folder in self.spec.shared}
+        """Check versions, devices and folders on the nodes, and start the workers and threads for messages."""
+        probe_files = {key: create_probe_file(folder) for key, folder in self.spec.shared}
         try:
-            paths = [*read_folders(self.spec).values(), *map(str, signs.values())]
-            asked = [_ask(node.actor.report, paths) for node in self._nodes]
+            paths = [*read_folders(self.spec).values(), *map(str, probe_files.values())]
+            asked = [_call_actor(node.actor.report, paths) for node in self._nodes]
             reports = [self._report(node, one) for node, one in zip(self._nodes, asked, strict=True)]
         finally:
-            for sign in signs.values():
-                sign.unlink(missing_ok=True)
+            for probe_file in probe_files.values():
+                probe_file.unlink(missing_ok=True)
         check_versions(reports)
         check_devices(self.spec, reports)
-        check_folders(self.spec, reports, signs)
+        check_folders(self.spec, reports, probe_files)
         for node, report in zip(self._nodes, reports, strict=True):  # Ray may have moved the actor of a lost node
             node.id, node.host = report.id, report.host
             lost_nodes.discard(node.id)
         hosts = [node.host for node in self._nodes for _ in node.ranks]
         self.spec = spec = replace(self.spec, hosts=tuple(hosts))
         self.counters = [0] * (FIELDS * spec.world_size)
-        port = self._ray.get(_ask(self._nodes[0].actor.listen, hosts[0]), timeout=_START_S)
-        self._ray.get([_ask(node.actor.start, spec, node.ranks, port) for node in self._nodes], timeout=_START_S)
+        port = self._ray.get(_call_actor(self._nodes[0].actor.listen, hosts[0]), timeout=_START_S)
+        self._ray.get([_call_actor(node.actor.start, spec, node.ranks, port) for node in self._nodes], timeout=_START_S)
         for node in self._nodes:
-            thread = threading.Thread(target=self._follow, args=(node,), daemon=True, name=f"areno-node-{node.host}")
+            thread = threading.Thread(
+                target=self._fetch_messages, args=(node,), daemon=True, name=f"areno-node-{node.host}"
+            )
             thread.start()
             self._threads.append(thread)
 
     def _report(self, node: _Node, asked: Any) -> NodeReport:
-        """Wait for the report of a node, and return it.
+        """Wait for the report of a node. Raises EngineError if areno cannot be started there.
 
-        `asked` is Ray's reference to the pending result of NodeHost.report. Raises EngineError if areno cannot be
-        started on the node. If the node was lost or its memory ran out, Ray's own exception is raised instead.
+        If the node was lost or its memory ran out, Ray's own exception is raised instead.
         """
         try:
             deadline, is_lost = time.monotonic() + _START_S, False
@@ -236,32 +212,29 @@ class RayProcesses:
 
     # -- work ------------------------------------------------------------------------------------------------------
 
-    def _follow(self, node: _Node) -> None:
-        """Fetch messages and progress counters from a node until this object is closed or the node is lost.
-
-        Runs in a thread.
-        """
+    def _fetch_messages(self, node: _Node) -> None:
+        """Fetch messages and counters from a node until closed or lost. Runs in a thread."""
         first, last = FIELDS * node.ranks.start, FIELDS * node.ranks.stop
         while not self._closed.is_set():
             try:
-                asked, since = _ask(node.actor.receive, _ASK_S, group="messages"), time.monotonic()
+                asked, since = _call_actor(node.actor.receive, _ASK_S, group="messages"), time.monotonic()
                 while not self._ray.wait([asked], timeout=0.5)[0]:
                     silent = time.monotonic() - since - _ASK_S
                     if self._closed.is_set():
                         return
                     if silent > (_SUSPECT_S if self._suspects_loss else _SILENT_S):
-                        return self._lose(node, f"it has not answered for {silent:.0f} s")
+                        return self._mark_lost(node, f"it has not answered for {silent:.0f} s")
                 arrived, counters = self._ray.get(asked)
             except self._ray.exceptions.ActorUnavailableError:
-                return self._lose(node, "its connection has ended")
+                return self._mark_lost(node, "its connection has ended")
             except Exception as error:  # Ray raises various exceptions when an actor, its node or Ray itself has ended
-                return self._lose(node, ray_cluster.error_text(error))
+                return self._mark_lost(node, ray_cluster.error_text(error))
             self.counters[first:last] = counters[first:last] or self.counters[first:last]
             if arrived != ([], []):
                 self._inbox.put(arrived)
         return None
 
-    def _lose(self, node: _Node, why: str) -> None:
+    def _mark_lost(self, node: _Node, why: str) -> None:
         """Record that a node is lost because of `why`, and wake a thread that waits in `receive`."""
         if self._closed.is_set():
             return
@@ -271,30 +244,16 @@ class RayProcesses:
         self._inbox.put(([], []))  # wakes a thread that waits in `receive`
 
     def _raise_if_lost(self) -> None:
-        """Raise WorkerLost if a node was lost."""
         if self._lost is not None:
             raise self._lost
 
     def send(self, rank: int, command: Command) -> None:
-        """Send a command to one worker without waiting for the reply."""
         self._raise_if_lost()
         [node] = [node for node in self._nodes if rank in node.ranks]
         packed = pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL)
-        _ask(node.actor.send, rank, packed, group="commands")
+        _call_actor(node.actor.send, rank, packed, group="commands")
 
     def receive(self, timeout: float | None) -> Arrived:
-        """Return the messages that have arrived, and the ranks whose connection has ended since the last call.
-
-        Args:
-            timeout: Longest wait for the first message, in seconds. None waits without limit.
-
-        Returns:
-            `(messages, ended)`: a list of (rank, pickled message) pairs, and a list of ranks. Both are empty after a
-            timeout.
-
-        Raises:
-            WorkerLost: A node was lost.
-        """
         self._raise_if_lost()
         messages: list[tuple[int, bytes]] = []
         gone: list[int] = []
@@ -308,22 +267,10 @@ class RayProcesses:
         return messages, gone
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
-        """Return the exit code of each worker by rank.
-
-        Args:
-            rank: Rank whose end to wait for before the codes are read. None does not wait.
-            timeout: Longest wait for the end of `rank`, in seconds.
-
-        Returns:
-            Exit code by rank. None for a worker that is running or whose node does not answer.
-
-        Raises:
-            WorkerLost: A node was lost.
-        """
         self.suspect_loss()
         self._raise_if_lost()
         asked = [
-            _ask(node.actor.exit_codes, *((rank, timeout) if rank in node.ranks else (None, 0.0)))
+            _call_actor(node.actor.exit_codes, *((rank, timeout) if rank in node.ranks else (None, 0.0)))
             for node in self._nodes
         ]
         codes: dict[int, int | None] = dict.fromkeys(range(self.spec.world_size))
@@ -335,45 +282,38 @@ class RayProcesses:
         return codes
 
     def suspect_loss(self) -> None:
-        """From now on, count a node as lost after a shorter time without an answer."""
         self._suspects_loss = True
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return a pair of texts for each worker by rank: its process state in words, and its Python stacks.
-
-        The process state is an empty text for a process that runs or sleeps normally. If a node does not answer, a
-        remark replaces the stacks of its workers.
-        """
         shown = {rank: ("", "(its node does not answer)") for node in self._nodes for rank in node.ranks}
-        for one in self._answered([_ask(node.actor.stack_traces) for node in self._nodes], _ANSWER_S):
+        for one in self._wait_for_answers([_call_actor(node.actor.stack_traces) for node in self._nodes], _ANSWER_S):
             with suppress(self._ray.exceptions.RayError):
                 shown |= self._ray.get(one)
         return shown
 
-    def _answered(self, asked: list[Any], timeout: float) -> list[Any]:
-        """Wait up to `timeout` seconds for pending actor calls, and return the references that are ready."""
+    def _wait_for_answers(self, asked: list[Any], timeout: float) -> list[Any]:
+        """Wait up to `timeout` seconds for actor calls, and return the references that are ready."""
         return self._ray.wait(asked, num_returns=len(asked), timeout=timeout)[0] if asked else []
 
     def kill(self) -> None:
-        """Kill all workers and their actors at once."""
         self._closed.set()  # the end of the workers is not a loss
         self._inbox.put(([], list(range(self.spec.world_size))))
-        self._answered(
-            [_ask(node.actor.kill) for node in self._nodes], _KILL_S
+        self._wait_for_answers(
+            [_call_actor(node.actor.kill) for node in self._nodes], _KILL_S
         )  # a worker that hangs would not see the end of its actor
         for node in self._nodes:
             self._ray.kill(node.actor)
 
     def close(self) -> None:
-        """Let all workers end by themselves, kill their actors, and release the devices that were reserved in Ray."""
+        """Let all workers end by themselves, kill their actors, and release the reserved devices."""
         self._closed.set()
         if not self._ray.is_initialized():
             return  # the script has left the cluster, which has ended the actors
         from ray.util.placement_group import remove_placement_group
 
         with suppress(self._ray.exceptions.RayError):
-            asked = [_ask(node.actor.close) for node in self._nodes]
-            self._answered(asked, _SUSPECT_S if self._lost else _CLOSE_S)
+            asked = [_call_actor(node.actor.close) for node in self._nodes]
+            self._wait_for_answers(asked, _SUSPECT_S if self._lost else _CLOSE_S)
             for node in self._nodes:
                 self._ray.kill(node.actor)
         if self._group is not None:
@@ -383,34 +323,16 @@ class RayProcesses:
         self._nodes, self._group, self._threads = [], None, []
 
 
-def _ask(method: Any, *args: Any, group: str = "watch") -> Any:
-    """Call a method on an actor without waiting for the result.
-
-    Args:
-        method: Method of the actor's handle.
-        args: Positional arguments.
-        group: Name of the concurrency group of NodeHost in which the call runs.
-
-    Returns:
-        Ray's reference to the pending result.
-    """
+def _call_actor(method: Any, *args: Any, group: str = "watch") -> Any:
+    """Call a method in a concurrency group of NodeHost, and return the reference to the pending result."""
     return method.options(concurrency_group=group).remote(*args)
 
 
 def sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
-    """Return whether Ray has noticed all node losses that areno knows of, so that workers can be placed safely.
+    """Return whether Ray has noticed all node losses, so that it offers no devices of a lost node.
 
-    Otherwise Ray might offer the devices of a lost node.
-
-    Args:
-        kind: Kind of device, "cuda" or "cpu".
-        n_each: Number of devices needed on a node.
-        found: Nodes that Ray considers alive.
-
-    Returns:
-        False if `found` contains a node that areno has recorded as lost, unless the node answers and has `n_each`
-        free devices. Answering is not enough, because a hung node may still accept connections, but its devices stay
-        in use.
+    A node that answers and has `n_each` free devices counts as alive again. Answering is not enough, because a hung
+    node may still accept connections, but its devices stay in use.
     """
     lost = [node for node in found if node.id in lost_nodes]
     free = ray_cluster.free_devices(kind) if lost else {}
@@ -418,11 +340,7 @@ def sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bo
 
 
 def check_versions(reports: Sequence[NodeReport]) -> None:
-    """Raise EngineError if a node has other versions of areno, Python, torch or transformers than this process.
-
-    Args:
-        reports: Report from each node.
-    """
+    """Raise EngineError if a node has other versions of areno, Python, torch or transformers than this process."""
     for report in reports:
         pairs = [(name, report.versions.get(name), own) for name, own in versions().items()]
         if other := [f"{name} {theirs} (here {own})" for name, theirs, own in pairs if theirs != own]:
@@ -431,12 +349,7 @@ def check_versions(reports: Sequence[NodeReport]) -> None:
 
 
 def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
-    """Raise EngineError if torch sees fewer GPUs on a node than the run uses there.
-
-    Args:
-        spec: Description of the workers.
-        reports: Report from each node.
-    """
+    """Raise EngineError if torch sees fewer GPUs on a node than the run uses there."""
     n_each = spec.world_size // spec.n_nodes if spec.devices[0].startswith("cuda") else 0
     for report in reports:
         if report.n_cuda < n_each:
@@ -448,34 +361,20 @@ def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
 
 
 def read_folders(spec: EngineSpec) -> dict[str, str]:
-    """Return the folders that every node reads directly, such as the model's, as setting name -> folder.
-
-    Args:
-        spec: Description of the workers.
-    """
+    """Return the folders that every node reads directly, such as the model's, by setting."""
     lora = spec.actor.lora
     adapters = {"actor.init_lora_from": lora.init_from} if lora is not None and lora.init_from else {}
     return {"actor.path": spec.actor.path, **adapters, **{role.key: role.path for role in spec.planned.values()}}
 
 
-def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], signs: dict[str, Any]) -> None:
-    """Check that every node sees the model folders, and the folders that this process writes.
-
-    Args:
-        spec: Description of the workers.
-        reports: Report from each node, with the missing paths.
-        signs: For each setting with a shared folder, the path of a file that this process has created in the folder.
-
-    Raises:
-        CheckpointError: A node does not have a folder with a model or adapters.
-        ConfigError: A node does not see a created file, so the folder is not shared.
-    """
+def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], probe_files: dict[str, Any]) -> None:
+    """Check that every node sees the model folders, and the probe files in shared folders, by setting."""
     for report in reports:
         for key, folder in read_folders(spec).items():
             if folder in report.missing:
                 text = "node {} has no {}; each node reads the model itself, so it must be there on all of them"
                 raise CheckpointError(Problem(key, text, report.host, folder))
-        for key, sign in signs.items():
-            if str(sign) in report.missing:
+        for key, probe_file in probe_files.items():
+            if str(probe_file) in report.missing:
                 text = "node {} does not see what is written to {}; set a folder of a file system that all nodes share"
-                raise ConfigError(Problem(key, text, report.host, sign.parent))
+                raise ConfigError(Problem(key, text, report.host, probe_file.parent))

@@ -44,14 +44,8 @@ def worker_main(
 ) -> None:
     """Run one worker process until the driver closes its pipe, then exit the process.
 
-    Args:
-        pipe: Two-way pipe to the driver, for Command, Reply and Outputs.
-        spec: Description of all workers of the run.
-        rank: Global rank of this worker.
-        port: TCP port of the rendezvous on the host of rank 0.
-        listener: Open socket that listens at `port`, for rank 0. None for other ranks.
-        counters: Shared memory with the progress counters of all ranks.
-        stack_trace_pipe: Two-way pipe over which the driver asks for stack traces.
+    `pipe` carries Command, Reply and Outputs. `listener` listens at the rendezvous port, for rank 0. `counters` are
+    shared memory. Through `stack_trace_pipe` the driver asks for stack traces.
     """
     follow_parent()
     own_heartbeat = Heartbeat(counters, rank)
@@ -68,7 +62,7 @@ def worker_main(
         gc.freeze()  # scanning all imported objects would delay a step by a tenth of a second
         context = join_groups(spec, rank, port, listener)
         worker = Worker(spec, context)
-        own_heartbeat.has_done(decodes=False)
+        own_heartbeat.finish_command(decodes=False)
         pipe.send(Reply(0))
     except Exception as error:
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -132,7 +126,7 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
                 reply.value = value if context.is_leader else None
             except Exception as error:
                 reply.error = _failure(error, context)
-            own_heartbeat.has_done(worker.has_work)
+            own_heartbeat.finish_command(worker.has_work)
             if command.id is not None or (reply.error is not None and context.is_leader):
                 reply.events, reply.host_bytes = trace.take(), resident_bytes()
                 pipe.send(reply)
@@ -143,19 +137,18 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
             heartbeat.beat()
             now = time.monotonic()
             if context.is_leader and (outputs or now - last_stats > _STATS_EVERY_S):
-                own_heartbeat.decodes(False)  # the send below may wait for the driver to read
+                own_heartbeat.set_decoding(False)  # the send below may wait for the driver to read
                 stats = worker.rollout_stats()
                 for first in range(0, len(outputs) or 1, _OUTPUTS_AT_ONCE):
                     pipe.send(Outputs(outputs[first : first + _OUTPUTS_AT_ONCE], stats))
                 last_stats = now
-            own_heartbeat.decodes(worker.has_work)
+            own_heartbeat.set_decoding(worker.has_work)
 
 
 def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:
-    """Return the commands that have arrived. Waits for a command if there is nothing to decode.
+    """Return the commands that have arrived, None for a closed pipe. Waits if there is nothing to decode.
 
-    An entry None means that the driver has closed the pipe. The leader of a tensor-parallel group broadcasts the
-    commands to the other ranks, so that all ranks execute them at the same step.
+    The leader of a tensor-parallel group broadcasts them to the other ranks, so that all execute them at the same step.
     """
     commands: list[Command | None] = []
     if context.is_leader:
@@ -170,11 +163,7 @@ def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> 
 
 
 def _failure(error: Exception, context: Any) -> ArenoError:
-    """Return the error to send to the driver for an exception in this worker.
-
-    If areno did not raise the exception itself, the CUDA device is synchronized. If this fails, the device no longer
-    works, and the result is a WorkerLost.
-    """
+    """Return the error to send to the driver. It is WorkerLost if the CUDA device no longer works."""
     told = portable(error, context.rank)
     if context.device.type == "cuda" and not isinstance(error, ArenoError):
         import torch

@@ -28,16 +28,7 @@ _FAILURE_GRACE_S = 5.0  # for the other ranks to answer a command that failed on
 class SpawnedGroup:
     """A group of worker processes, one per device. If a worker ends, calls raise WorkerLost within seconds.
 
-    Args:
-        spec: Description of the workers.
-        start: Function that starts the processes. The default starts them on this machine.
-
-    Attributes:
-        spec: Description of the workers that were started, with their hosts. A Ray cluster may have started fewer
-            ranks.
-        command: Always an empty string, since no worker lives in the driver's process.
-        heartbeats: Progress counters of the workers.
-        watchdog: Thread that kills the workers if they make no progress.
+    `spec` describes the workers that were started: a Ray cluster may have started fewer ranks.
     """
 
     def __init__(self, spec: EngineSpec, start: Callable[[EngineSpec], Processes] = on_this_machine):
@@ -71,37 +62,15 @@ class SpawnedGroup:
         return self.processes
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on every worker with the same arguments, and wait for all results.
+        """Call a method on every worker, and return the result of each data-parallel rank.
 
-        Args:
-            method: Name of the worker's method.
-            *args: Positional arguments.
-
-        Returns:
-            The result from each copy of the model, in the order of data-parallel ranks.
-
-        Raises:
-            EngineError: An argument cannot be pickled, or the engine is closed.
-            WorkerLost: A worker has ended.
-            ArenoError: The method failed in a worker. The error is the worker's.
+        Raises EngineError if an argument cannot be pickled or the engine is closed, WorkerLost if a worker has ended,
+        and the worker's ArenoError if the method failed.
         """
         return self.call_each(method, [args] * self._layout.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method on every worker, with separate arguments for each data-parallel rank, and wait.
-
-        Args:
-            method: Name of the worker's method.
-            args: A tuple of positional arguments for each data-parallel rank, in order.
-
-        Returns:
-            The result from each copy of the model, in the order of data-parallel ranks.
-
-        Raises:
-            EngineError: An argument cannot be pickled, or the engine is closed.
-            WorkerLost: A worker has ended.
-            ArenoError: The method failed in a worker. The error is the worker's.
-        """
+        """Call a method as `call` does, with separate arguments for each data-parallel rank."""
         packed = [pack(method, each) for each in args]  # before sending: if one cannot be pickled, nothing is sent
         self._last_id += 1
         self._replies = {}
@@ -114,29 +83,16 @@ class SpawnedGroup:
             self.heartbeats.together = False
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
-        """Send a command to one data-parallel rank without waiting for its result. Any thread may call this.
+        """Send a command to one data-parallel rank without waiting. Any thread may call this.
 
         A later `poll` or `call` raises the error if the command fails.
-
-        Args:
-            dp_rank: Data-parallel rank.
-            method: Name of the worker's method.
-            *args: Positional arguments.
         """
         self._send(self._layout.leaders[dp_rank], Command(method, pack(method, args), None))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Return the outputs of finished samples, and partial outputs, that have arrived since the last call.
+        """Return the outputs that have arrived since the last call, after at most `timeout` seconds.
 
-        Args:
-            timeout: Longest wait for the first output, in seconds.
-
-        Returns:
-            The outputs. The list may be empty, such as after the timeout.
-
-        Raises:
-            WorkerLost: A worker has ended.
-            ArenoError: A worker failed while decoding or in a command sent by `cast`.
+        Raises WorkerLost if a worker has ended, and ArenoError if it failed while decoding or in a command of `cast`.
         """
         if not self._ready:
             self._receive(timeout)
@@ -145,23 +101,17 @@ class SpawnedGroup:
         return ready
 
     def stats(self) -> list[RolloutStats]:
-        """Return the latest decoding statistics of each data-parallel rank, in order."""
+        """Return the latest decoding statistics of each data-parallel rank."""
         return self._stats
 
     def host_bytes(self) -> int:
-        """Return the host memory that all workers together have in use, as of their last replies."""
+        """Return the host memory that all workers have in use, as of their last replies."""
         return sum(self._host_bytes.values())
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return a pair of texts for each worker by rank: its process state in words, and its Python stacks.
-
-        The process state is an empty text for a process that runs or sleeps normally. The result is empty once the
-        group is closed.
-        """
         return {} if self.processes is None else self.processes.stack_traces()
 
     def name(self, rank: int) -> str:
-        """Return a worker's rank and address as text, for messages."""
         return f"worker {rank} ({self.spec.addresses[rank]})"
 
     def mark_lost(self, error: WorkerLost) -> None:
@@ -178,7 +128,7 @@ class SpawnedGroup:
             processes.close()
 
     def _send(self, rank: int, command: Command) -> None:
-        """Send a command to the leader of a tensor-parallel group, and count the command as unfinished work."""
+        """Send a command to the leader of a tensor-parallel group, and count it as unfinished work."""
         processes = self._open_processes
         try:
             with self._sending[rank]:
@@ -188,7 +138,7 @@ class SpawnedGroup:
             self._raise_death(rank)
 
     def _collect(self) -> list[Any]:
-        """Wait until every rank has replied to the last command, and return the values in the leaders' replies.
+        """Wait until every rank has replied to the last command, and return the values of the leaders.
 
         If a rank fails, other ranks may wait for it forever in a collective. So the whole group is closed if replies
         are still missing some seconds after the first error.
@@ -206,26 +156,22 @@ class SpawnedGroup:
         return [self._replies[rank].value for rank in self._layout.leaders]
 
     def _receive(self, timeout: float | None) -> None:
-        """Handle the messages that arrive within `timeout` seconds. None waits without limit.
-
-        Raises WorkerLost if a worker has ended.
-        """
+        """Handle the messages that arrive within `timeout` seconds. Raises WorkerLost if a worker has ended."""
         processes = self._open_processes
         if not self._gone:
             messages, self._gone = processes.receive(timeout)
             for rank, message in messages:
-                self._take(rank, pickle.loads(message))
+                self._store_message(rank, pickle.loads(message))
         if self._gone:
             self._raise_death(self._gone[0])
 
-    def _take(self, rank: int, message: Reply | Outputs) -> None:
-        """Store the content of a message from a rank, for `poll` or `call` to return or raise."""
+    def _store_message(self, rank: int, message: Reply | Outputs) -> None:
         heartbeat.beat()
         if isinstance(message, Reply):
             trace.extend(message.events)
             self._host_bytes[rank] = message.host_bytes
             if message.error is not None:
-                message.error = self._of_its_node(rank, message.error)
+                message.error = self._with_host(rank, message.error)
         if isinstance(message, Outputs):
             self._ready.extend(message.outputs)
             self._stats[self._layout.place_of(rank)[0]] = message.stats
@@ -234,30 +180,22 @@ class SpawnedGroup:
         elif message.id == self._last_id:  # other replies are to an earlier command that failed on another rank
             self._replies[rank] = message
 
-    def _of_its_node(self, rank: int, error: ArenoError) -> ArenoError:
-        """Return a CheckpointError with the host of `rank` added, in a run on several nodes.
-
-        Other errors, and errors in a run on one node, are returned unchanged.
-
-        Args:
-            rank: Global rank that has sent the error.
-            error: The error.
-        """
+    def _with_host(self, rank: int, error: ArenoError) -> ArenoError:
+        """Add the host of `rank` to a CheckpointError, in a run on several nodes."""
         if self.spec.n_nodes == 1 or not isinstance(error, CheckpointError):
             return error
         host = self.spec.addresses[rank].host
         return CheckpointError([problem.of_node(host) for problem in error.problems])
 
     def _raise_if_lost(self) -> None:
-        """Raise the error that was given to `mark_lost`, if `mark_lost` was called."""
         if self._lost is not None:
             raise self._lost
 
     def _raise_error(self) -> None:
         """Raise the first error sent by a worker, if any.
 
-        An error that areno did not raise itself, such as one of NCCL, may be a consequence of another worker's
-        death. If a signal has killed a worker, WorkerLost is raised instead.
+        An error that areno did not raise itself, such as one of NCCL, may be a consequence of another worker's death.
+        If a signal has killed a worker, WorkerLost is raised instead.
         """
         self._raise_if_lost()
         error, self._error = self._error, None
@@ -276,8 +214,8 @@ class SpawnedGroup:
     def _raise_death(self, rank: int) -> NoReturn:
         """Raise the most specific error that explains why the worker process of `rank` has ended.
 
-        This is WorkerLost if a signal has killed any worker. Otherwise it is an error that a worker has sent, or
-        else a WorkerLost with the exit code.
+        This is WorkerLost if a signal has killed any worker. Otherwise it is an error that a worker has sent, or else a
+        WorkerLost with the exit code.
         """
         self._raise_if_lost()
         code = self._open_processes.exit_codes(rank, _DEATH_WAIT_S)[rank]
@@ -286,7 +224,6 @@ class SpawnedGroup:
         self._raise_end(rank, "stopped answering" if code is None else f"ended with exit code {code}")
 
     def _raise_if_killed(self) -> None:
-        """Raise WorkerLost if a signal has ended any worker."""
         for rank, code in self._open_processes.exit_codes().items():
             if code is not None and code < 0:
                 name = signal.Signals(-code).name
@@ -294,5 +231,4 @@ class SpawnedGroup:
                 self._raise_end(rank, f"was killed by {name}{why}")
 
     def _raise_end(self, rank: int, how: str) -> NoReturn:
-        """Raise a WorkerLost that says which worker has ended, and how (a phrase such as "was killed by SIGKILL")."""
         raise WorkerLost(f"{self.name(rank)} {how}")

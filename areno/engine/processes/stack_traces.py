@@ -34,15 +34,9 @@ _CANNOT_ANSWER = {"T", "t"}
 
 
 class StackTraceServer:
-    """Sends a worker's stack traces to the driver on request, even while the worker's main thread hangs in C code.
+    """Sends a worker's stack traces to the driver on request, even while its main thread hangs in C code.
 
-    Create it in the worker. The driver requests stack traces by a signal (SIGUSR2), upon which faulthandler writes the
-    stacks to the pipe.
-
-    Args:
-        pipe: Two-way pipe for raw bytes, whose other end the driver holds.
-        with_collectives: Whether to also send the collectives recorded by torch. Set this in a run with several
-            ranks.
+    The driver requests stack traces by a signal (SIGUSR2), upon which faulthandler writes the stacks to the pipe.
     """
 
     def __init__(self, pipe: Any, with_collectives: bool):
@@ -53,18 +47,13 @@ class StackTraceServer:
             threading.Thread(target=self._send_collectives, daemon=True, name="areno-collectives").start()
 
     def _send_collectives(self) -> None:
-        """Send the collectives recorded by torch whenever the driver writes a byte to the pipe. Runs in a thread."""
+        """Send the collectives recorded by torch whenever the driver writes a byte. A thread."""
         with contextlib.suppress(OSError):
             while os.read(self._pipe.fileno(), 1):
                 os.write(self._pipe.fileno(), _recorded_collectives().encode())
 
 
 def _recorded_collectives() -> str:
-    """Return the unfinished collectives in torch's flight recorder as text.
-
-    If there are none, the text describes the last completed collective. It is empty if torch is not loaded, or has
-    no flight recorder.
-    """
     torch = sys.modules.get("torch")
     c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
     dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
@@ -74,16 +63,7 @@ def _recorded_collectives() -> str:
 
 
 def collectives(trace: Mapping[str, Any]) -> str:
-    """Format the unfinished collectives in a dump of torch's flight recorder.
-
-    If there are none, the last completed collective is formatted instead.
-
-    Args:
-        trace: Unpickled dump, whose key "entries" lists the collectives.
-
-    Returns:
-        One line for each of the last three collectives at most. Empty if no collective was recorded.
-    """
+    """Format the last three unfinished collectives in a dump of torch's flight recorder, or the last one."""
     entries = trace.get("entries", [])
     in_progress = [entry for entry in entries if entry["state"] != "completed" and not entry.get("retired")]
     title = "Collective under way" if in_progress else "Last collective, completed"
@@ -95,14 +75,7 @@ def collectives(trace: Mapping[str, Any]) -> str:
 
 
 def process_state(pid: int) -> str:
-    """Return the state letter of a process in /proc/PID/stat, such as "R" or "S".
-
-    Args:
-        pid: Process id.
-
-    Returns:
-        The letter, or an empty string if there is no such process.
-    """
+    """Return the state letter of a process in /proc/PID/stat, such as "R" or "S". Empty for no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -110,17 +83,7 @@ def process_state(pid: int) -> str:
 
 
 def request(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives: bool) -> dict[int, tuple[str, str]]:
-    """Ask worker processes on this machine for their stack traces.
-
-    Args:
-        pids: Process id of each worker, by rank.
-        pipes: Pipe to the StackTraceServer of each worker, by rank.
-        with_collectives: Whether to also ask for the collectives recorded by torch.
-
-    Returns:
-        For each rank, a pair of texts: the process state in words, and the Python stacks. The process state is an
-        empty text for a process that runs or sleeps normally.
-    """
+    """Ask workers on this machine for (process state in words, Python stacks). Normal states are empty."""
     states = {rank: process_state(pid) for rank, pid in pids.items()}
     awake = [rank for rank, state in states.items() if state not in _CANNOT_ANSWER]
     for rank in awake:
@@ -139,12 +102,7 @@ def request(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives:
 
 
 def _read(pipe: Any, deadline: float) -> str:
-    """Read text from a pipe until the deadline, or until 0.3 seconds pass without new bytes after the first bytes.
-
-    Args:
-        pipe: Pipe to a StackTraceServer.
-        deadline: Time on the clock of `time.monotonic`.
-    """
+    """Read text until the deadline, or until 0.3 seconds pass without new bytes after the first bytes."""
     chunks: list[bytes] = []
     while (left := deadline - time.monotonic()) > 0:
         if not select.select([pipe], [], [], min(left, _QUIET_S) if chunks else left)[0]:
@@ -168,21 +126,12 @@ def _readable(dump: str) -> str:
 
 
 def waits_for_other_ranks(stacks: str) -> bool:
-    """Return whether the main thread of a worker waits for another rank, such as in a collective.
-
-    Args:
-        stacks: Stack traces of the worker as text, from `request`.
-    """
     _, _, main = stacks.partition("Main thread")
     return any(place in line for line in main.split("\n")[1:6] for place in _WAITS_FOR_OTHER_RANKS)
 
 
 def driver_stack_traces(hidden: int) -> str:
-    """Return the stacks of this process's threads as text, with the main thread first.
-
-    Args:
-        hidden: Identifier of a thread to leave out, such as the calling thread.
-    """
+    """Return the stacks of this process's threads except one, with the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)

@@ -45,13 +45,8 @@ FIELDS = 3
 class WorkerHeartbeats:
     """The driver's view of the progress counters of all workers, and the number of commands sent to each.
 
-    Args:
-        counters: Progress counters in shared memory, FIELDS integers for each rank.
-        layout: Mapping of ranks to copies of the model.
-
-    Attributes:
-        together: Whether all ranks execute a command that the driver waits for. They may then wait for each other in
-            collectives, so progress of a single rank counts for all.
+    `together`: all ranks execute a command that the driver waits for. They may then wait for each other in collectives,
+    so progress of a single rank counts for all.
     """
 
     def __init__(self, counters: Any, layout: Layout):
@@ -62,18 +57,13 @@ class WorkerHeartbeats:
         self.together = True
 
     def sent(self, leader: int, command: str) -> None:
-        """Count a command that was sent to a tensor-parallel group.
-
-        Args:
-            leader: Global rank of the group's leader, which broadcasts the command to the other ranks.
-            command: Name of the method, for messages.
-        """
+        """Count a command that was sent to a tensor-parallel group."""
         for rank in self._layout.copy_of(leader):
             self._sent[rank] += 1
             self._commands[rank] = command
 
     def is_due(self, rank: int) -> bool:
-        """Return whether a rank should make progress now, because of an unfinished command or requests to decode."""
+        """Return whether a rank should make progress now, because of a command or requests to decode."""
         leader = self._layout.copy_of(rank).start  # other ranks have no requests: they wait for the leader
         return self._is_asked(rank) or bool(self.counters[FIELDS * leader + _DECODES])
 
@@ -82,7 +72,7 @@ class WorkerHeartbeats:
         return self.counters[FIELDS * rank + _DONE] < self._sent[rank]
 
     def progress(self, rank: int) -> list[int]:
-        """Return the progress counters of a rank. Any progress changes at least one of the FIELDS integers."""
+        """Return the counters of a rank. Any progress changes at least one of the FIELDS integers."""
         return self.counters[FIELDS * rank : FIELDS * (rank + 1)]
 
     def command(self, rank: int) -> str:
@@ -91,34 +81,20 @@ class WorkerHeartbeats:
 
 
 class Heartbeat:
-    """The worker's view of its own progress counters.
-
-    After construction, `areno.heartbeat.beat()` increments one of these counters.
-
-    Args:
-        counters: Progress counters of all ranks in shared memory, FIELDS integers for each rank.
-        rank: Global rank of this worker.
-    """
+    """The worker's view of its own progress counters. `areno.heartbeat.beat()` increments one of them."""
 
     def __init__(self, counters: Any, rank: int):
         self._counters, self._at = counters, FIELDS * rank
         heartbeat.count_in(counters, self._at + _BEATS)
 
-    def has_done(self, decodes: bool) -> None:
-        """Count a command as finished.
-
-        Args:
-            decodes: Whether the worker now has requests to decode.
-        """
-        self.decodes(decodes)
+    def finish_command(self, decodes: bool) -> None:
+        self.set_decoding(decodes)
         self._counters[self._at + _DONE] += 1
 
-    def decodes(self, decodes: bool) -> None:
-        """Tell the watchdog whether this worker is decoding, and so must make progress.
+    def set_decoding(self, decodes: bool) -> None:
+        """Say whether this worker decodes, and so must make progress.
 
-        Args:
-            decodes: True while there are requests to decode. False if there are none, or while the worker only waits
-                until the driver reads a message.
+        It need not while it only waits until the driver reads a message.
         """
         self._counters[self._at + _DECODES] = decodes
 
@@ -126,8 +102,7 @@ class Heartbeat:
 class Watched(Protocol):
     """The interface that the watchdog needs from a group of workers.
 
-    Attributes:
-        command: Name of the method that a worker inside the driver's process executes now. Empty if there is none.
+    `command` is the method that a worker inside the driver's process executes now, or empty.
     """
 
     command: str
@@ -138,15 +113,10 @@ class Watched(Protocol):
         ...
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return a pair of texts for each worker process by rank: its state in words, and its Python stacks.
-
-        The state is an empty text for a process that runs or sleeps normally.
-        """
+        """Return `Processes.stack_traces`."""
         ...
 
-    def name(self, rank: int) -> str:
-        """Return a worker's name as text, for messages."""
-        ...
+    def name(self, rank: int) -> str: ...
 
     def mark_lost(self, error: WorkerLost) -> None:
         """Kill the worker processes, and raise `error` in pending and later calls of the group."""
@@ -154,12 +124,7 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """A thread that watches the progress of a group of workers and of the driver until `stop` is called.
-
-    Args:
-        limit_s: Longest time without progress, in seconds (`engine.stall_timeout_s`). None disables the watchdog.
-        group: The group of workers.
-    """
+    """A thread that watches the progress of a group of workers and of the driver, unless `limit_s` is None."""
 
     def __init__(self, limit_s: float | None, group: Watched):
         self.limit_s, self._group = limit_s, group
@@ -176,15 +141,10 @@ class Watchdog:
             threading.Thread(target=_watch, args=args, daemon=True, name="areno-watchdog").start()
 
     def stop(self) -> None:
-        """Stop watching. Call this before the group is closed."""
         self._stopped.set()
 
     def check(self, elapsed: float) -> None:
-        """Check the progress counters once, and end workers or the driver if they have hung for too long.
-
-        Args:
-            elapsed: Seconds since the last check.
-        """
+        """Check the counters `elapsed` seconds after the last check, and end workers or the driver if they hang."""
         assert self.limit_s is not None
         due, work = self._due(elapsed), heartbeat.work()
         if work:
@@ -210,11 +170,7 @@ class Watchdog:
             self._end_driver(work)
 
     def _due(self, elapsed: float) -> list[int]:
-        """Return the ranks that should make progress now, and update for how long each rank has made none.
-
-        Args:
-            elapsed: Seconds since the last check.
-        """
+        """Return the ranks that should make progress now, and update for how long each rank has made none."""
         heartbeats, due = self._group.heartbeats, []
         if heartbeats is None or self._lost:
             return due
@@ -234,9 +190,6 @@ class Watchdog:
 
         The error names the ranks to blame: those whose processes are stopped or wait for a disk, or else those that do
         not wait for other ranks.
-
-        Args:
-            due: Ranks that have work.
         """
         assert self._group.heartbeats is not None
         traces, name = self._group.stack_traces(), self._group.name
@@ -257,14 +210,10 @@ class Watchdog:
         self._group.mark_lost(error)
 
     def _end_driver(self, work: list[tuple[str, int]]) -> None:
-        """Raise an exception in the main thread of the driver, which has hung.
+        """Raise an exception in the main thread of the driver, which has hung in nested phases.
 
         If the main thread does not react, the process ends. Does nothing if the driver makes progress while its stacks
         are logged.
-
-        Args:
-            work: (name, thread identifier) of each phase that the driver is in. Phases are nested, the outermost
-                comes first.
         """
         group, beats = self._group, heartbeat.count()
         kind = WorkerLost if group.heartbeats is None and group.command else EngineError
@@ -285,13 +234,7 @@ class Watchdog:
         os._exit(1)
 
     def _log_stack_traces(self, what: str, traces: dict[int, tuple[str, str]], notes: Mapping[int, str]) -> None:
-        """Log the stacks of every process. Workers with equal stacks are logged together.
-
-        Args:
-            what: First line of the message.
-            traces: (process state in words, stacks as text) of each worker, by rank.
-            notes: Remarks to show beside a worker, by rank.
-        """
+        """Log the stacks of every process. Workers with equal stacks are logged together."""
         faulthandler.cancel_dump_traceback_later()
         alike: dict[tuple[str, ...], list[str]] = {}  # many ranks hang at the same line
         for rank, (state, shown) in traces.items():
@@ -304,11 +247,7 @@ class Watchdog:
 
 
 def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
-    """Call `check` of the watchdog every second, or more often for a short time limit. Runs in a thread.
-
-    Ends when the watchdog is stopped or garbage-collected. The time between two calls is at most a tenth of
-    `limit_s`.
-    """
+    """Call `check` every second or tenth of `limit_s`, until the watchdog is stopped or garbage-collected."""
     before = time.monotonic()
     try:
         while (watchdog := ref()) is not None and watchdog.limit_s is not None:
@@ -327,17 +266,11 @@ def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
 
 
 def _phase(work: list[tuple[str, int]]) -> str:
-    """Return the nested phases that the driver is in as text, such as " in the run > evaluation".
-
-    `work` has a (name, thread identifier) pair for each phase, the outermost first. The text is empty if there are
-    none.
-    """
     names = dict.fromkeys(name for name, _ in work)
     return f" in {' > '.join(names)}" if names else ""
 
 
 def _is_debugged(thread: int) -> bool:
-    """Return whether the thread with this identifier runs inside a debugger, which waits for a person."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
@@ -359,19 +292,12 @@ _taken = threading.Event()
 
 
 def _listen() -> None:
-    """Install `_on_signal` as the handler of SIGUSR2, unless the process already has another handler.
-
-    Does nothing outside of the main thread, because only the main thread can install handlers.
-    """
+    """Install `_on_signal`, unless the process has another handler or this is not the main thread."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(_INTERRUPT) is signal.SIG_DFL:
         signal.signal(_INTERRUPT, _on_signal)
 
 
 def _on_signal(number: int, frame: object) -> None:
-    """Raise the exception that was passed to `_raise_in_main`. Runs in the main thread, as the handler of SIGUSR2.
-
-    If `_raise_in_main` was not called, the signal comes from another program, and gets its default action.
-    """
     global _exception
     error, _exception = _exception, None
     if error is None:  # the signal comes from another program: apply its default action
@@ -383,11 +309,7 @@ def _on_signal(number: int, frame: object) -> None:
 
 
 def _raise_in_main(error: Exception) -> bool:
-    """Raise an exception in the main thread by a signal.
-
-    Returns:
-        Whether the main thread has raised the exception within a few seconds. False if SIGUSR2 has another handler.
-    """
+    """Raise an exception in the main thread by a signal, and return whether it was raised within seconds."""
     global _exception
     ident = threading.main_thread().ident
     if signal.getsignal(_INTERRUPT) is not _on_signal or ident is None:

@@ -24,17 +24,7 @@ if TYPE_CHECKING:
 
 
 class InlineGroup:
-    """A group with one worker, which runs inside the driver's own process. It has the methods of SpawnedGroup.
-
-    Args:
-        spec: Description of the worker.
-
-    Attributes:
-        spec: Description of the worker.
-        command: Name of the method that the worker executes. Empty if it executes none.
-        heartbeats: None, since there are no worker processes.
-        watchdog: Thread that interrupts the driver if it makes no progress.
-    """
+    """A group with one worker, which runs inside the driver's own process. It has the methods of SpawnedGroup."""
 
     heartbeats: None = None  # see Watched
 
@@ -71,23 +61,10 @@ class InlineGroup:
         return self._worker
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Execute queued commands, then call a method on the worker.
-
-        Args:
-            method: Name of the method.
-            *args: Positional arguments.
-
-        Returns:
-            A list with one element, the result of the method.
-
-        Raises:
-            EngineError: The engine is closed.
-        """
         self._run_casts()
         return [self._execute(method, args)]
 
     def _execute(self, method: str, args: Sequence[Any]) -> Any:
-        """Call a method on the worker, and report it as the current command to the watchdog."""
         heartbeat.beat()
         self.command = method
         try:
@@ -97,44 +74,19 @@ class InlineGroup:
             self.command = ""
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method on the worker with the first tuple of arguments.
-
-        Args:
-            method: Name of the method.
-            args: A list with one tuple of positional arguments, since there is only one data-parallel rank.
-
-        Returns:
-            A list with one element, the result of the method.
-        """
         return self.call(method, *args[0])
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
-        """Queue a command, which the next `poll` or `call` executes. Any thread may call this.
-
-        If the command fails, the `poll` or `call` that executes it raises the error.
-
-        Args:
-            dp_rank: Ignored, since there is only one rank.
-            method: Name of the worker's method.
-            *args: Positional arguments.
-        """
+        """Queue a command, which the next `poll` or `call` executes. Any thread may call this."""
         self._inbox.put((method, args))
 
     def _run_casts(self) -> None:
-        """Execute the commands that `cast` has queued."""
         while not self._inbox.empty():
             method, args = self._inbox.get()
             self._execute(method, args)
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Decode until there are new outputs of finished samples, or partial outputs, and return them.
-
-        Args:
-            timeout: Longest time to decode without a new output, in seconds.
-
-        Returns:
-            The outputs. The list is empty after the timeout, or if there are no requests.
-        """
+        """Decode until there are new outputs, no requests, or `timeout` seconds have passed."""
         deadline = time.monotonic() + timeout
         while True:
             self._run_casts()
@@ -144,15 +96,12 @@ class InlineGroup:
                 return outputs
 
     def stats(self) -> list[RolloutStats]:
-        """Return a list with the latest decoding statistics of the worker."""
         return [self.worker.rollout_stats()]
 
     def host_bytes(self) -> int:
-        """Return 0, since the worker has no process of its own."""
         return 0
 
     def close(self) -> None:
-        """Close the worker, which frees its device. Closing twice has no effect."""
         self.watchdog.stop()
         if self._worker is not None:
             self._worker.close()
@@ -162,36 +111,23 @@ class InlineGroup:
         self._end = None
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return an empty dictionary, since the group has no worker processes."""
         return {}
 
     def name(self, rank: int) -> str:
-        """Return the worker's name as text, for messages."""
         return f"worker {rank}"
 
     def mark_lost(self, error: WorkerLost) -> None:
-        """Do nothing, since there is no worker process to kill. `error` is ignored."""
+        """Do nothing, since there is no worker process to kill."""
 
 
 WorkerGroup = InlineGroup | SpawnedGroup
 
 
 def start_workers(spec: EngineSpec, mode: str, again: bool = False) -> WorkerGroup:
-    """Start the workers described by a spec.
+    """Start workers as `engine.workers` says. "auto" is inline for one CPU device and otherwise spawn.
 
-    Args:
-        spec: Description of the workers.
-        mode: The setting `engine.workers`: "inline" for a worker inside this process, "spawn" for a process per device,
-            or "auto", which is inline for one CPU device and otherwise spawn. "ray" starts processes on a Ray cluster.
-        again: Whether this is a restart after an earlier group has lost a worker. With "ray", fewer copies of the model
-            may then start if nodes are gone.
-
-    Returns:
-        The group. Its `spec` describes the workers that were started, with their hosts.
-
-    Raises:
-        EngineError: `mode` is "inline" and the spec has several devices.
-        ConfigError: `mode` is "ray" and the cluster has too few nodes or devices.
+    `again` is a restart after a worker was lost: with "ray", fewer copies of the model may start if nodes are gone. The
+    `spec` of the group describes the workers that were started.
     """
     if mode == "ray":
         from areno.engine.processes.ray_workers import RayProcesses

@@ -17,7 +17,7 @@ from areno import heartbeat
 from areno.engine.memory import host_bytes_free
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Role, Roles
-from areno.engine.state.tensor_shards import TensorShard, buffers_of, metadata, shards_of, trained, written_by
+from areno.engine.state.tensor_shards import TensorShard, buffers_of, metadata, shards_of, shards_to_write, trained
 from areno.engine.train.host_memory import PINNED_BYTES, HostBuffer
 from areno.errors import CheckpointError, EngineError
 from areno.layers.parallel import ParallelGroup
@@ -32,13 +32,7 @@ COPY_BYTES = 2**26  # copied at once: copies from the decoder to the host may ha
 
 @dataclass(frozen=True)
 class _Share:
-    """The range of elements of one buffer, such as a role's master weights, that this rank writes.
-
-    Attributes:
-        role: Name of the role.
-        buffer: Name of the buffer, such as "actor.master".
-        shards: The shards to write, in the order in which they lie in the buffer.
-    """
+    """The consecutive shards of one buffer, such as "actor.master", that this rank writes."""
 
     role: str
     buffer: str
@@ -46,22 +40,15 @@ class _Share:
 
     @property
     def start(self) -> int:
-        """Index, in the buffer, of the first element that this rank writes."""
         return self.shards[0].start
 
     @property
     def stop(self) -> int:
-        """Index, in the buffer, after the last element that this rank writes (exclusive end)."""
         return self.shards[-1].stop
 
 
 class StateCheckpointer:
-    """Saves and loads the training state of one worker. All ranks must call each method together, except `close`.
-
-    Args:
-        roles: The models of the worker.
-        context: The parallel groups and the device of the worker.
-    """
+    """Saves and loads the training state of one worker. All ranks must call each method, except `close`."""
 
     def __init__(self, roles: Roles, context: ParallelContext):
         self._roles, self._context = roles, context
@@ -75,22 +62,18 @@ class StateCheckpointer:
         self._closed = threading.Event()
 
     def save(self, folder: Path, with_moments: bool = True) -> None:
-        """Start writing the training state to a folder, in a background thread.
+        """Start writing the training state to a new folder, in a background thread.
 
         Later optimizer updates do not change the state that is written. On CUDA, the state is copied to pinned host
         memory while the following work runs, and the next optimizer update waits for this copy. Masters and moments
         that are kept in host memory are not copied: the next optimizer update waits until they are written. `written`
         reports when the files are complete.
-
-        Args:
-            folder: The new folder of the state.
-            with_moments: Whether to write the moments of the optimizers, too.
         """
         if self._thread is not None:
             self._thread.join()  # another rank may know earlier that all ranks have written
         self._failure = None
         if with_moments not in self._plans:
-            self._plans[with_moments] = self._planned(with_moments)
+            self._plans[with_moments] = self._plan_shares(with_moments)
         shares, planner = self._plans[with_moments]
         files: list[HostFile] = []
         failure: Exception | None = None
@@ -117,11 +100,9 @@ class StateCheckpointer:
                 optimizer.before_step.append(self._wait_for_files)
 
     def written(self) -> bool:
-        """Return whether the last `save` is complete on disk, with the files of all ranks. True before any `save`.
+        """Return whether the last `save` is complete on disk, with the files of all ranks.
 
-        Raises:
-            CheckpointError: Writing failed. Only the first call after the failure raises this error. Later calls return
-                True.
+        Raises CheckpointError once if writing failed.
         """
         if self._thread is not None and self._thread.is_alive():
             return False
@@ -134,15 +115,10 @@ class StateCheckpointer:
         """Load the training state from a folder. The ranks that wrote it may have had another layout.
 
         Each rank first checks the folder and its share of the files. If a check fails on any rank, no rank loads
-        anything. The rank whose check failed raises the error, and all other ranks return.
+        anything. The rank whose check failed raises the error, and all other ranks return. Without moments, they start
+        at zero.
 
-        Args:
-            folder: The folder of the state.
-            with_moments: Whether to load the moments. If False, or if the state has none, the moments start at zero.
-
-        Raises:
-            CheckpointError: The folder is damaged or is not a run state.
-            EngineError: The state belongs to other roles, models or optimizers.
+        Raises CheckpointError for a damaged folder, and EngineError for the state of other roles, models or optimizers.
         """
         from areno.engine.state.storage import Reader
         from areno.engine.state.transfer import check_fits, load_role
@@ -170,14 +146,11 @@ class StateCheckpointer:
                     trained(backend)[0].from_masters()
 
         self._plans.clear()  # they contain facts about the moments
-        if self._together(check) and self._together(load):
+        if self._on_all_ranks(check) and self._on_all_ranks(load):
             spread()  # a collective call
 
     def forget(self) -> None:
-        """Free the stored save plans and the host memory that `save` copies into.
-
-        Call this before roles are added or removed.
-        """
+        """Free save plans and host memory. Call this before roles are added or removed."""
         self._wait_for_copies()
         self._plans.clear()
         self._memory.clear()
@@ -188,11 +161,7 @@ class StateCheckpointer:
         if self._thread is not None:
             self._thread.join()
 
-    def _planned(self, with_moments: bool) -> tuple[list[_Share], ShardSavePlanner]:
-        """Return the range of each buffer that this rank writes, and the planner that writes these ranges.
-
-        `with_moments` says whether the moments of the optimizers are written, too.
-        """
+    def _plan_shares(self, with_moments: bool) -> tuple[list[_Share], ShardSavePlanner]:
         from areno.engine.state.transfer import ShardSavePlanner
 
         shares: list[_Share] = []
@@ -202,17 +171,14 @@ class StateCheckpointer:
             dtypes |= {buffer: tensor.dtype for buffer, tensor in buffers_of(name, role.backend).items()}
             flat, _ = trained(role.backend)
             alike = ParallelGroup() if flat.is_divided else self._context.dp
-            mine = written_by(shards_of(name, role.backend, with_moments), alike)
+            mine = shards_to_write(shards_of(name, role.backend, with_moments), alike)
             shares += [_Share(name, buffer, shards) for buffer, shards in mine.items()]
         shards = [shard for share in shares for shard in share.shards]
         facts = {name: metadata(role.backend, with_moments) for name, role in roles.items()}
         return shares, ShardSavePlanner(shards, dtypes, facts)
 
     def _copy(self, shares: list[_Share]) -> list[HostFile]:
-        """Start to copy this rank's `shares` into host memory, and return one HostFile for each share.
-
-        Shares of buffers that are in host memory are not copied.
-        """
+        """Start to copy this rank's shares into host memory, unless they are there."""
         from areno.engine.state.storage import HostFile
 
         roles = self._roles.trained()
@@ -224,9 +190,9 @@ class StateCheckpointer:
             if isinstance(buffer, HostBuffer):
                 in_host[share.buffer] = buffer.pieces(place)
             else:
-                sources[share.buffer] = _parts(buffer, role, share.start, share.stop)
+                sources[share.buffer] = _views(buffer, role, share.start, share.stop)
         self._provide_memory(sources)
-        with self._beside(list(roles.values())):
+        with self._on_copy_stream(list(roles.values())):
             for buffer, parts in sources.items():
                 size = COPY_BYTES // parts[0].element_size()
                 for copy, part in zip(self._memory[buffer], parts, strict=True):
@@ -239,14 +205,7 @@ class StateCheckpointer:
         ]
 
     def _provide_memory(self, sources: dict[str, list[Tensor]]) -> None:
-        """Allocate host memory for copies of tensors, unless an earlier save has allocated it.
-
-        Args:
-            sources: For each buffer by name, the tensors to copy.
-
-        Raises:
-            EngineError: Too little host memory is free.
-        """
+        """Allocate host memory for copies, once. Raises EngineError if too little is free."""
         missing = {buffer: parts for buffer, parts in sources.items() if buffer not in self._memory}
         n_bytes = sum(part.nbytes for parts in missing.values() for part in parts)
         if n_bytes > host_bytes_free() // self._context.n_ranks_on_machine:
@@ -256,7 +215,7 @@ class StateCheckpointer:
             self._memory[buffer] = [torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in parts]
 
     @contextmanager
-    def _beside(self, roles: list[Role]) -> Iterator[None]:
+    def _on_copy_stream(self, roles: list[Role]) -> Iterator[None]:
         """Put the copies that are launched inside a `with` block on a separate CUDA stream.
 
         The copies start after the work launched so far, and run while later work runs. The next optimizer update of
@@ -276,13 +235,12 @@ class StateCheckpointer:
             trained(role.backend)[1].before_step.append(partial(_wait_on_stream, self._copied))
 
     def _wait_for_copies(self) -> None:
-        """Block the calling thread until the copies to host memory are complete."""
         if (copied := self._copied) is not None:
             copied.synchronize()
             self._copied = None
 
     def _wait_for_files(self) -> None:
-        """Block the calling thread until the files of this rank are written, or writing has failed."""
+        """Wait until the files of this rank are written, or writing has failed."""
         n_checks = self._n_checks
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_WAIT_S)
@@ -291,11 +249,7 @@ class StateCheckpointer:
                 heartbeat.beat()
 
     def _write(self, folder: Path, files: list[HostFile], planner: ShardSavePlanner, check: Callable[[], None]) -> None:
-        """Write the files of this rank. Runs in the background thread.
-
-        A CheckpointError is stored, so that `written` can raise it. `check` is called before each block of a file, and
-        stops the writing by raising an exception.
-        """
+        """Write the files in the background thread. `check` stops this by raising an exception."""
         from areno.engine.state.transfer import save
 
         try:
@@ -303,14 +257,10 @@ class StateCheckpointer:
         except CheckpointError as error:
             self._failure = error
 
-    def _together(self, step: Callable[[], None]) -> bool:
-        """Run the function `step` on all ranks, and agree on whether it succeeded.
+    def _on_all_ranks(self, step: Callable[[], None]) -> bool:
+        """Run `step` on all ranks, and return whether it succeeded on every other rank.
 
-        Returns:
-            True if `step` succeeded on every rank. False if it failed on another rank.
-
-        Raises:
-            Exception: Any exception that `step` raises on this rank.
+        An exception of `step` on this rank is raised.
         """
         failure = None
         try:
@@ -325,15 +275,11 @@ class StateCheckpointer:
 
 
 def _wait_on_stream(event: torch.cuda.Event) -> None:
-    """Let the current CUDA stream wait for an event."""
     torch.cuda.current_stream().wait_event(event)
 
 
-def _parts(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:
-    """Return views of elements `start` to `stop` of a buffer, each of at most PINNED_BYTES bytes.
-
-    The views are of device memory, or of the copies in host memory if the role is offloaded.
-    """
+def _views(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:
+    """Return views of at most PINNED_BYTES of device memory, or of the host memory of an offloaded role."""
     size, parts, begin = PINNED_BYTES // buffer.element_size(), [], 0
     for whole in role.offload.at_rest(buffer) or [buffer]:
         low, high = max(start - begin, 0), min(stop - begin, whole.numel())

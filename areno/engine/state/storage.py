@@ -51,22 +51,14 @@ T = TypeVar("T")
 
 @dataclass
 class HostFile:
-    """A file to write: a range of one buffer's elements, in host memory.
-
-    Attributes:
-        name: File name.
-        start: Index, in the buffer, of the first element in the file.
-        parts: Consecutive 1-D tensors in host memory, which together are the file's contents.
-        shards: The shards that the file contains.
-    """
+    """A file to write: elements of one buffer from index `start` on, in host memory."""
 
     name: str
     start: int
-    parts: list[Tensor]
+    parts: list[Tensor]  # consecutive 1-D tensors, which together are the file's contents
     shards: list[TensorShard]
 
     def blocks(self) -> Iterator[memoryview]:
-        """Yield the contents of the file in blocks of BLOCK_BYTES. The last block may be shorter."""
         begun = bytearray()  # the first bytes of a block that continues in the next part
         for part in self.parts:
             data, start = part.view(torch.uint8).numpy().data, 0
@@ -95,13 +87,8 @@ class _Sums:
 class Writer(StorageWriter):
     """Writes the files of this rank and, on the coordinator, the index. All files are synced to disk at the end.
 
-    torch.distributed.checkpoint calls its methods.
-
-    Args:
-        folder: The folder of the state.
-        files: The files of this rank.
-        check: A function called at the start and before each block of a file is written. An exception that it raises
-            stops the writing on all ranks.
+    torch.distributed.checkpoint calls its methods. `check` is called before each block of a file is written. An
+    exception that it raises stops the writing on all ranks.
     """
 
     def __init__(self, folder: Path, files: Sequence[HostFile], check: Callable[[], None]):
@@ -111,47 +98,37 @@ class Writer(StorageWriter):
         """Do nothing: a Writer writes a single state."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Call `check`, then create the folder."""
         self._check()
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return True for any id. The id is not used, since the constructor was given the folder."""
         return True
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the files of this rank in threads.
-
-        Returns:
-            A completed future with a result for each file (its checksums) and for each shard (its file and first
-            byte).
-        """
+        """Return a result for each file (its checksums) and for each shard (its file and first byte)."""
         results = in_threads(self._write, self._files)
         sync(self._folder)
-        places = {
+        locations = {
             (shard.name, shard.offsets): (file, (shard.start - file.start) * file.parts[0].element_size())
             for file in self._files
             for shard in file.shards
         }
         for item in plan.items:
             assert item.index.offset is not None
-            file, start = places[item.index.fqn, tuple(item.index.offset)]
+            file, start = locations[item.index.fqn, tuple(item.index.offset)]
             results.append(WriteResult(item.index, 0, (file.name, start)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def _write(self, file: HostFile) -> WriteResult:
-        """Write one file and sync it to disk. Returns a WriteResult with its size and the checksums of its blocks."""
         n_bytes, sums = 0, _Sums()
         with open(self._folder / file.name, "wb", buffering=0) as out:
             for block in file.blocks():
@@ -164,23 +141,18 @@ class Writer(StorageWriter):
         return WriteResult(MetadataIndex(file.name), n_bytes, sums)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index. The coordinator calls this.
-
-        Args:
-            metadata: Names, dtypes, shapes and chunks of all tensors.
-            results: The results of `write_data` of each rank.
-        """
-        files, places = {}, {}
+        """Write the index, on the coordinator, from the results of `write_data` of each rank."""
+        files, locations = {}, {}
         for result in (result for of_rank in results for result in of_rank):
             if isinstance(result.storage_data, _Sums):
                 files[result.index.fqn] = {"bytes": result.size_in_bytes, "crc32": result.storage_data.crc32}
             else:
-                places[result.index] = result.storage_data
+                locations[result.index] = result.storage_data
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
             chunks = [
-                [[*chunk.offsets], [*chunk.sizes], *places[MetadataIndex(name, chunk.offsets)]]
+                [[*chunk.offsets], [*chunk.sizes], *locations[MetadataIndex(name, chunk.offsets)]]
                 for chunk in tensor.chunks
             ]
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
@@ -197,15 +169,7 @@ class Writer(StorageWriter):
 class Reader(StorageReader):
     """Reads shards from a folder that a Writer wrote. torch.distributed.checkpoint calls most of its methods.
 
-    Args:
-        folder: The folder of the state.
-
-    Attributes:
-        about: Facts about each role, see `tensor_shards.metadata`.
-        metadata: Names, dtypes, shapes and chunks of the stored tensors, for torch.distributed.checkpoint.
-
-    Raises:
-        CheckpointError: The index is missing, damaged or of another format.
+    `about` are facts about each role. Raises CheckpointError if the index is missing, damaged or of another format.
     """
 
     def __init__(self, folder: Path):
@@ -213,7 +177,7 @@ class Reader(StorageReader):
         body = _read_index(folder)
         self.about: dict[str, Any] = body["about"]
         self._files: dict[str, dict[str, Any]] = body["files"]
-        self._places = {
+        self._locations = {
             MetadataIndex(name, offsets): (sizes, file, start)
             for name, tensor in body["tensors"].items()
             for offsets, sizes, file, start in tensor["chunks"]
@@ -221,15 +185,7 @@ class Reader(StorageReader):
         self.metadata = Metadata({name: _tensor_metadata(tensor) for name, tensor in body["tensors"].items()})
 
     def verify(self, rank: int, size: int) -> None:
-        """Compare this rank's share of the files with the checksums in the index.
-
-        Args:
-            rank: The rank of this process among the ranks that verify.
-            size: The number of ranks that verify. Each of these ranks verifies every `size`-th file.
-
-        Raises:
-            CheckpointError: A file is missing, unreadable, of another size or damaged.
-        """
+        """Compare every `size`-th file with its checksums. Raises CheckpointError."""
         in_threads(self._verify, sorted(self._files)[rank::size])
 
     def _verify(self, name: str) -> None:
@@ -259,30 +215,22 @@ class Reader(StorageReader):
         """Do nothing: a Reader reads a single state."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata that the constructor read from the index."""
         return self.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the constructor has read the index."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return True for any id. The id is not used, since the constructor was given the folder."""
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the shards of a plan into the tensors that the planner gives, in threads.
-
-        Returns a completed future.
-        """
         shares = [plan.items[number::_THREADS] for number in range(_THREADS)]
         in_threads(lambda items: self._read(items, planner), shares)
         done: Future[None] = Future()
@@ -292,7 +240,7 @@ class Reader(StorageReader):
     def _read(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
         memory = torch.empty(0, dtype=torch.uint8)
         for item in items:
-            sizes, name, start = self._places[item.storage_index]
+            sizes, name, start = self._locations[item.storage_index]
             tensor = self.metadata.state_dict_metadata[item.storage_index.fqn]
             assert isinstance(tensor, TensorStorageMetadata)
             target, dtype = planner.resolve_tensor(item), tensor.properties.dtype
@@ -310,10 +258,7 @@ class Reader(StorageReader):
 
 
 def in_threads(work: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-    """Call `work` on each item in a few threads, and return the results in the order of the items.
-
-    An exception of `work` is raised here.
-    """
+    """Call `work` on each item in a few threads, and return the results in the order of the items."""
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "areno-state-files") as pool:
         return list(pool.map(work, items))
 
@@ -328,11 +273,7 @@ def _read_into(view: memoryview, file: Any) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    """Return the contents of the index file, after its checksum and format are verified.
-
-    Raises:
-        CheckpointError: The index cannot be read, is damaged, or has the format of another version of areno.
-    """
+    """Return the contents of the index file, after its checksum and format are verified."""
     path = folder / INDEX
     try:
         head_line, _, body = path.read_bytes().partition(b"\n")
@@ -355,7 +296,6 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def _tensor_metadata(tensor: dict[str, Any]) -> TensorStorageMetadata:
-    """Convert the index entry of one stored tensor to the metadata class of torch.distributed.checkpoint."""
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in tensor["chunks"]]
     properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
     return TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)

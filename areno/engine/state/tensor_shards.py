@@ -34,17 +34,11 @@ TP_SIZE = "tp_size"  # entry of a state: how many ranks share each copy
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of a stored tensor that is contiguous in one buffer of this rank.
+    """A box of a stored tensor that is contiguous in one buffer of this rank, such as "actor.master".
 
-    Attributes:
-        name: Name of the stored tensor.
-        shape: Shape of the whole stored tensor.
-        offsets: First index of the box in each dimension of the tensor.
-        sizes: Size of the box in each dimension.
-        buffer: Name of the buffer that contains the box, such as "actor.master".
-        start: Index of the box's first element in the buffer. `shards_of` returns indices that count only the elements
-            that this data-parallel rank owns. `_boxes` yields indices that count all elements of the undivided buffer.
-        repeated: Whether a lower rank holds the same box and writes it, so that this rank does not write the box.
+    `start` is the index of its first element in the buffer. `shards_of` counts only the elements that this
+    data-parallel rank owns, `_boxes` all elements of the undivided buffer. `repeated`: a lower rank holds the same box
+    and writes it.
     """
 
     name: str
@@ -57,16 +51,13 @@ class TensorShard:
 
     @property
     def stop(self) -> int:
-        """Index, in the buffer, after the last element of the box (exclusive end)."""
         return self.start + math.prod(self.sizes)
 
     def view(self, buffer: Buffer) -> Tensor:
-        """Return the box as a view into `buffer`, reshaped to `self.sizes`."""
         return buffer[self.start : self.stop].view(self.sizes)
 
 
 def trained(backend: TrainBackend) -> tuple[FlatParameters, Optimizer]:
-    """Return the flat buffers and the optimizer of a backend whose model is trained."""
     assert backend.flat is not None
     assert backend.optimizer is not None
     return backend.flat, backend.optimizer
@@ -75,15 +66,8 @@ def trained(backend: TrainBackend) -> tuple[FlatParameters, Optimizer]:
 def metadata(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
     """Return facts about a role that the index of a state records, because the stored form depends on them.
 
-    Args:
-        backend: The train backend of the role.
-        with_moments: Whether the state holds the moments of the optimizer.
-
-    Returns:
-        A dict with four entries. "optimizer": the type of the optimizer. "tp_size": the number of tensor-parallel
-        ranks. "moments": `with_moments`. "moments_from": the number of applied updates at the time when the moments
-        were last set to zero. A state that an older version of areno wrote lacks the last two entries. Such a state
-        holds moments that began with the first update.
+    A state that an older version of areno wrote lacks the last two entries. It holds moments that began with the first
+    update.
     """
     _, optimizer = trained(backend)
     found = {"optimizer": optimizer.config.type, TP_SIZE: backend.model.tp.size}
@@ -93,14 +77,7 @@ def metadata(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]
 def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> dict[str, Buffer]:
     """Return the buffers of a role by name, such as "actor.master", on their devices or in host memory.
 
-    Args:
-        role: Name of the role.
-        backend: The train backend of the role.
-        with_moments: Whether to include the moments of the optimizer.
-
-    Returns:
-        The master weights, the moments, and the update counters. The counters are a new tensor of N_COUNTERS int64
-        values: the numbers of applied, of skipped and of empty updates.
+    The counters are a new tensor of N_COUNTERS values: the numbers of applied, of skipped and of empty updates.
     """
     flat, optimizer = trained(backend)
     counters = torch.tensor([optimizer.steps, optimizer.skipped_steps, optimizer.empty_steps])
@@ -110,33 +87,18 @@ def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> d
 
 
 def shapes_of(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
-    """Return the stored shape of each trained parameter.
-
-    Args:
-        backend: The train backend of a trained role.
-
-    Returns:
-        The shapes by the names of the checkpoint tensors.
-    """
+    """Return the stored shape of each trained parameter, by the names of the checkpoint tensors."""
     return {name: _stored_shape(part) for name, _, part in _table(backend)}
 
 
 def shards_of(role: str, backend: TrainBackend, with_moments: bool = True) -> list[TensorShard]:
-    """Return the shards of a role that this rank holds, ordered by buffer and by index in the buffer.
-
-    The shard of the update counters comes last.
-
-    Args:
-        role: Name of the role.
-        backend: The train backend of the role.
-        with_moments: Whether to include the moments of the optimizer.
-    """
+    """Return the shards of a role that this rank holds, ordered by buffer and index. The counters come last."""
     flat, optimizer = trained(backend)
     kinds = [MASTER, *optimizer.moments] if with_moments and not optimizer.in_8_bits else [MASTER]
     found = [own for kind in kinds for shard in _matrices(role, kind, backend) for own in _owned(shard, flat)]
     if optimizer.in_8_bits and with_moments:
         tp = backend.model.tp
-        for name, place in flat.places.items():
+        for name, place in flat.ranges.items():
             is_sharded = backend.model.is_sharded(name)
             for kind in optimizer.moments:
                 unit = BLOCK if kind.endswith("scale") else 1
@@ -153,7 +115,6 @@ def shards_of(role: str, backend: TrainBackend, with_moments: bool = True) -> li
 
 
 def tp_rank(backend: TrainBackend) -> int:
-    """Return the rank of this process in its tensor-parallel group."""
     return backend.model.tp.rank
 
 
@@ -172,15 +133,8 @@ def vector(
     """Yield the shards that hold the 8-bit moment of one parameter, or the scales of this moment.
 
     Each tensor-parallel rank stores a one-dimensional tensor of its own. The name of this tensor contains the rank and
-    the group size.
-
-    Args:
-        role: Name of the role.
-        kind: Kind of the buffer: "exp_avg" or "exp_avg_sq" (8-bit codes), with the ending "_scale" for their scales.
-        name: Name of the parameter in the model.
-        holder: The rank and the group size in the stored name. The rank is 0 if all ranks hold equal copies.
-        stretch: The range of the moment in the buffer: elements for codes, blocks of elements for scales.
-        repeated: Whether a lower rank holds and writes the same elements, so that this rank does not write them.
+    the group size in `holder`. The rank is 0 if all ranks hold equal copies. `stretch` counts elements for codes,
+    blocks for scales.
     """
     size = (stretch.stop - stretch.start,)
     *before, module, leaf = name.split(".")
@@ -189,16 +143,10 @@ def vector(
     return _boxes(stored, size, (0,), size, f"{role}.{kind}", stretch.start, repeated)
 
 
-def written_by(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[str, list[TensorShard]]:
-    """Select the shards that this rank writes, grouped by buffer.
+def shards_to_write(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[str, list[TensorShard]]:
+    """Select the shards that this rank writes, by buffer, of those that all ranks of `dp` hold.
 
-    Args:
-        shards: All shards of this rank, ordered by buffer and by index in the buffer.
-        dp: The ranks that hold the same shards. Each of these ranks writes a part of every buffer. The parts are of
-            about equal size and consist of neighbouring shards.
-
-    Returns:
-        Name of the buffer -> shards to write. A buffer of which this rank writes nothing is absent.
+    The parts are of about equal size and consist of neighbouring shards.
     """
     by_buffer: dict[str, list[TensorShard]] = {}
     for shard in shards:
@@ -222,30 +170,18 @@ def _table(backend: TrainBackend) -> Iterator[tuple[str, str, Part]]:
     flat, _ = trained(backend)
     own_names = {id(parameter): name for name, parameter in backend.model.named_parameters()}
     for entry in [*checkpoint_table(backend.model), *adapter_table(backend.model)]:
-        if (own := own_names[id(entry.parameter)]) in flat.places:
+        if (own := own_names[id(entry.parameter)]) in flat.ranges:
             yield entry.name, own, entry.part
 
 
 def _stored_shape(part: Part) -> tuple[int, ...]:
-    """Return the shape in which a checkpoint tensor is stored, which has at most two dimensions.
-
-    All dimensions after the first are joined into one, as for the weight of a convolution, which has three
-    dimensions.
-    """
+    """Return the shape in which a checkpoint tensor is stored. Dimensions after the first are joined."""
     first, *rest = part.full_shape
     return (first, math.prod(rest)) if len(rest) > 1 else part.full_shape
 
 
 def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[TensorShard]:
-    """Yield the shards of master weights or fp32 moments, before data parallelism divides them.
-
-    The stored tensors have the names of the checkpoint tensors.
-
-    Args:
-        role: Name of the role.
-        kind: Kind of the buffer: "master", "exp_avg" or "exp_avg_sq".
-        backend: The train backend of the role.
-    """
+    """Yield the shards of master weights or fp32 moments, before data parallelism divides them."""
     flat, _ = trained(backend)
     for name, own, part in _table(backend):
         row = math.prod(flat.shapes[own][1:])
@@ -253,7 +189,7 @@ def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[TensorSha
         offsets, sizes = [0] * len(shape), list(shape)
         if part.dim is not None:
             offsets[part.dim], sizes[part.dim] = part.start, part.size
-        start = flat.places[own].start + part.offset * row
+        start = flat.ranges[own].start + part.offset * row
         repeated = tp_rank(backend) % (backend.model.tp.size if part.dim is None else part.copies) > 0
         buffer = f"{role}.{kind}"
         yield from _boxes(f"{buffer}.{name}", shape, offsets, sizes, buffer, start, repeated)
@@ -268,11 +204,7 @@ def _boxes(
     start: int,
     repeated: bool,
 ) -> Iterator[TensorShard]:
-    """Cut a box of a stored tensor by rows into shards, and yield these shards.
-
-    A shard has at most MAX_SHARD_ELEMENTS elements, unless a single row has more. The arguments describe the whole box,
-    with the meaning of the attributes of TensorShard.
-    """
+    """Cut a box of a stored tensor by rows into shards of at most MAX_SHARD_ELEMENTS, unless a row has more."""
     (first, *offsets), (n_rows, *sizes) = offsets, sizes
     row = math.prod(sizes)
     step = max(1, MAX_SHARD_ELEMENTS // max(1, row))
@@ -285,15 +217,7 @@ def _owned(shard: TensorShard, flat: FlatParameters, unit: int = 1) -> Iterator[
     """Yield the parts of a shard that this data-parallel rank owns, as boxes.
 
     A part may begin or end inside a row. It then becomes up to three boxes: the rest of a row, whole rows, and the
-    beginning of a row.
-
-    Args:
-        shard: The shard, whose `start` is an index in the undivided buffer.
-        flat: The flat buffers, which say what this rank owns.
-        unit: Number of parameters per element of the buffer: 1, or BLOCK for a buffer of scales.
-
-    Yields:
-        Shards whose `start` is an index in the buffer of owned elements.
+    beginning of a row. `unit` is the number of parameters per element of the buffer, BLOCK for scales.
     """
     row = math.prod(shard.sizes[1:])
     for place, local in flat.owned(slice(shard.start * unit, shard.stop * unit)):
@@ -310,7 +234,6 @@ def _owned(shard: TensorShard, flat: FlatParameters, unit: int = 1) -> Iterator[
 
 
 def by_name(shards: Iterable[TensorShard]) -> Mapping[str, list[TensorShard]]:
-    """Return a mapping from the name of each stored tensor to its shards."""
     found: dict[str, list[TensorShard]] = {}
     for shard in shards:
         found.setdefault(shard.name, []).append(shard)

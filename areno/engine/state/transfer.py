@@ -57,11 +57,6 @@ class ShardSavePlanner(DefaultSavePlanner):
     """The planner for writing shards of a state.
 
     The plan is made once and reused for later states of the same layout, since planning delays the decoding thread.
-
-    Args:
-        shards: The shards that this rank writes.
-        dtypes: The dtype of each buffer by name.
-        about: Facts about each role, which are stored in the index unchanged.
     """
 
     def __init__(self, shards: Iterable[TensorShard], dtypes: Mapping[str, torch.dtype], about: Mapping[str, Any]):
@@ -71,18 +66,13 @@ class ShardSavePlanner(DefaultSavePlanner):
         self._global: Metadata | None = None  # on the coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Return the plan for this rank's shards, or an empty plan if an earlier save has made the final plan."""
+        """Return the plan for this rank's shards, empty if the final plan was made."""
         return SavePlan([] if self._final else [self._item(shard) for shard in self._shards])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Join the plans of all ranks into global plans, which only the first call does.
+        """Join the plans of all ranks, which only the first call does.
 
-        Returns:
-            (plans, metadata): the joined plans and their metadata. Later calls return `all_plans` unchanged, with the
-            metadata of the first call.
-
-        Raises:
-            ValueError: The shards of all ranks do not cover each tensor exactly once.
+        Raises ValueError if the shards of all ranks do not cover each tensor exactly once.
         """
         if self._global is None or self._final is None:
             all_plans, self._global = super().create_global_plan(all_plans)
@@ -90,30 +80,22 @@ class ShardSavePlanner(DefaultSavePlanner):
         return all_plans, self._global
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the final plan of this rank, which is `new_plan` of the first call. Later calls ignore `new_plan`."""
         self._final = self._final or new_plan
         return self._final
 
     def _item(self, shard: TensorShard) -> WriteItem:
-        """Return the plan entry of one shard."""
         data = TensorWriteData(_chunk(shard), TensorProperties(self._dtypes[shard.buffer]), torch.Size(shard.shape))
         return WriteItem(MetadataIndex(shard.name, shard.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 class ShardLoadPlanner(LoadPlanner):
-    """The planner for reading shards into buffers. The stored chunks may have other borders than the shards.
-
-    Args:
-        shards: The shards that this rank needs.
-        buffers: The destination buffers by name.
-    """
+    """The planner for reading shards into buffers. The stored chunks may have other borders than the shards."""
 
     def __init__(self, shards: Iterable[TensorShard], buffers: Mapping[str, Buffer]):
         self._shards, self._buffers = by_name(shards), buffers
         self._shard_at = {(shard.name, shard.offsets): shard for found in self._shards.values() for shard in found}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Store the metadata of the stored tensors for `create_local_plan`."""
         assert metadata is not None
         self._metadata = metadata.state_dict_metadata
 
@@ -127,19 +109,15 @@ class ShardLoadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged: each rank reads independently."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raise AssertionError: a run state holds tensors only."""
         raise AssertionError("a run state holds tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the view of a destination buffer into which the data of `read_item` must be read."""
         index = read_item.dest_index
         assert index.offset is not None
         shard = self._shard_at[index.fqn, tuple(index.offset)]
@@ -149,12 +127,10 @@ class ShardLoadPlanner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Report progress to the watchdog after an item is read."""
         heartbeat.beat()
 
 
 def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
-    """Return offsets and sizes of a shard for torch.distributed.checkpoint."""
     return ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
 
 
@@ -167,16 +143,7 @@ def save(
 ) -> None:
     """Write the files of this rank, and return when all ranks have written theirs. All ranks must call this.
 
-    Args:
-        folder: The folder of the state.
-        files: The files of this rank, in host memory.
-        planner: The plan of this rank's shards.
-        check: A function called at the start and before each block of a file is written. An exception that it raises
-            stops the writing on all ranks.
-        group: The process group of the ranks that write. None for a single rank.
-
-    Raises:
-        CheckpointError: Writing failed on some rank. Raised on every rank.
+    Raises CheckpointError on every rank if writing failed on some rank.
     """
     try:
         dcp.save(
@@ -187,16 +154,7 @@ def save(
 
 
 def check_fits(reader: Reader, roles: Mapping[str, Role], folder: Path) -> None:
-    """Check that a state belongs to the given roles.
-
-    Args:
-        reader: The state.
-        roles: The trained roles by name.
-        folder: The folder of the state, for messages.
-
-    Raises:
-        EngineError: The names of the roles, the type of an optimizer or the shapes of a model differ.
-    """
+    """Raise EngineError if names of roles, the type of an optimizer or shapes of a model differ."""
     if reader.about.keys() != roles.keys():
         raise EngineError(
             f"{folder} is the state of {', '.join(reader.about)}, trained here are {', '.join(roles) or 'none'}; "
@@ -230,17 +188,9 @@ def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
 def load_role(
     reader: Reader, role: str, backend: TrainBackend, lora: LoraSpec | None = None, with_moments: bool = True
 ) -> None:
-    """Load master weights, moments and update counters of one role. Each rank reads only the elements that it holds.
+    """Load master weights, moments and update counters of one role, whose buffers are on the device.
 
-    Args:
-        reader: The state.
-        role: Name of the role. Its buffers must be on the device.
-        backend: The train backend of the role.
-        lora: The adapters of the role. None: the role trains all weights.
-        with_moments: Whether to load the moments. If False, or if the state has none, the moments start at zero.
-
-    Raises:
-        CheckpointError: A file cannot be read.
+    Each rank reads only the elements that it holds. Without moments, they start at zero.
     """
     _, optimizer = trained(backend)
     facts = reader.about[role]
@@ -272,13 +222,6 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
 
     The blocks that share a scale follow the layout of one rank, so the stored moments are dequantised, assembled to
     full tensors, cut for this rank and quantised again.
-
-    Args:
-        reader: The state.
-        role: Name of the role.
-        backend: The train backend of the role, whose moments are set.
-        stored_tp: Tensor-parallel size with which the state was written.
-        lora: The adapters of the role. None if the role trains all weights.
     """
     flat, optimizer = trained(backend)
     model = backend.model
@@ -292,7 +235,7 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
             add_adapters(each, lora.adapters)
     buffers, device = buffers_of(role, backend), optimizer.exp_avg.device
     for kind, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        for name, place in flat.places.items():
+        for name, place in flat.ranges.items():
             own = torch.zeros(flat.shapes[name])
             wholes = _whole_moments(reader, role, kind, name, stored)
             for part, whole in zip(model.layout(name), wholes, strict=True):
@@ -306,15 +249,7 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
 def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list[Transformer]) -> list[Tensor]:
     """Return the full fp32 moment of each checkpoint tensor that a parameter combines.
 
-    The moments are read from the state for every tensor-parallel rank that wrote it, dequantised, and put together.
-
-    Args:
-        reader: The state.
-        role: Name of the role.
-        kind: The moment: "exp_avg" or "exp_avg_sq".
-        name: Name of the parameter in the model.
-        stored: For each tensor-parallel rank that wrote the state, a model on the device `meta` with the shapes of that
-            rank's parameters.
+    `stored` are models on the device `meta` with the shapes of each tensor-parallel rank that wrote the state.
     """
     wholes = [torch.zeros(part.full_shape) for part in stored[0].layout(name)]
     for model in stored if stored[0].is_sharded(name) else stored[:1]:

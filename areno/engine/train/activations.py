@@ -33,17 +33,8 @@ def free_bytes(device: torch.device) -> int:
 class KeptLayers:
     """Chooses how many layers keep the outputs of their large matrix products for the backward pass.
 
-    All other layers recompute these outputs in the backward pass. The number is chosen for each forward pass.
-
-    Args:
-        model: The model.
-        free: Function that returns the number of bytes that can be allocated now. If None, all layers recompute.
-        alone: Whether this rank computes the layers without collectives with other ranks. Only then can it repeat a
-            step by itself.
-        split: Whether sequence parallelism divides the tokens, see Transformer.forward.
-
-    Attributes:
-        teacher: The teachers whose logits the passes compute, too. None if there is none.
+    All other layers recompute these outputs. `free` is None if all layers recompute. Only a rank that is `alone`,
+    without collectives with other ranks, can repeat a step by itself. `split` is sequence parallelism.
     """
 
     def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True, split: bool = False):
@@ -56,18 +47,10 @@ class KeptLayers:
 
     @property
     def _need(self) -> PassBytes:
-        """The memory of a pass."""
         return self._of_model if self.teacher is None else self._of_model.with_two_heads()
 
     def count(self, n_tokens: int, waits: bool = False) -> int:
-        """Return the number of layers that keep their matrix products in a forward pass of `n_tokens` tokens.
-
-        The number is 0 if there is no backward pass.
-
-        Args:
-            n_tokens: Number of tokens of the pass.
-            waits: Whether other passes come before the backward pass. No layer keeps its products then.
-        """
+        """Return the number of layers that keep their products, 0 if other passes come before the backward pass."""
         if self._free is None or not torch.is_grad_enabled():
             return 0
         if waits:
@@ -78,10 +61,7 @@ class KeptLayers:
         return self._last
 
     def fitting(self) -> str:
-        """Return the end of an error message that says how many tokens the largest possible micro-batch has.
-
-        The text is "" on a CPU.
-        """
+        """Return the end of an error message that says how many tokens the largest possible micro-batch has."""
         if self._free is None:
             return ""
         n_tokens = self._need.fitting_tokens(self._free()) // 256 * 256
@@ -90,11 +70,9 @@ class KeptLayers:
         return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
 
     def keep_less(self) -> bool:
-        """Free unused memory after an out-of-memory error, and keep the products of fewer layers from now on.
+        """Free memory after an out-of-memory error, and return whether the step can be repeated.
 
-        Returns:
-            True if the step can be repeated. False if no layer has kept its products, so that nothing more can be
-            freed, or if this rank cannot repeat by itself, because its layers have collectives with other ranks.
+        It cannot if no layer has kept its products, so that nothing more can be freed.
         """
         if not self._last or not self._alone:
             return False

@@ -22,10 +22,14 @@ from areno.engine.profiling import phase
 from areno.engine.spec import SharePrefixes, Sharing, UpdateSpec
 from areno.engine.train.activations import KeptLayers, free_bytes
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
-from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, over_steps
-from areno.engine.train.micro_batches import APART, StepMicroBatches, TrainResult, row_micro_batches
-from areno.engine.train.old_logprobs import compare_with_rollout, complete, set_before_first_update
-from areno.engine.train.old_logprobs import of_step as old_of_step
+from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, join_steps
+from areno.engine.train.micro_batches import NO_SHARING, StepMicroBatches, TrainResult, row_micro_batches
+from areno.engine.train.old_logprobs import (
+    compare_with_rollout,
+    fill_missing,
+    set_before_first_update,
+    step_old_logprobs,
+)
 from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.packing import (
     LocalTokens,
@@ -59,43 +63,13 @@ class TrainBackend:
     """A model with its optimizer, or a frozen model that only scores.
 
     Loss functions receive log-probabilities or, for a model with a value head, the value of the state before each
-    token.
+    token. `dp` are all copies of the model, `context` those that share the tokens of each micro-batch, and `data` those
+    that train on other rows. The backward pass recomputes activations on CUDA only in as many layers as memory
+    requires.
 
-    Args:
-        model: The model.
-        optimizer: Settings of the optimizer. None freezes the model.
-        attn_backend: Attention kernel, as `kernels.attention.choose_backend` returns it.
-        recompute: Whether the backward pass recomputes activations. On CUDA it does so only in as many layers as memory
-            requires.
-        dp: Ranks that hold copies of this model (data parallel).
-        context: The ranks of `dp` that share the tokens of each micro-batch (context parallel).
-        data: The ranks of `dp` that have the same rank in their context-parallel groups as this rank, and so train on
-            other rows. None is all of `dp`.
-        zero_stage: What the ranks of `dp` shard among them. 0: nothing. 1: master weights and moments. 2: also the
-            gradients of the layers.
-        exact: Whether log-probabilities must be bit-identical in rollout and training (setting engine.exact).
-        sequence_parallel: Whether tensor-parallel ranks shard the activations between matrix products over the tokens.
-        section: Section of the configuration, such as "actor", that messages name.
-        router_aux_loss_coef: Coefficient of the loss that balances the load of experts, see StepRouting.
-        fill: Function that sets the weights. It is called after the parameters have moved to the memory in which they
-            stay, see FlatParameters.
-        stays: For a frozen model, whether the weights are already set and keep their memory. If False, they move into
-            one flat buffer.
-        in_host: Whether master weights and moments are kept in host memory and pass the device in each update.
-        share_prefixes: When to compute the shared prefixes of rows once, see EngineSpec.
-        adapters: Adapters, if they are trained in place of the weights.
-        beside: Function that returns setting changes that make the KV cache smaller, for out-of-memory errors.
-
-    Attributes:
-        score_sharing: When scoring computes shared prefixes once.
-        train_sharing: When training computes shared prefixes once.
-        params: Buffers that hold all parameters.
-        flat: Buffers of parameters, gradients and master weights. None for a frozen model.
-        optimizer: The optimizer. None for a frozen model.
-        is_alone: Whether this rank computes the layers without collectives with other ranks. Only then can it repeat
-            a pass by itself after running out of memory.
-        kept_layers: Chooses in how many layers activations are kept instead of recomputed, from the free memory.
-        pass_threads: Returns a context with the number of threads for a pass of a number of tokens.
+    `fill` sets the weights after the parameters have moved to the memory in which they stay. With `stays`, the weights
+    of a frozen model are already set and keep their memory. With `in_host`, master weights and moments are in host
+    memory and pass the device in each update. `beside` returns setting changes that make the KV cache smaller.
     """
 
     pass_threads: Callable[[int], AbstractContextManager[Any]] = nullcontext
@@ -167,13 +141,7 @@ class TrainBackend:
         switch: Callable[[], AbstractContextManager[None]] = nullcontext,
         common_ids: Sequence[tuple[int, int]] = (),
     ) -> TeacherPasses:
-        """Return the passes of this model as the teacher of another one.
-
-        Args:
-            divergence: The divergence that the other model's passes compute.
-            switch: See `TeacherPasses`.
-            common_ids: See `RoleSpec`.
-        """
+        """Return the passes of this model as the teacher of another one."""
         head = self.model.output
         common = CommonIds.from_ranges(common_ids, head.first, head.n_valid, self.device) if common_ids else None
         return TeacherPasses(self._run_layers, self.model.local_logits, divergence, switch, common)
@@ -188,23 +156,12 @@ class TrainBackend:
         """Take optimizer steps on this data-parallel rank's share of the rows.
 
         The loss and the gradient of a step are those of all ranks, and do not depend on the division into ranks and
-        micro-batches.
+        micro-batches. `skipped_steps` counts updates that were not applied, because the loss or the gradient was not
+        finite or no token was trained. `teachers` is None if there is no divergence, or if rows list the teacher's
+        log-probabilities.
 
-        Args:
-            steps: This rank's share of each step, from `share_steps`.
-            loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns.
-            update: Settings of the update.
-            teachers: The teachers of `update.divergence`. None if there is no divergence, or if rows list the teacher's
-                log-probabilities.
-
-        Returns:
-            The statistics of the steps, joined by `over_steps`, and the old log-probabilities of each step. The
-            statistic `skipped_steps` is the number of updates that were not applied, because the loss or the gradient
-            was not finite or no token was trained. `grad_norm` is the norm of the gradient before clipping.
-
-        Raises:
-            EngineError: Memory ran out, or the loss function returned something invalid. If the backend was made with
-                exact=True, also if the model disagrees with a rollout log-probability of a row with staleness 0.
+        Raises EngineError if memory runs out or the loss function returns something invalid. With `exact`, also if the
+        model disagrees with a rollout log-probability of a row with staleness 0.
         """
         self._teachers = self.kept_layers.teacher = teachers
         with self._out_of_memory_hint(update.mb_spec):
@@ -218,8 +175,8 @@ class TrainBackend:
             self._n_halvings = 0
             for number, (step, of_step) in enumerate(zip(steps, batches, strict=True)):
                 stats.append(self._step(step, of_step, loss_fn, update, is_first=number == 0))
-                old.append(old_of_step(of_step) if is_policy and update.old_logprobs == "recompute" else None)
-            return TrainResult(over_steps(stats), old, self._n_halvings)
+                old.append(step_old_logprobs(of_step) if is_policy and update.old_logprobs == "recompute" else None)
+            return TrainResult(join_steps(stats), old, self._n_halvings)
 
     def skip_updates(self, n: int) -> dict[str, float]:
         assert self.optimizer is not None
@@ -227,15 +184,7 @@ class TrainBackend:
         return {"lr": rates[-1], "skipped_steps": float(n)}
 
     def scored_logprobs(self, packed: PackedTokens, sampling: SamplingConfig) -> Tensor:
-        """Compute log-probabilities without gradient, by the same forward pass that an update uses.
-
-        Args:
-            packed: The micro-batch.
-            sampling: Sampling settings, whose temperature divides the logits.
-
-        Returns:
-            (U,) float32 log-probabilities for the tokens of the rows. Tokens that are not predicted have 0.
-        """
+        """Compute log-probabilities (U,) without gradient, by the forward pass that an update uses."""
         with torch.no_grad(), phase("old logprobs", tokens=packed.n_computed):
             logprobs_N = self._logprobs(packed, sampling)[0]
         if self._routing is not None:
@@ -251,32 +200,16 @@ class TrainBackend:
         routes: TokenRows | None = None,
         prompt_masks: TokenRows | None = None,
     ) -> list[np.ndarray]:
-        """Return the log-probability of each token given the tokens before it, for each row.
+        """Return the log-probability of each token given the tokens before it, float32 for each row.
 
-        Args:
-            token_rows: Token ids of each row.
-            sampling: Sampling settings, whose temperature divides the logits.
-            mb_spec: Size of micro-batches.
-            routes: Experts of each row's tokens, see areno/engine/train/rows.py. None lets the router choose.
-            prompt_masks: Whether the log-probability of each row's tokens is not needed, bool. None computes all.
-
-        Returns:
-            One float32 array for each row, aligned with its tokens. The first entry and those of masked tokens are 0.
+        The first entry of a row and those of masked tokens are 0.
         """
         return self._score(
             token_rows, mb_spec, lambda packed: self._logprobs(packed, sampling)[0], routes, prompt_masks
         )
 
     def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[np.ndarray]:
-        """Return the value of the state before each token, for each row. The model needs a head that gives scores.
-
-        Args:
-            token_rows: Token ids of each row.
-            mb_spec: Size of micro-batches.
-
-        Returns:
-            One float32 array for each row, aligned with its tokens. The first entry is 0.
-        """
+        """Return the value of the state before each token, for each row. The first entry is 0."""
         return self._score(token_rows, mb_spec, self._values)
 
     def rewards(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[float]:
@@ -284,10 +217,6 @@ class TrainBackend:
 
         Padding tokens at the end of a row are ignored, even if the padding token is also the end-of-sequence token,
         because the transformers library trains reward models in this way.
-
-        Args:
-            token_rows: Token ids of each row.
-            mb_spec: Size of micro-batches.
         """
         pad = self.model.config.hf.get("pad_token_id")
         token_rows = [without_padding(row, pad) for row in token_rows]
@@ -295,8 +224,8 @@ class TrainBackend:
         def rewards_of(packed: PackedTokens) -> Tensor:
             hidden_nD, share = self._hidden(packed)
             every_N = torch.arange(share.n_tokens, device=self.device)
-            places_n, hidden_nD = share.at(hidden_nD, every_N, every_N)
-            return share.aligned(places_n, self.model.values(hidden_nD))
+            indices_n, hidden_nD = share.select(hidden_nD, every_N, every_N)
+            return share.aligned(indices_n, self.model.values(hidden_nD))
 
         return [float(row[-1]) for row in self._score(token_rows, mb_spec, rewards_of)]
 
@@ -308,15 +237,11 @@ class TrainBackend:
         routes: TokenRows | None = None,
         prompt_masks: TokenRows | None = None,
     ) -> list[np.ndarray]:
-        """Apply `score` to micro-batches of the rows, and return its results as one float32 array for each row.
-
-        `score` returns an (N,) tensor with a value for each token of a micro-batch. `routes` are the experts of each
-        row's tokens, or None to let the router choose. `prompt_masks` tell the tokens that `score` need not predict.
-        """
+        """Apply `score`, which returns (N,), to micro-batches of the rows, and return one array for each row."""
         if not rows:
             return []
         order = order_to_share(rows, self.score_sharing)
-        rule = APART if order is None else self.score_sharing
+        rule = NO_SHARING if order is None else self.score_sharing
         groups, share = row_micro_batches([[row] for row in rows], mb_spec, self.context.size, rule, order)
         with torch.no_grad(), self._out_of_memory_hint(mb_spec), self._prefix_passes():
             scored = []
@@ -337,7 +262,7 @@ class TrainBackend:
 
     @contextmanager
     def _prefix_passes(self) -> Iterator[None]:
-        """Return a context in which micro-batches may begin passes of their prefixes. Its end frees their memory."""
+        """Return a context in which micro-batches may begin passes of their prefixes."""
         try:
             yield
         finally:
@@ -346,7 +271,6 @@ class TrainBackend:
                 self._teachers.end()
 
     def _leave_prefix(self) -> None:
-        """Free the memory of the prefixes of the last micro-batches, if they had any in common."""
         if self._prefix is not None:
             self._prefix.end()
         self._prefix = None
@@ -354,11 +278,8 @@ class TrainBackend:
     def _hidden(self, packed: PackedTokens) -> tuple[Tensor, LocalTokens]:
         """Run the layers on the tokens of a micro-batch that this context-parallel rank computes.
 
-        Before the first of several micro-batches with common prefixes, the layers run on the prefixes.
-
-        Returns:
-            (hidden states, local tokens). The hidden states are (n, D), for n of the micro-batch's N tokens. The
-            LocalTokens says which tokens these are.
+        Before the first of several micro-batches with common prefixes, the layers run on the prefixes. The hidden
+        states are (n, D), for n of the micro-batch's N tokens.
         """
         if packed.prefix is not None and packed.prefix is not self._prefix:
             self._leave_prefix()
@@ -370,13 +291,8 @@ class TrainBackend:
         return self._run_layers(packed)
 
     def _run_layers(self, packed: PackedTokens, stores: PrefixKeys | None = None) -> tuple[Tensor, LocalTokens]:
-        """Run the layers on the tokens of a pass, as `_hidden` says.
-
-        Args:
-            packed: The input of the pass.
-            stores: Receives keys and values for later passes. None: no later pass needs them.
-        """
-        share = LocalTokens.of(packed, self.context, self.attn_backend, self._multiple, stores)
+        """Run the layers on a pass. `stores` receives keys and values for later passes."""
+        share = LocalTokens.of_rank(packed, self.context, self.attn_backend, self._multiple, stores)
         if self._routing is not None:
             self._routing.begin(packed, share)
         waits = stores is not None  # for the passes that read the keys
@@ -385,34 +301,20 @@ class TrainBackend:
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
     def _values(self, packed: PackedTokens) -> Tensor:
-        """Compute the value of the state before each token to predict.
+        """Compute the value of the state before each token to predict, (U,), with gradient.
 
         The value of the state before token t comes from the hidden state of token t - 1.
-
-        Args:
-            packed: The micro-batch, with N tokens, of which T are to be predicted.
-
-        Returns:
-            (U,) float32 for the tokens of the rows, with gradient. 0 at tokens that are not predicted.
         """
         hidden_nD, share = self._hidden(packed)
-        places_T, hidden_TD = share.before(hidden_nD, packed.places_to_predict())
-        return share.aligned(places_T, self.model.values(hidden_TD))
+        indices_T, hidden_TD = share.before(hidden_nD, packed.indices_to_predict())
+        return share.aligned(indices_T, self.model.values(hidden_TD))
 
     def _logprobs(
         self, packed: PackedTokens, sampling: SamplingConfig, pack: DataPack | None = None, update: Any = None
     ) -> tuple[Tensor, ...]:
-        """Compute the log-probability and the entropy at each token to predict, and the divergence from a teacher.
+        """Compute log-probability, entropy and, if `update` has one, divergence, (U,) float32 each.
 
-        Args:
-            packed: The micro-batch, with N tokens, of which T are to be predicted.
-            sampling: Sampling settings, whose temperature divides the logits.
-            pack: The input of the loss, which may list what the teacher says.
-            update: The update. None, or an update without a divergence, computes no divergence.
-
-        Returns:
-            (log-probabilities, entropies), or (log-probabilities, entropies, divergences). Each is (U,) float32 for the
-            tokens of the rows, and 0 at tokens that are not predicted.
+        They are 0 at tokens that are not predicted.
         """
         tp, head = self.model.tp, self.model.output
         divergence: Divergence | None = None if update is None else update.divergence
@@ -420,18 +322,18 @@ class TrainBackend:
         teacher: Teacher | None = None
         lists = pack is not None and pack.teacher_top_tokens is not None
         if divergence is not None and self._teachers is not None and not lists:
-            teacher = self._teachers.at(packed)
+            teacher = self._teachers.run(packed)
         hidden_nD, share = self._hidden(packed)
-        places_T, hidden_TD = share.before(hidden_nD, packed.places_to_predict())
+        indices_T, hidden_TD = share.before(hidden_nD, packed.indices_to_predict())
         if divergence is not None and pack is not None and lists:
-            teacher = listed_teacher(packed, pack, places_T, divergence)
+            teacher = listed_teacher(packed, pack, indices_T, divergence)
         # None if the head is frozen or the model only scores. While a model scores, its gradients may have no memory.
         grad_VD = head.weight.grad if torch.is_grad_enabled() else None
         compute = selected_logprobs if teacher is None else partial(logprobs_and_divergence, teacher=teacher)
         found = compute(
             hidden_TD,
             head.weight[: head.n_valid],
-            packed.tokens_N[places_T],
+            packed.tokens_N[indices_T],
             temperature=sampling.logprob_temperature,
             first=head.first,
             all_reduce=tp.all_reduce if tp.size > 1 else None,
@@ -440,21 +342,11 @@ class TrainBackend:
             logits=self.model.local_logits,
             most_rows=len(head.weight),
         )
-        return tuple(share.aligned(places_T, each_T) for each_T in found)
+        return tuple(share.aligned(indices_T, each_T) for each_T in found)
 
     def _step(
         self, step: StepMicroBatches, batches: StepBatches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> dict[str, float]:
-        """Take one optimizer step, and return its statistics by name.
-
-        Args:
-            step: This rank's share of the step.
-            batches: The micro-batches of `step` on the device.
-            loss_fn: (pack, logprobs) -> (loss, stats).
-            update: Settings of the update.
-            is_first: Whether this is the first step of the call of `train`, so that the weights have not changed
-                yet.
-        """
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
         if self._routing is not None:
@@ -535,11 +427,10 @@ class TrainBackend:
         update: UpdateSpec,
         is_first: bool,
     ) -> StepStats:
-        """Run the forward and backward passes of all micro-batches of a step, and return their statistics.
+        """Run the forward and backward passes of all micro-batches of a step.
 
         `given` has the old log-probabilities that micro-batches had before an earlier attempt at the step, and gets
-        those of the other micro-batches. `is_first` is whether no earlier step of the same call of `train` has changed
-        the weights.
+        those of the other micro-batches.
         """
         stats = StepStats(self.device)
         if self._routing is not None:
@@ -569,10 +460,10 @@ class TrainBackend:
         return stats
 
     def _backward_of(self, prefix: PrefixPass) -> None:
-        """Run the backward pass of prefixes, after those of all micro-batches that have these prefixes in common."""
+        """Run the backward pass of prefixes, after those of all micro-batches that share them."""
         with phase("backward", tokens=len(prefix.packed.tokens_N)):
             if self._routing is not None:  # the settings of the forward pass, for recomputation
-                share = LocalTokens.of(prefix.packed, self.context, self.attn_backend, self._multiple)
+                share = LocalTokens.of_rank(prefix.packed, self.context, self.attn_backend, self._multiple)
                 self._routing.begin(prefix.packed, share)
             self._gradients.backward(*prefix.output())
         self._leave_prefix()
@@ -586,7 +477,7 @@ class TrainBackend:
         is_first: bool,
         stats: StepStats,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the forward pass of a micro-batch, and return its loss and the statistics of the loss function.
+        """Run the forward pass of a micro-batch, and return its loss and statistics.
 
         Sets `pack.entropy` and the missing `pack.old_logprobs`, and adds the comparison with the rollout to `stats`.
         """
@@ -596,7 +487,7 @@ class TrainBackend:
         pack.divergence = more[0] if more else None
         own_N = logprobs_N.detach()
         if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
-            pack.old_logprobs = complete(pack.old_logprobs, own_N)
+            pack.old_logprobs = fill_missing(pack.old_logprobs, own_N)
         loss, loss_stats = checked_result(loss_fn(pack, logprobs_N))
         before_N = pack.old_logprobs
         if update.old_logprobs == "rollout":
@@ -605,7 +496,6 @@ class TrainBackend:
         return loss, loss_stats
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
-        """Return the context manager that explains an out-of-memory error in micro-batches of this size."""
         recomputes = self.recompute or not torch.is_grad_enabled()
         in_adam = self.optimizer is not None and self.optimizer.config.type == "adam"
         flat, on_cuda = self.flat, self.device.type == "cuda"

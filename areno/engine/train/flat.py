@@ -28,38 +28,22 @@ InParts = Callable[[str], list[tuple[slice, int]]]
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of the flat buffers whose parameters are treated alike by the optimizer.
-
-    Attributes:
-        start: Index of the first element.
-        stop: Index after the last element.
-        decayed: Whether weight decay applies: true for matrices, false for norm weights and biases.
-        sharded: Whether tensor-parallel ranks hold different shards rather than equal copies.
-        n_params: Number of elements without the padding for alignment.
-    """
+    """A range [start, stop) of the flat buffers whose parameters are treated alike by the optimizer."""
 
     start: int
     stop: int
-    decayed: bool
-    sharded: bool
-    n_params: int
+    decayed: bool  # whether weight decay applies: to matrices, not to norm weights and biases
+    sharded: bool  # whether tensor-parallel ranks hold different shards rather than equal copies
+    n_params: int  # without the padding for alignment
 
 
 @dataclass(frozen=True)
 class Bucket:
     """A range of the flat buffers that data-parallel ranks reduce and gather in one collective.
 
-    All slices count elements. `params`, `grads` and `masters` are the buffers of FlatParameters.
-
-    Attributes:
-        place: Range of the bucket in `params`.
-        own: Range in `params` that this rank owns.
-        local: Range of the owned elements in `masters` and in the moments.
-        grads: Range in `grads` that holds the gradients of the bucket. If gradients are divided (ZeRO-2), it holds only
-            those of the owned elements.
-        stage: Smallest stage of the bucket's parameters. The stage is the layer index, see Transformer.stage. The
-            backward pass completes large stages first.
-        segments: The segments in the bucket.
+    Slices count elements: `place` and `own` in `params`, `local` in `masters` and the moments. `grads` holds only the
+    owned elements if gradients are divided (ZeRO-2). The backward pass completes large stages, which are layer indices,
+    first.
     """
 
     place: slice
@@ -82,15 +66,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of elements of one segment that this rank owns, small enough for one elementwise operation.
+    """A range of one segment that this rank owns, small enough for one elementwise operation.
 
-    `params`, `grads` and `masters` are the buffers of FlatParameters.
-
-    Attributes:
-        place: Range in `params`.
-        local: Range in `masters` and in the moments.
-        grads: Range in `grads`.
-        segment: The segment.
+    Slices are as in Bucket.
     """
 
     place: slice
@@ -102,16 +80,10 @@ class Chunk:
 def flatten(
     named: Named, is_sharded: Callable[[str], bool] | None = None, align: int = ALIGN
 ) -> tuple[torch.Tensor, list[Segment], dict[str, slice]]:
-    """Move named parameters into one buffer of their dtype, so that they become views of it.
+    """Move parameters into one buffer of their dtype, so that they become views of it.
 
-    Args:
-        named: Parameters with their names.
-        is_sharded: Returns whether tensor-parallel ranks hold different shards of the parameter with this name. None if
-            all ranks hold copies of all parameters.
-        align: Every parameter starts at a multiple of this number of elements.
-
-    Returns:
-        The buffer, its segments, and the range of each parameter by name.
+    Every parameter starts at a multiple of `align` elements. Returns the buffer, its segments, and the range of each
+    name.
     """
     segments, places, end = _arranged(named, is_sharded, align, 0)
     return _moved(named, places, end), segments, places
@@ -120,32 +92,15 @@ def flatten(
 class FlatParameters:
     """Moves the trained parameters of a model into one buffer, and their gradients into another buffer.
 
-    Args:
-        model: The model. Parameters with requires_grad=False keep their memory.
-        is_sharded: Returns whether tensor-parallel ranks hold different shards of the parameter with this name.
-        align: Every parameter, and every part that a rank owns, starts at a multiple of this number of elements.
-        in_parts: Function from a parameter's name to a list of (range of elements, n). The gradient of such a range
-            must be summed over n tensor-parallel ranks, see Transformer.partial_gradients.
-        stage: Function from a parameter's name to its stage, see Transformer.stage. If given, masters and moments are
-            divided over the ranks of `dp` (ZeRO-1).
-        dp: The ranks that hold copies of the model.
-        divide_grads: Whether to divide the gradients of layers, too (ZeRO-2). Before they are reduced, these gradients
-            lie in `self.workspace`, which all divided buckets share (see ReducedGradients).
-        fill: Function that sets the weights. It is called once the parameters are views of `params`. So a model that
-            was built without memory (see WeightSpec.placed) never has its weights in memory twice.
-        in_host: Whether masters and moments are kept in host memory, see HostBuffer.
+    `in_parts` maps a name to (range of elements, n): the gradient of such a range must be summed over n tensor-parallel
+    ranks. With `stage` (see Transformer.stage), masters and moments are divided over `dp` (ZeRO-1), and with
+    `divide_grads` the gradients of layers, too (ZeRO-2). Before they are reduced, these gradients lie in `workspace`,
+    which all divided buckets share. `fill` sets the weights once the parameters are views of `params`. So a model that
+    was built without memory never has its weights in memory twice.
 
-    Attributes:
-        params: All trained parameters, in the dtype of the model.
-        grads: float32. Each `parameter.grad` is a view of this buffer or of `workspace`. Clear it by `grads.zero_()`;
-            never set a gradient to None.
-        masters: float32 values that the optimizer updates, for the owned elements. The same tensor as `params` if
-            `params` is float32 and not divided.
-        in_host: Whether masters, unless they are `params`, and moments are kept in host memory.
-        places: Range of each parameter in `params`, by name.
-        shapes: Shape of each parameter, by name.
-        buckets: The buckets in the order of `params`. A single bucket if masters are not divided.
-        frozen: The parameters that are not trained.
+    `grads` is float32, and each `parameter.grad` is a view of it or of `workspace`. Clear it by `grads.zero_()`; never
+    set a gradient to None. `masters` are the float32 values that the optimizer updates, for the owned elements. They
+    are the tensor `params` if it is float32 and not divided.
     """
 
     def __init__(
@@ -167,14 +122,14 @@ class FlatParameters:
         self.dp, self.in_host = dp if stage is not None else ParallelGroup(), in_host
         self.shapes = {name: parameter.shape for name, parameter in trained}
         self.buckets: list[Bucket] = []
-        self.places: dict[str, slice] = {}
+        self.ranges: dict[str, slice] = {}
         ends = {name: stage(name) for name, _ in trained} if stage is not None else dict.fromkeys(self.shapes, 0)
         end = n_grads = 0
         for group in _groups(trained, ends) if self.is_divided else [trained]:
             start = end
             segments, places, end = _arranged(group, is_sharded, align, start)
             end += -(end - start) % (align * self.dp.size)
-            self.places |= places
+            self.ranges |= places
             size = (end - start) // self.dp.size
             own = slice(start + self.dp.rank * size, start + (self.dp.rank + 1) * size)
             least = min(ends[name] for name, _ in group)
@@ -184,12 +139,12 @@ class FlatParameters:
             n_grads = grads.stop
             local = slice(start // self.dp.size, end // self.dp.size)
             self.buckets.append(Bucket(slice(start, end), own, local, grads, least, tuple(segments)))
-        self.params = _moved(trained, self.places, end)
+        self.params = _moved(trained, self.ranges, end)
         fill()
         self.segments = [segment for bucket in self.buckets for segment in bucket.segments]
         self.n_local = end // self.dp.size
         self._copied = [
-            (_shifted(elements, self.places[name].start), n) for name, _ in trained for elements, n in in_parts(name)
+            (_shifted(elements, self.ranges[name].start), n) for name, _ in trained for elements, n in in_parts(name)
         ]
 
         self.grads = torch.zeros(n_grads, dtype=torch.float32, device=self.params.device)
@@ -198,47 +153,36 @@ class FlatParameters:
         self.workspace = self.grads.new_zeros((2, most))
         for name, parameter in trained:
             parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
-            parameter.grad = self._gradient(self.places[name]).view(parameter.shape)
+            parameter.grad = self._gradient(self.ranges[name]).view(parameter.shape)
         self.masters: Buffer = self.params
         if self.is_divided or self.params.dtype != torch.float32:
             self.masters = self.new_state(torch.float32)
             for bucket in self.buckets:
-                for master, param in self._pairs(bucket):
+                for master, param in self._owned_pairs(bucket):
                     master.copy_(param)
 
     def new_state(self, dtype: torch.dtype, n: int | None = None, *, per_block: bool = False) -> Buffer:
-        """Return a new buffer of zeros for masters or moments, on the device or in host memory.
+        """Return zeros for masters or moments, on the device or in host memory.
 
-        Args:
-            dtype: Dtype of the elements.
-            n: Number of elements. None is the number of parameters that this rank owns.
-            per_block: Whether an element belongs to BLOCK parameters, as the scales of 8-bit moments.
+        `n` defaults to the parameters that this rank owns. `per_block`: an element belongs to BLOCK parameters.
         """
         n = self.n_local if n is None else n
         if self.in_host:
             return HostBuffer(n, dtype, pinned=self.params.is_cuda, per_block=per_block)
         return self.params.new_zeros(n, dtype=dtype)
 
-    def _pairs(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (masters, parameters) of the elements of a bucket that this rank owns, in pieces."""
+    def _owned_pairs(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (masters, parameters) of the owned elements of a bucket, in pieces."""
         masters = pieces(self.masters, bucket.local)
         params = self.params[bucket.own].split([master.numel() for master in masters])
         yield from zip(masters, params, strict=True)
 
     @property
     def is_divided(self) -> bool:
-        """Whether this rank has master weights and moments of only a part of the parameters."""
         return self.dp.size > 1
 
     def slot(self, bucket: Bucket) -> torch.Tensor:
-        """Return the buffer in which the gradients of all elements of a bucket accumulate.
-
-        Args:
-            bucket: The bucket.
-
-        Returns:
-            A view of `self.grads`, or of `self.workspace` if the gradients of the bucket are divided over the ranks.
-        """
+        """Return the buffer in which the gradients of all elements of a bucket accumulate."""
         if bucket.is_whole:
             return self.grads[bucket.grads]
         divided = [each for each in self.buckets if not each.is_whole]
@@ -250,28 +194,13 @@ class FlatParameters:
         return self.slot(bucket)[_shifted(place, -bucket.place.start)]
 
     def chunks(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[Chunk]:
-        """Yield the elements owned by this rank, in chunks of at most CHUNK elements.
-
-        Args:
-            bucket: Bucket to divide. None is all buckets.
-            local: Only elements in this range of the masters. None is all elements.
-        """
+        """Yield the owned elements in chunks of at most CHUNK, within a range of the masters."""
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
                 yield from _chunks(each, segment, segment.start, segment.stop, local)
 
     def copies(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[tuple[Chunk, int]]:
-        """Yield the elements owned by this rank whose gradient must still be summed over tensor-parallel ranks.
-
-        After the backward pass, each of these ranks has only a part of the sum.
-
-        Args:
-            bucket: Bucket to search. None is all buckets.
-            local: Only elements in this range of the masters. None is all elements.
-
-        Yields:
-            (chunk, n): the elements, and the number n of tensor-parallel ranks over which to sum.
-        """
+        """Yield chunks of owned elements, and the n tensor-parallel ranks that have a part of their gradient."""
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
                 for place, n in self._copied:
@@ -279,14 +208,9 @@ class FlatParameters:
                     yield from ((chunk, n) for chunk in _chunks(each, segment, low, high, local))
 
     def owned(self, place: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield the parts of a range of `self.params` that this rank owns, as pairs of ranges.
+        """Yield (range in `params`, range in `masters`) of the parts of `place` that this rank owns.
 
-        Args:
-            place: The range in `self.params`.
-
-        Yields:
-            (range in `self.params`, range in `self.masters` and in the moments) of each part. If masters and moments
-            are in host memory, each range lies within one part of their buffers.
+        If masters and moments are in host memory, each range lies within one part of their buffers.
         """
         for bucket in self.buckets:
             part = slice(max(place.start, bucket.own.start), min(place.stop, bucket.own.stop))
@@ -296,33 +220,22 @@ class FlatParameters:
                 yield from ((_shifted(local, -shift), local) for local in locals_)
 
     def gather(self, bucket: Bucket) -> Any:
-        """Start an all-gather that fills a bucket of `self.params` with the parts that each rank of `self.dp` owns.
-
-        Args:
-            bucket: The bucket.
-
-        Returns:
-            A handle to pass to `areno.layers.parallel.wait_for`.
-        """
+        """Start an all-gather that fills a bucket of `params`. `wait_for` takes the handle."""
         return self.dp.all_gather(self.params[bucket.place])
 
     @torch.no_grad()
     def from_masters(self) -> None:
-        """Set `params` to the rounded master weights. If masters are divided, all ranks of `dp` must call this."""
+        """Set `params` to the rounded masters. If these are divided, all ranks of `dp` must call this."""
         if self.params is not self.masters:
             for bucket in self.buckets:
-                for master, param in self._pairs(bucket):
+                for master, param in self._owned_pairs(bucket):
                     param.copy_(master)
         for bucket in self.buckets:
             wait_for(self.gather(bucket))  # one at a time, because on a CPU each needs temporary memory
 
 
 def _chunks(bucket: Bucket, segment: Segment, low: int, high: int, within: slice | None) -> Iterator[Chunk]:
-    """Yield the elements that this rank owns between the indices `low` and `high` of `params`, in chunks.
-
-    `low` and `high` lie in one segment. If `within` is not None, only elements in this range of the masters are
-    yielded.
-    """
+    """Yield the owned elements between `low` and `high`, which lie in one segment, in chunks."""
     shift = bucket.local.start - bucket.own.start
     own = bucket.own if within is None else _shifted(within, -shift)
     low, high = max(low, bucket.own.start, own.start), min(high, bucket.own.stop, own.stop)
@@ -335,8 +248,8 @@ def _chunks(bucket: Bucket, segment: Segment, low: int, high: int, within: slice
 def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """Yield the parameters of each bucket, by ascending stage.
 
-    All parameters of a stage are in the same bucket. The embedding, and the parameters after the layers, have
-    buckets of their own.
+    All parameters of a stage are in the same bucket. The embedding, and the parameters after the layers, have buckets
+    of their own.
     """
     last = max(stages.values())
     group: list[tuple[str, nn.Parameter]] = []
@@ -351,11 +264,7 @@ def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn
 def _arranged(
     named: Named, is_sharded: Callable[[str], bool] | None, align: int, start: int
 ) -> tuple[list[Segment], dict[str, slice], int]:
-    """Assign consecutive ranges of a buffer, from element `start`, to parameters that are grouped into segments.
-
-    `is_sharded` and `align` are those of `flatten`. Returns (segments, range of each parameter by name, end of the last
-    range).
-    """
+    """Assign consecutive ranges, from `start`, to parameters grouped into segments. Also returns the end."""
     dtypes = {parameter.dtype for _, parameter in named}
     assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
     kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -376,7 +285,7 @@ def _arranged(
 
 
 def _moved(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
-    """Move parameters into a new buffer of `end` elements, at their ranges in `places`, and return the buffer."""
+    """Move parameters into a new buffer of `end` elements, at their ranges in `places`."""
     first = named[0][1]
     buffer = torch.zeros(end, dtype=first.dtype, device=first.device)
     for name, parameter in named:
@@ -387,10 +296,8 @@ def _moved(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
 
 
 def length(place: slice) -> int:
-    """Return the number of elements in a slice."""
     return place.stop - place.start
 
 
 def _shifted(place: slice, by: int) -> slice:
-    """Return a slice moved by `by` elements."""
     return slice(place.start + by, place.stop + by)

@@ -22,46 +22,26 @@ from areno.models.transformer import Transformer
 class Gradients:
     """The gradient of a step, complete on every rank: one all-reduce after the last micro-batch.
 
-    Call `begin`, then `backward` for each forward pass, then `finish`.
-
-    Args:
-        flat: Buffers of the model.
-        dp: Ranks that hold copies of the model.
-        tp: Ranks that share this copy of the model.
+    Call `begin`, then `backward` for each forward pass, then `finish` on all ranks.
     """
 
     def __init__(self, flat: FlatParameters, dp: ParallelGroup, tp: ParallelGroup):
         self._flat, self._dp, self._tp = flat, dp, tp
 
     def begin(self, step: StepMicroBatches, again: bool = False) -> None:
-        """Clear the gradients before the first micro-batch of a step.
-
-        Args:
-            step: This rank's share of the step.
-            again: Whether this rank repeats the step after running out of memory.
-        """
+        """Clear the gradients before the first micro-batch of a step, which runs `again` after an error."""
         self._flat.grads.zero_()
 
     def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
-        """Run a backward pass, which adds to the gradients.
-
-        Args:
-            output: The micro-batch's share of the step's loss, a tensor without dimensions, or another result of a
-                forward pass.
-            gradient: Gradient of the step's loss with respect to `output`, in its shape. None if `output` is a loss.
-        """
+        """Add to the gradients. `gradient` is that of the step's loss with respect to `output`, None for a loss."""
         output.backward(gradient)
 
     def finish(self) -> None:
-        """Sum the gradients over the ranks after the last micro-batch. All ranks must call this."""
         self._dp.all_reduce(self._flat.grads)
         self._join_parts()
 
     def _join_parts(self) -> None:
-        """Sum those gradients over tensor-parallel ranks that each rank has computed only in part.
-
-        This is called once in a step.
-        """
+        """Sum those gradients over tensor-parallel ranks that each rank has computed only in part."""
         found = sorted(self._flat.copies(), key=lambda pair: pair[1])
         for n, same in itertools.groupby(found, key=lambda pair: pair[1]):
             parts = [self._flat.grads[chunk.grads] for chunk, _ in same]
@@ -86,10 +66,6 @@ class ReducedGradients(Gradients):
     All ranks must start the same reductions in the same order. So each rank takes part in the reductions of
     `step.rounds` backward passes, even if it has fewer of its own. A rank that repeats a step after running out of
     memory skips the reductions that it has already taken part in, because its contribution would be the same.
-
-    Args:
-        flat: Buffers of the model, divided over `flat.dp`.
-        model: The model, which reports the progress of the backward pass.
     """
 
     def __init__(self, flat: FlatParameters, model: Transformer):
@@ -105,13 +81,6 @@ class ReducedGradients(Gradients):
         model.on_stage_backward = self._on_stage_backward
 
     def begin(self, step: StepMicroBatches, again: bool = False) -> None:
-        """Clear the gradients before the first micro-batch of a step.
-
-        Args:
-            step: This rank's share of the step.
-            again: Whether this rank repeats the step after running out of memory. Sums that are already reduced are
-                kept.
-        """
         flat = self._flat
         if again:
             whole = [bucket for bucket, _ in self._works if bucket.is_whole]
@@ -127,18 +96,11 @@ class ReducedGradients(Gradients):
         self._rounds = step.rounds if self._divided else step.n_backward
 
     def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
-        """Run a backward pass, and start the reduction of each bucket when it is complete.
-
-        Args:
-            output: The micro-batch's share of the step's loss, or another result of a forward pass.
-            gradient: Gradient of the step's loss with respect to `output`. None if `output` is a loss.
-        """
         self._open_round()
         output.backward(gradient)
         self._close_round()
 
     def finish(self) -> None:
-        """Take part in the remaining reductions, and wait for all of them. All ranks must call this."""
         while self._round < self._rounds:
             self._open_round()
             self._close_round()
@@ -148,7 +110,7 @@ class ReducedGradients(Gradients):
         self._join_parts()
 
     def _open_round(self) -> None:
-        """Start a backward pass: list the buckets to reduce in it, and clear the workspace slot of the first bucket."""
+        """Start a backward pass: list its buckets, and clear the workspace slot of the first one."""
         self._left = iter(self._order if self._round == self._rounds - 1 else self._divided)
         self._next = next(self._left, None)
         for bucket in self._divided[:1]:
@@ -164,7 +126,7 @@ class ReducedGradients(Gradients):
         self._round += 1
 
     def _on_stage_backward(self, stage: int) -> None:
-        """Reduce the buckets that are complete after `stage`. The backward pass calls this after each stage."""
+        """Reduce the buckets that are complete after `stage` of the backward pass."""
         while self._next is not None and self._next.stage >= stage:
             self._reduce(self._next)
 
@@ -179,17 +141,14 @@ class ReducedGradients(Gradients):
             self._free(self._divided[at])
 
     def _free(self, bucket: Bucket) -> None:
-        """Clear the workspace slot of a bucket, after the reduction of the previous bucket in the slot has ended."""
+        """Clear the workspace slot of a bucket, after the reduction of the previous bucket there has ended."""
         slot = self._flat.slot(bucket)
         users = [each for each, _ in self._works if each in self._divided]
         self._wait([each for each in users if self._flat.slot(each).data_ptr() == slot.data_ptr()])
         slot.zero_()
 
     def _wait(self, buckets: list[Bucket] | None = None) -> None:
-        """Wait for the reductions of `buckets`, and add the sums to the gradients of the owned elements.
-
-        If `buckets` is None, wait for all reductions. On CUDA the stream waits, not the host.
-        """
+        """Wait for reductions, and add the sums to the gradients. On CUDA the stream waits, not the host."""
         done, self._works = self._works, []
         if buckets is not None:
             self._works = [pair for pair in done if pair[0] not in buckets]
@@ -206,9 +165,6 @@ class StepStats:
     """Sums the statistics of micro-batches on the device.
 
     All data-parallel ranks must add the same names in the same order.
-
-    Args:
-        device: Device of the statistics.
     """
 
     def __init__(self, device: torch.device):
@@ -217,12 +173,7 @@ class StepStats:
         self._maxima: dict[str, Tensor] = {}  # (1,) float64
 
     def add(self, stats: Mapping[str, Tensor]) -> None:
-        """Add statistics of a micro-batch.
-
-        Args:
-            stats: Tensors by name. 0-dim tensors are summed over micro-batches and ranks. 1-dim tensors are
-                observations, which are reported as mean, std and max.
-        """
+        """Add tensors by name. Those with 0 dimensions are summed, those with 1 reported as mean, std and max."""
         for name, value in stats.items():
             value = value.detach().double()
             if value.dim():
@@ -232,25 +183,12 @@ class StepStats:
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def maximum(self, name: str, values: Tensor) -> None:
-        """Add values of which only the largest over all micro-batches and ranks is reported.
-
-        Args:
-            name: Name of the statistic. The reported value is 0 if all tensors with this name are empty.
-            values: 1-dim tensor.
-        """
+        """Add values of which only the largest is reported, 0 if there are none."""
         low = torch.full((1,), -torch.inf, dtype=torch.float64, device=self.device)
         self._maxima[name] = torch.cat([values.detach().double(), self._maxima.get(name, low)]).amax(0, keepdim=True)
 
     def finish(self, dp: ParallelGroup) -> dict[str, float]:
-        """Return the statistics over all data-parallel ranks, which must all call this. Waits for the device.
-
-        Args:
-            dp: The data-parallel ranks.
-
-        Returns:
-            Values by name: the sum of each 0-dim statistic, the largest value given to `maximum`, and <name>_mean,
-            <name>_std and <name>_max of each 1-dim statistic that has an observation.
-        """
+        """Return the statistics over all data-parallel ranks, which must all call this. Waits for the device."""
         empty = torch.zeros(0, dtype=torch.float64, device=self.device)
         added = dp.all_reduce(torch.cat([empty, *(value.view(-1) for value in self._sums.values())]))
         largest = dp.all_reduce(torch.cat([empty, *self._maxima.values()]), torch.distributed.ReduceOp.MAX)
@@ -273,16 +211,8 @@ class StepStats:
         return out
 
 
-def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Join the statistics of several optimizer steps.
-
-    Args:
-        steps: Statistics of each step.
-
-    Returns:
-        Values by name. Usually a value is the mean over the steps that have the name. For a name ending in _max it is
-        the largest value, for "lr" the value of the last step, and for "skipped_steps" the sum.
-    """
+def join_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Join the statistics of optimizer steps: means, but the largest *_max, the last lr, the sum of skipped steps."""
     names = dict.fromkeys(name for step in steps for name in step)
     found = {name: [step[name] for step in steps if name in step] for name in names}
     out = {name: max(of) if name.endswith("_max") else sum(of) / len(of) for name, of in found.items()}

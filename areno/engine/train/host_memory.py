@@ -27,20 +27,8 @@ PART = PINNED_BYTES // 4
 class HostBuffer:
     """A one-dimensional tensor in host memory, which is allocated in parts.
 
-    The size of a part is a power of two, see PINNED_BYTES. So only the last part may waste memory.
-
-    Args:
-        n: Number of elements.
-        dtype: Dtype of the elements.
-        pinned: Whether to pin the memory, for fast copies from and to a GPU.
-        per_block: Whether there is an element for each BLOCK parameters, instead of one for each parameter.
-
-    Attributes:
-        dtype: Dtype of the elements.
-        device: Always the CPU.
-        per_block: Whether there is an element for each BLOCK parameters.
-        part_size: Number of elements in each part but the last.
-        parts: The parts, 1-D tensors of zeros at first.
+    The size of a part is a power of two, see PINNED_BYTES. So only the last part may waste memory. With `per_block`
+    there is an element for each BLOCK parameters, instead of one for each parameter.
     """
 
     def __init__(self, n: int, dtype: torch.dtype, *, pinned: bool, per_block: bool = False):
@@ -50,12 +38,10 @@ class HostBuffer:
         self.parts = [torch.empty(size, dtype=dtype, pin_memory=pinned).zero_() for size in sizes]
 
     def numel(self) -> int:
-        """Return the number of elements."""
         return sum(part.numel() for part in self.parts)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all elements."""
         return sum(part.nbytes for part in self.parts)
 
     def __getitem__(self, place: slice) -> Tensor:
@@ -64,11 +50,7 @@ class HostBuffer:
         return piece
 
     def pieces(self, place: slice) -> list[Tensor]:
-        """Return views of a range of elements, one for each part that the range overlaps.
-
-        Args:
-            place: The range.
-        """
+        """Return views of a range of elements, one for each part that the range overlaps."""
         size, found = self.part_size, []
         for number in range(place.start // size, -(-place.stop // size)):
             start = number * size
@@ -76,13 +58,11 @@ class HostBuffer:
         return found
 
     def fill_(self, value: float) -> HostBuffer:
-        """Set all elements to a value."""
         for part in self.parts:
             part.fill_(value)
         return self
 
     def zero_(self) -> HostBuffer:
-        """Set all elements to zero."""
         return self.fill_(0)
 
 
@@ -91,30 +71,16 @@ Buffer = Tensor | HostBuffer
 
 
 def pieces(buffer: Buffer, place: slice) -> list[Tensor]:
-    """Return views of a range of elements of a buffer, which together cover the range.
-
-    Args:
-        buffer: The buffer.
-        place: The range.
-    """
     return buffer.pieces(place) if isinstance(buffer, HostBuffer) else [buffer[place]]
 
 
 def blocks(place: slice) -> slice:
-    """Convert a range of elements to the range of the 8-bit blocks, of BLOCK elements each, that contain them.
-
-    Args:
-        place: Range of elements. Its start is a multiple of BLOCK.
-    """
+    """Convert a range of elements, which starts at a multiple of BLOCK, to the range of their 8-bit blocks."""
     return slice(place.start // BLOCK, -(-place.stop // BLOCK))
 
 
 def within_parts(place: slice) -> Iterator[slice]:
-    """Cut a range of elements where the parts of a HostBuffer meet, and yield the pieces of the range.
-
-    Args:
-        place: Range in a HostBuffer with an element for each parameter.
-    """
+    """Cut a range of elements where the parts of a HostBuffer meet."""
     start = place.start
     while start < place.stop:
         stop = min(place.stop, (start // PART + 1) * PART)
@@ -126,37 +92,20 @@ def within_parts(place: slice) -> Iterator[slice]:
 class Window:
     """A range of elements whose masters and moments are on the device, so that they can be updated.
 
-    Attributes:
-        place: The range, as indices into the master weights.
-        buffers: For each buffer by name, a view of the range. In a buffer of scales, the range of the scales.
+    Slices are indices into all master weights. `scales` takes one that starts at a multiple of BLOCK.
     """
 
     place: slice
     buffers: dict[str, Tensor]
 
     def masters(self, local: slice) -> Tensor:
-        """Return the master weights of elements in the window.
-
-        Args:
-            local: Indices into all master weights.
-        """
         return self._of("masters", self._shifted(local))
 
     def moments(self, local: slice) -> tuple[Tensor, Tensor]:
-        """Return the first and the second moment of elements in the window. If they are 8-bit, their codes.
-
-        Args:
-            local: Indices into all master weights.
-        """
         place = self._shifted(local)
         return self._of("exp_avg", place), self._of("exp_avg_sq", place)
 
     def scales(self, local: slice) -> tuple[Tensor, Tensor]:
-        """Return the scales of the first and the second 8-bit moment of elements in the window.
-
-        Args:
-            local: Indices into all master weights. The first is a multiple of BLOCK.
-        """
         place = blocks(self._shifted(local))
         return self._of("exp_avg_scale", place), self._of("exp_avg_sq_scale", place)
 
@@ -175,9 +124,6 @@ class StateStream:
     """Brings master weights and moments to the device for an update, one window after another.
 
     Buffers that are on the device already are not copied. If all are, there is only one window.
-
-    Args:
-        device: The device that computes the update. A CPU copies windows, too, but nothing runs at the same time.
     """
 
     def __init__(self, device: torch.device):
@@ -185,14 +131,10 @@ class StateStream:
         self._streams: Streams = None
 
     def windows(self, buffers: Mapping[str, Buffer], n: int) -> Iterator[Window]:
-        """Yield windows in ascending order. What a window contains is stored when the next window is requested.
+        """Yield windows in ascending order. A window is stored when the next one is requested.
 
         On CUDA, the host waits for nothing: all waiting is between streams. After the last window, the current stream
         waits for all copies to host memory.
-
-        Args:
-            buffers: The master weights and moments by name.
-            n: Number of elements of the master weights.
         """
         hosted = {name: buffer for name, buffer in buffers.items() if isinstance(buffer, HostBuffer)}
         if not hosted or not n:
@@ -232,11 +174,7 @@ class _Slot:
         self._stored: torch.cuda.Event | None = None
 
     def load(self, place: slice, streams: Streams) -> dict[str, Tensor]:
-        """Start to copy a window to the device. The current stream waits for the copies.
-
-        Returns:
-            The window on the device, by name of the buffer.
-        """
+        """Start to copy a window to the device. The current stream waits for the copies."""
         loaded: dict[str, Tensor] = {}
         self._pairs = []
         for name, buffer in self._hosted.items():
@@ -265,7 +203,6 @@ class _Slot:
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Return a context manager that launches work on a stream. None is the CPU, which has no streams."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 

@@ -21,7 +21,7 @@ from areno.errors import DataError, EngineError, Key
 from areno.models.cost import Cost, forward_flops, train_flops
 from areno.types import TrainSequence
 
-APART = Sharing("off")
+NO_SHARING = Sharing("off")
 
 _BALANCED = 1.1  # largest cost of a rank, divided by the mean, with which rows are not divided further
 _PIECES = 4  # at least so many pieces of rows with a shared prefix for each data-parallel rank
@@ -31,35 +31,25 @@ _PIECES = 4  # at least so many pieces of rows with a shared prefix for each dat
 class StepMicroBatches:
     """The work of one data-parallel rank in one optimizer step.
 
-    Attributes:
-        rows: The rows of all micro-batches, in order.
-        sizes: The number of rows of each micro-batch, in groups of micro-batches whose common prefixes are computed in
-            a forward pass of their own. Most groups have one micro-batch.
-        step_tokens: Number of trained tokens in the whole step, over all ranks.
-        step_rows: Number of rows with trained tokens in the whole step, over all ranks.
-        rounds: Largest number of backward passes that any rank has in the step.
-        shares: Whether tokens of prefixes that rows of a micro-batch share are computed once.
-        places: For each row, its index among the caller's rows. Empty for a row that the caller does not have, and in
-            a worker process, which does not need the indices.
+    `sizes` are the numbers of rows of micro-batches, in groups whose common prefixes are computed in a forward pass of
+    their own. Most groups have one micro-batch.
     """
 
     rows: FlatRows
     sizes: list[list[int]]
-    step_tokens: int
-    step_rows: int
-    rounds: int
-    shares: bool = False
-    places: Sequence[int] = ()
+    step_tokens: int  # trained tokens of the whole step, over all ranks
+    step_rows: int  # rows with trained tokens, over all ranks
+    rounds: int  # most backward passes of any rank
+    shares: bool = False  # whether shared prefixes are computed once
+    row_indices: Sequence[int] = ()  # among the caller's rows; empty for an added row, and in a worker
 
     @property
     def groups(self) -> list[list[FlatRows]]:
-        """The rows of each micro-batch, in the groups of `sizes`."""
         batches = iter(self.micro_batches)
         return [list(islice(batches, len(group))) for group in self.sizes]
 
     @property
     def micro_batches(self) -> list[FlatRows]:
-        """The rows of each micro-batch."""
         ends = list(accumulate(chain(*self.sizes)))
         return [self.rows[start:end] for start, end in pairwise([0, *ends])]
 
@@ -72,25 +62,21 @@ class StepMicroBatches:
         # int32 halves the bytes of the largest array.
         tokens = self.rows.tokens.astype(np.int32, casting="same_kind")
         others = self.sizes, self.step_tokens, self.step_rows, self.rounds, self.shares
-        return _of_message, (replace(self.rows, tokens=tokens), *others)
+        return _from_pickle, (replace(self.rows, tokens=tokens), *others)
 
 
 @dataclass(slots=True)
 class TrainResult:
     """The result of one rank's optimizer steps.
 
-    Attributes:
-        stats: Statistics by name, equal on all ranks.
-        old_logprobs: For each optimizer step, the (N,) float32 old log-probabilities of the N tokens in this rank's
-            micro-batches, in order. None for a step that had no old log-probabilities or did not recompute them.
-        n_halvings: How many times the micro-batches were halved because memory ran out.
-        seconds: Seconds that the worker took, without its messages.
+    `old_logprobs` are (N,) float32 for the N tokens in the rank's micro-batches of each step. None if they were not
+    recomputed.
     """
 
-    stats: dict[str, float]
+    stats: dict[str, float]  # equal on all ranks
     old_logprobs: list[np.ndarray | None]
     n_halvings: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the worker, without its messages
 
 
 def keep_old_logprobs(
@@ -100,11 +86,6 @@ def keep_old_logprobs(
 
     A later call of `Engine.train` on the same rows then computes its ratios to the same old policy. Tokens that were
     not trained get NaN.
-
-    Args:
-        rows: The caller's rows, whose `old_logprobs` are set.
-        shares: The optimizer steps of each data-parallel rank, made from these rows by `share_steps`.
-        results: The result of each data-parallel rank.
     """
     for steps, result in zip(shares, results, strict=True):
         for step, old_N in zip(steps, result.old_logprobs, strict=True):
@@ -112,35 +93,26 @@ def keep_old_logprobs(
                 continue
             # NaN means unknown: these tokens were not trained, but may be trained in a later call.
             kept = step.rows.per_row(np.where(step.rows.trained, old_N, np.nan))
-            for place, of_row in zip(step.places, kept, strict=False):  # no places for a row that was added
+            for place, of_row in zip(step.row_indices, kept, strict=False):  # no index of a row that was added
                 rows[place].old_logprobs = of_row
 
 
 def sharing_beside_teachers(sharing: Sharing, of_teachers: Iterable[Sharing], rows: FlatRows, cp_size: int) -> Sharing:
-    """Return the rule by which an update with teachers computes prefixes that rows have in common only once.
+    """Return the rule of an update with teachers for computing common prefixes once.
 
-    Args:
-        sharing: Rule of the trained model.
-        of_teachers: Rules of the teachers' models.
-        rows: The rows of the update.
-        cp_size: Number of context-parallel ranks that share a micro-batch.
-
-    Returns:
-        `sharing`. APART (never) if the model of a teacher cannot share prefixes, or if the teacher reads prompts of
-        its own, because rows with the same beginning may then have different divergences.
-
-    Raises:
-        EngineError: The teacher has prompts of its own, which context parallelism does not support.
+    It is NO_SHARING if the model of a teacher cannot share prefixes, or if the teacher reads prompts of its own,
+    because rows with the same beginning may then have different divergences. Raises EngineError if context parallelism
+    meets such prompts.
     """
     if any(prompt is not None for prompt in rows.teacher_prompts):
         if cp_size > 1:
             text = "rows have a teacher_prompt, which context parallelism does not support; set {}=1"
             raise EngineError(text, Key("engine.cp_size"))
-        return APART
-    return APART if any(each.when == "off" for each in of_teachers) else sharing
+        return NO_SHARING
+    return NO_SHARING if any(each.when == "off" for each in of_teachers) else sharing
 
 
-def _of_message(rows: FlatRows, *others: Any) -> StepMicroBatches:
+def _from_pickle(rows: FlatRows, *others: Any) -> StepMicroBatches:
     """Unpickle a StepMicroBatches, whose token ids are int32 in a message."""
     return StepMicroBatches(replace(rows, tokens=rows.tokens.astype(np.int64)), *others)
 
@@ -152,30 +124,16 @@ def share_steps(
     section: str = "actor",
     cost: Cost | None = None,
     cp_size: int = 1,
-    sharing: Sharing = APART,
+    sharing: Sharing = NO_SHARING,
 ) -> list[list[StepMicroBatches]]:
     """Divide rows into optimizer steps, and each step over the data-parallel ranks.
 
     All ranks have the same number of steps. If a step has fewer rows than ranks (rows may have been dropped), a rank
-    without a row gets a short row without trained tokens.
+    without a row gets a short row without trained tokens. `cost` gives all ranks equal FLOPs, None about equal tokens.
+    Rows that share a prefix stay together as far as possible.
 
-    Args:
-        rows: All rows of the update.
-        update: Settings of the update.
-        dp_size: Number of data-parallel ranks.
-        section: Section of the configuration, such as "actor", that messages name.
-        cost: Cost model from which the FLOPs of a row are computed, to give all ranks equal work. None gives all ranks
-            about the same number of tokens.
-        cp_size: Number of context-parallel ranks that share a micro-batch.
-        sharing: When the model computes the prefixes that rows share once. Rows that share a prefix then stay together
-            as far as possible.
-
-    Returns:
-        For each data-parallel rank, a list with its share of each step.
-
-    Raises:
-        DataError: The number of rows is not a multiple of update.rows_per_unit. Or update.rows_per_unit is greater than
-            1 and a step has fewer units of rows than there are ranks.
+    Raises DataError if the rows are no multiple of `update.rows_per_unit`, or if a step has fewer units of several rows
+    than there are ranks.
     """
     n_units, update_of_units = _units(len(rows), update)
     per_unit = update.rows_per_unit
@@ -210,20 +168,20 @@ def share_steps(
             row_micro_batches,
             spec=update_of_units.mb_spec,
             cp_size=cp_size,
-            sharing=sharing if step_shares else APART,
+            sharing=sharing if step_shares else NO_SHARING,
             # A number of micro-batches that the user has set must not depend on sharing.
             keeps_count=update.gradient_accumulation_steps is not None,
         )
         for mine in _split_units(tokens, costs, dp_size, step_shares):
             own_units = [step[place] for place in mine]
             of_teachers = [teachers[unit] for unit in own_units]
-            found, rank_shares = _apart_by_teacher([tokens[place] for place in mine], of_teachers, divide, order)
+            found, rank_shares = _divide_by_teacher([tokens[place] for place in mine], of_teachers, divide, order)
             if mine:
-                places = rows_of_unit[[own_units[at] for at in chain(*chain(*found))]].ravel().tolist()
-                own, sizes = rows.select(places), [[per_unit * len(batch) for batch in group] for group in found]
+                indices = rows_of_unit[[own_units[at] for at in chain(*chain(*found))]].ravel().tolist()
+                own, sizes = rows.select(indices), [[per_unit * len(batch) for batch in group] for group in found]
             else:  # the rank takes part in collectives, but adds nothing to the loss
-                places, own, sizes = [], _untrained(rows, rows_of_unit[step][:, 0]), [[1]]
-            of_ranks.append(StepMicroBatches(own, sizes, n_tokens, n_rows, 0, rank_shares, places))
+                indices, own, sizes = [], _untrained(rows, rows_of_unit[step][:, 0]), [[1]]
+            of_ranks.append(StepMicroBatches(own, sizes, n_tokens, n_rows, 0, rank_shares, indices))
         rounds = max(of_rank.n_backward for of_rank in of_ranks)
         for of_rank, steps in zip(of_ranks, shares, strict=True):
             steps.append(replace(of_rank, rounds=rounds))
@@ -231,7 +189,7 @@ def share_steps(
 
 
 def _teachers_of(rows: FlatRows, per_unit: int) -> list[str]:
-    """Return the teacher of each unit of adjacent rows. Raises DataError if the rows of a unit have different ones."""
+    """Return the teacher of each unit. Raises DataError if the rows of a unit have different ones."""
     if per_unit > 1:
         for first in range(0, len(rows), per_unit):
             if len(set(rows.teachers[first : first + per_unit])) > 1:
@@ -239,23 +197,13 @@ def _teachers_of(rows: FlatRows, per_unit: int) -> list[str]:
     return rows.teachers[::per_unit]
 
 
-def _apart_by_teacher(
+def _divide_by_teacher(
     units: Sequence[Rows],
     teachers: Sequence[str],
     divide: Callable[..., tuple[list[list[list[int]]], bool]],
     order: Sequence[tuple[int, int]] | None,
 ) -> tuple[list[list[list[int]]], bool]:
-    """Divide units into micro-batches, so that a micro-batch and its common prefixes have one teacher.
-
-    Args:
-        units: Token ids of the rows of each unit.
-        teachers: The teacher of each unit.
-        divide: The function `row_micro_batches` with its settings.
-        order: As in `row_micro_batches`.
-
-    Returns:
-        The result of `row_micro_batches`.
-    """
+    """Divide units into micro-batches, so that a micro-batch and its common prefixes have one teacher."""
     parts: dict[str, list[int]] = {}
     for index, teacher in enumerate(teachers):
         parts.setdefault(teacher, []).append(index)
@@ -268,7 +216,7 @@ def _apart_by_teacher(
 
 
 def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, share: bool) -> list[list[int]]:
-    """Divide units into shares of nearly equal cost, one for each data-parallel rank, and return the unit indices.
+    """Divide units into shares of nearly equal cost, and return the unit indices.
 
     With `share`, units with a common prefix stay together. If the shares are not balanced then, or too few, the units
     are first cut into pieces, as in `pieces`. A piece costs its part of the tokens.
@@ -292,11 +240,13 @@ def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, s
     return [sorted(i for place in share for i in found[place].units) for share in shares]
 
 
-def _untrained(rows: FlatRows, places: np.ndarray) -> FlatRows:
+def _untrained(rows: FlatRows, indices: np.ndarray) -> FlatRows:
     """Return the first two tokens of the shortest of some rows, none of them trained, for a cheap forward pass."""
-    row = rows[int(places[rows.lengths[places].argmin()])]
+    row = rows[int(indices[rows.lengths[indices].argmin()])]
     fields = {name: numbers[:2] for name, numbers in row.fields.items()}
-    return FlatRows.of([replace(row, tokens=row.tokens[:2], trained=np.zeros_like(row.trained[:2]), fields=fields)])
+    return FlatRows.concatenate(
+        [replace(row, tokens=row.tokens[:2], trained=np.zeros_like(row.trained[:2]), fields=fields)]
+    )
 
 
 def _unit_cost(lengths: Sequence[int], n_trained: Sequence[int], cost: Cost | None) -> float:
@@ -307,10 +257,7 @@ def _unit_cost(lengths: Sequence[int], n_trained: Sequence[int], cost: Cost | No
 
 
 def _units(n_rows: int, update: UpdateSpec) -> tuple[int, UpdateSpec]:
-    """Return the number of units of update.rows_per_unit adjacent rows, and a copy of `update` that counts units.
-
-    Its mini_bs is then a number of units. Raises DataError if rows are left over.
-    """
+    """Return the number of units, and a copy of `update` whose mini_bs counts units."""
     rows_per_unit, spec = update.rows_per_unit, update.mb_spec
     if rows_per_unit < 1:
         raise DataError(f"rows_per_unit is {rows_per_unit}; expected the number of adjacent rows that belong together")
@@ -325,16 +272,11 @@ def _units(n_rows: int, update: UpdateSpec) -> tuple[int, UpdateSpec]:
 
 
 def optimizer_steps(lengths: Sequence[int], update: UpdateSpec, cp_size: int = 1) -> list[list[int]]:
-    """Divide units (rows that stay together) into optimizer steps, and return the unit indices of each step.
+    """Divide units into optimizer steps, and return the unit indices of each step.
 
     If `update.gradient_accumulation_steps` is set, a step has this number of micro-batches. If it is None, the units
     are shuffled with `update.seed` and split into `update.n_minibatches` steps. A single step keeps the order of the
     units.
-
-    Args:
-        lengths: Number of tokens in each unit.
-        update: Settings of the update, with mini_bs counted in units.
-        cp_size: Number of context-parallel ranks that share a micro-batch.
     """
     if (n := update.gradient_accumulation_steps) is not None:
         if update.n_minibatches != 1:
@@ -349,18 +291,11 @@ def optimizer_steps(lengths: Sequence[int], update: UpdateSpec, cp_size: int = 1
 
 
 def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1) -> list[list[int]]:
-    """Divide units (rows that stay together) into micro-batches, and return the unit indices of each micro-batch.
+    """Divide units into micro-batches, and return the unit indices of each micro-batch.
 
-    If `spec.max_tokens_per_mb` is set, units are packed first-fit decreasing. If it is None, each micro-batch has
-    `spec.mini_bs` units. Indices ascend within a micro-batch, and micro-batches are ordered by their first unit, so
-    training follows the order of the data as far as possible.
-
-    Args:
-        lengths: Number of tokens in each unit.
-        spec: Size of a micro-batch. Its max_tokens_per_mb is the largest number of tokens on one device. A unit with
-            more tokens gets its own micro-batch.
-        cp_size: Number of context-parallel ranks that share a micro-batch. A micro-batch may have cp_size times
-            max_tokens_per_mb tokens.
+    If `spec.max_tokens_per_mb` (of one device) is set, units are packed first-fit decreasing, and a unit with more
+    tokens is alone. If it is None, each micro-batch has `spec.mini_bs` units. Indices ascend within a micro-batch, and
+    micro-batches are ordered by their first unit, so training follows the order of the data as far as possible.
     """
     budget = spec.max_tokens_per_mb
     if budget is None:
@@ -394,27 +329,20 @@ def row_micro_batches(
     units: Sequence[Rows],
     spec: MicroBatchSpec,
     cp_size: int = 1,
-    sharing: Sharing = APART,
+    sharing: Sharing = NO_SHARING,
     order: Sequence[tuple[int, int]] | None = None,
     *,
     keeps_count: bool = False,
 ) -> tuple[list[list[list[int]]], bool]:
     """Divide units of rows into micro-batches as `micro_batches` does.
 
-    Args:
-        units: Token ids of the rows of each unit.
-        spec: Size of a micro-batch.
-        cp_size: Number of context-parallel ranks that share a micro-batch.
-        sharing: When the model computes shared prefixes once. Such a prefix counts once for `spec.max_tokens_per_mb`,
-            and units that share a prefix are put together as far as possible.
-        order: The `sorted_rows` of the first rows of the units. None if they are not known.
-        keeps_count: Whether the micro-batches must be those without sharing.
+    A shared prefix counts once for `spec.max_tokens_per_mb`, and units that share a prefix are put together as far as
+    possible. `order` are the `sorted_rows` of the first rows of the units, if known. `keeps_count`: the micro-batches
+    must be those without sharing.
 
-    Returns:
-        Groups of micro-batches with the unit indices of each micro-batch, and whether the model should compute shared
-        prefixes once. Most groups have one micro-batch. The micro-batches of a larger group have common prefixes, which
-        are computed once, see `linked_pieces`. Context parallelism has no such groups, because a rank does not have all
-        keys of a prefix.
+    Returns groups of micro-batches, and whether the model should compute shared prefixes once. The micro-batches of a
+    larger group have common prefixes, which are computed once, see `linked_pieces`. Context parallelism has no such
+    groups, because a rank does not have all keys of a prefix.
     """
     lengths = [sum(map(len, unit)) for unit in units]
     apart = micro_batches(lengths, spec, cp_size)
@@ -451,14 +379,9 @@ def row_micro_batches(
 
 
 def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
-    """Divide rows or units of rows into `n` shares of nearly equal cost, and return the indices in each share.
+    """Divide units into `n` shares of nearly equal cost, and return the ascending indices in each share.
 
     The most expensive remaining unit goes to the cheapest share. No share is empty if there are at least `n` units.
-    Indices ascend within a share.
-
-    Args:
-        costs: Cost of each unit, such as tokens or FLOPs.
-        n: Number of shares.
     """
     if n == 1:
         return [list(range(len(costs)))]
@@ -472,22 +395,9 @@ def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
 
 
 def share_rows(
-    rows: Sequence[Any], n_shares: int, info: EngineInfo, sharing: Sharing = APART
+    rows: Sequence[Any], n_shares: int, info: EngineInfo, sharing: Sharing = NO_SHARING
 ) -> tuple[list[list[int]], list[np.ndarray]]:
-    """Check rows that will be scored, and distribute them over the copies of a model.
-
-    Args:
-        rows: Token ids of each row.
-        n_shares: Number of copies of the model. Each copy gets one share.
-        info: Facts about the model, such as the size of its vocabulary.
-        sharing: When the model computes the prefixes that rows share once.
-
-    Returns:
-        (shares, tokens): the indices of the rows of each share, and the token ids of each row, int64.
-
-    Raises:
-        DataError: A row is not a list of the model's token ids, or is longer than the model's context.
-    """
+    """Check rows that will be scored, and distribute their indices over copies of a model."""
     checked = [
         read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)
         for index, tokens in enumerate(rows)

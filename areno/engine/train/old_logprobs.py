@@ -21,31 +21,21 @@ from areno.loss_fns.pack import DataPack
 Batches = Sequence[tuple[PackedTokens, DataPack]]
 
 
-def complete(given_N: Tensor | None, found_N: Tensor) -> Tensor:
-    """Return `given_N` with its NaN entries replaced by `found_N`, or `found_N` if `given_N` is None.
-
-    Args:
-        given_N: (N,) old log-probabilities from the rows, NaN where a row has none. None if no row has any.
-        found_N: (N,) log-probabilities to fill in.
-    """
+def fill_missing(given_N: Tensor | None, found_N: Tensor) -> Tensor:
+    """Replace the NaN entries of old log-probabilities, or all if there are none."""
     return found_N if given_N is None else torch.where(given_N.isnan(), found_N, given_N)
 
 
 def set_before_first_update(
     steps: Sequence[Batches], source: OldLogprobs, exact: bool, score: Callable[[PackedTokens], Tensor]
 ) -> None:
-    """Set the old log-probabilities that must be known before the first update.
+    """Set the old log-probabilities that must be known before the first update, in place.
 
     With source "rollout", all steps get the log-probabilities of the rollout. Otherwise the first step is left alone,
     because its own forward pass will give its old log-probabilities. For later steps, source "recompute" keeps the
     values that rows already have and scores the other rows, and source "loglinear" sets None, because the loss
-    interpolates. Micro-batches without old and rollout log-probabilities, as in SFT, are left alone.
-
-    Args:
-        steps: The micro-batches of each optimizer step, changed in place.
-        source: Source of old log-probabilities, see UpdateSpec.
-        exact: Whether rollout and training give equal bits, so that on-policy rows need no scoring pass.
-        score: micro-batch -> log-probabilities (N,), without gradient.
+    interpolates. Micro-batches without old and rollout log-probabilities, as in SFT, are left alone. If `exact`,
+    on-policy rows need no scoring pass.
     """
     for number, step in enumerate(steps):
         if number == 0 and source != "rollout":
@@ -60,28 +50,19 @@ def set_before_first_update(
                 pack.old_logprobs = None  # the loss interpolates
             elif given_N is None or bool(pack.trained(given_N).isnan().any()):
                 found_N = rollout_N if exact and _is_on_policy(pack) else None
-                pack.old_logprobs = complete(given_N, score(packed) if found_N is None else found_N)
+                pack.old_logprobs = fill_missing(given_N, score(packed) if found_N is None else found_N)
 
 
 def _is_on_policy(pack: DataPack) -> bool:
-    """Return whether all rows of a micro-batch were sampled by the current weights."""
     return pack.staleness is not None and not bool(pack.staleness.any())
 
 
 def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, before_N: Tensor | None) -> None:
     """Add statistics about the difference between the log-probabilities of the rollout and of training.
 
-    These are train_logprobs_mean, rollout_logprobs_mean, logp_diff_mean (rollout minus training), logp_abs_diff_mean
-    and logp_abs_diff_max. logp_row_diff_mean is the mean over rows of |mean over tokens of the difference|, which is
-    the error that rounding would add to the logarithm of a row's sequence ratio.
-
-    Args:
-        stats: Receives the statistics.
-        pack: The micro-batch.
-        logprobs_N: (N,) log-probabilities of this step's forward pass, detached.
-        before_N: (N,) log-probabilities that training computed before the first update. None if they are unknown, as in
-            later steps if the source of old log-probabilities is "rollout" or "loglinear". Then the statistics of the
-            difference are left out.
+    logp_row_diff_mean is the mean over rows of |mean over tokens of the difference|, which is the error that rounding
+    would add to the logarithm of a row's sequence ratio. `before_N` are the log-probabilities of training before the
+    first update. None if they are unknown.
     """
     stats.add({"train_logprobs_mean": pack.token_mean(pack.trained(logprobs_N))})
     if pack.rollout_logprobs is None:
@@ -100,14 +81,7 @@ def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, b
         stats.maximum("on_policy_logp_abs_diff_max", diff_T.abs() * on_policy_T)
 
 
-def of_step(batches: Batches) -> np.ndarray | None:
-    """Return the old log-probabilities of all N tokens of a step, in the order of its micro-batches.
-
-    Args:
-        batches: The micro-batches.
-
-    Returns:
-        (N,) float32 on the host. None if a micro-batch has no old log-probabilities.
-    """
+def step_old_logprobs(batches: Batches) -> np.ndarray | None:
+    """Return the old log-probabilities of all N tokens of a step. None if a micro-batch has none."""
     found = [pack.old_logprobs for _, pack in batches if pack.old_logprobs is not None]
     return torch.cat(found).cpu().numpy() if len(found) == len(batches) else None

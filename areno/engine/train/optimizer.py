@@ -20,16 +20,10 @@ DECAY_STEPS = 1000
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Return the learning rate of an update.
+    """Return the learning rate of update `step`, counted from 0.
 
     The first W = round(warmup_steps_proportion * lr_decay_steps) updates warm up linearly, and the last of these W
-    updates has the full rate `config.lr`. Then the rate falls to min_lr_ratio * lr at update `lr_decay_steps`, and
-    stays there. `config.lr_scheduler_type` is the shape of the fall, "linear" or "cosine". With "constant" the rate
-    stays at `config.lr` after the warm-up.
-
-    Args:
-        config: Settings of the optimizer.
-        step: Number of the update, from 0.
+    updates has the full rate. Then the rate falls to min_lr_ratio * lr at update `lr_decay_steps`, and stays there.
     """
     length = config.lr_decay_steps or DECAY_STEPS
     warmup = round(config.warmup_steps_proportion * length)
@@ -44,42 +38,25 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 @dataclass(frozen=True)
 class GradientStats:
-    """Statistics of the gradient of the whole model, over all tensor-parallel ranks.
+    """Statistics of the gradient of the whole model, over all tensor-parallel ranks."""
 
-    Attributes:
-        norm: Global 2-norm before clipping.
-        zero_frac: Fraction of elements that are exactly 0.
-    """
-
-    norm: float
-    zero_frac: float
+    norm: float  # before clipping
+    zero_frac: float  # of elements that are exactly 0
 
 
 class Optimizer:
     """AdamW or SGD. Updates `flat.masters` from `flat.grads`, and writes the rounded result into `flat.params`.
 
     If `flat.in_host` is true, masters and moments pass the device in windows, see StateStream. The results are bitwise
-    equal to those of masters and moments on the device.
+    equal to those of masters and moments on the device. If the buffers are divided over data-parallel ranks, each rank
+    updates the elements that it owns, and gathers all others.
 
-    If the buffers are divided over data-parallel ranks, each rank updates the elements of `flat.params` that it owns,
-    and gathers all other elements from the ranks that own them.
-
-    Args:
-        flat: Buffers of the model.
-        config: Settings of the optimizer.
-        tp: Ranks that share this copy of the model.
-
-    Attributes:
-        steps: Number of applied updates.
-        skipped_steps: Number of updates that were not applied.
-        empty_steps: Number of these that had no trained token. The learning-rate schedule counts them and `steps`.
-        moments_from: Value of `steps` when the moments were last zero. Adam's bias correction counts from here.
-        exp_avg, exp_avg_sq: float32 moments in the layout of the masters. Empty for SGD. They exist from the start,
-            because the KV cache is sized by the free memory before the first update. With `type: adam_8bit` they are
-            uint8 codes, and scales_1 and scales_2 hold one float32 scale for each BLOCK elements. The flat buffer must
-            then be aligned to BLOCK, so that no block belongs to two parameters.
-        before_step: Functions that the next update calls first, for example to wait until a copy of masters and
-            moments is complete.
+    The moments have the layout of the masters. They exist from the start, because the KV cache is sized by the free
+    memory before the first update. With `type: adam_8bit` they are uint8 codes, and `scales_1` and `scales_2` hold one
+    scale for each BLOCK elements. The flat buffer must then be aligned to BLOCK, so that no block belongs to two
+    parameters. `moments_from` is the value of `steps` when the moments were last zero: Adam's bias correction counts
+    from there. `empty_steps` are skipped steps without a trained token, which the schedule counts. `before_step` are
+    called first by the next update.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
@@ -91,7 +68,7 @@ class Optimizer:
         dtype = torch.uint8 if self.in_8_bits else torch.float32
         n_moments = 0 if config.type == "sgd" else flat.n_local
         self.exp_avg, self.exp_avg_sq = (flat.new_state(dtype, n_moments) for _ in range(2))
-        assert not self.in_8_bits or all(place.start % BLOCK == 0 for place in flat.places.values())
+        assert not self.in_8_bits or all(place.start % BLOCK == 0 for place in flat.ranges.values())
         n_blocks = -(-flat.n_local // BLOCK) * self.in_8_bits
         self.scales_1, self.scales_2 = (flat.new_state(torch.float32, n_blocks, per_block=True) for _ in range(2))
         self.clear_moments()
@@ -118,10 +95,7 @@ class Optimizer:
         return learning_rate(self.config, self.steps + self.empty_steps)
 
     def gradient_stats(self) -> GradientStats:
-        """Return the norm of the gradient and its fraction of zeros. Waits for the device.
-
-        All ranks that hold a part of the model or of its gradient must call this.
-        """
+        """Return the gradient's norm and fraction of zeros. All ranks of the model must call this."""
         flat = self.flat
         totals_3 = torch.zeros(3, dtype=torch.float64, device=flat.grads.device)  # squares, non-zeros, entries
         for chunk in flat.chunks():
@@ -149,12 +123,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:
-        """Apply one update. All ranks of the model must call this.
-
-        Args:
-            grad_norm: Norm from `gradient_stats`, finite. If it exceeds `self.config.gradient_clipping`, the gradient
-                is scaled down.
-        """
+        """Apply one update. All ranks of the model must call this."""
         config, flat = self.config, self.flat
         while self.before_step:
             self.before_step.pop(0)()
@@ -187,7 +156,7 @@ class Optimizer:
             wait_for(work)
 
     def _equal_copies(self, bucket: Bucket, window: Window) -> None:
-        """Make the copies of a sharded parameter equal on all tensor-parallel ranks that hold the same shard.
+        """Make the copies of a sharded parameter equal on all tensor-parallel ranks that hold it.
 
         The first of these ranks sends its values to the others. Without this the copies may drift apart: a block of
         8-bit moments also contains elements that other ranks do not hold, so the scale of the block differs between
@@ -201,7 +170,6 @@ class Optimizer:
                 flat.params[chunk.place].copy_(masters)
 
     def _update(self, chunk: Chunk, window: Window, how: Update) -> None:
-        """Update the elements of one chunk. `how` holds the learning rate and other numbers of the update."""
         flat, masters = self.flat, window.masters(chunk.local)
         grads, params = flat.grads[chunk.grads], flat.params[chunk.place]
         if self.config.type == "sgd":

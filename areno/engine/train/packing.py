@@ -1,9 +1,12 @@
 """Packing of rows end to end into tensors, without padding, and their division over context-parallel ranks.
 
-The ranks of a context-parallel group share the tokens of each micro-batch, so a row may be too long for one device.
-A rank computes the layers for its tokens, and only attention exchanges data (see PackedAttend). Per-token results,
-such as log-probabilities, are summed over the group. So each rank has the results of all tokens, and losses need no
-code for context parallelism.
+The ranks of a context-parallel group share the tokens of each micro-batch, so a row may be too long for one device. A
+rank computes the layers for its tokens, and only attention exchanges data (see PackedAttend). Per-token results, such
+as log-probabilities, are summed over the group. So each rank has the results of all tokens, and losses need no code for
+context parallelism.
+
+Shape letters: N tokens of a micro-batch, n of them on this rank, T tokens to predict, U tokens of the caller's rows, R
+packed rows. U = N without shared prefixes. `indices_*` are indices among the N tokens.
 """
 
 from __future__ import annotations
@@ -30,22 +33,13 @@ from areno.loss_fns.pack import DataPack
 
 @dataclass(slots=True)
 class SharedTokens:
-    """The relation of rows that share prefixes, with U tokens in all, to the N tokens of a forward pass.
+    """The relation of rows that share prefixes to the N tokens of a forward pass."""
 
-    Attributes:
-        keys: Keys of each segment: of its own tokens and of the tokens before it in its rows.
-        previous_N: int64, index of the token before each token. 0 for the first token of a row.
-        places_U: int64, for each token of the rows, in the order of the rows, its index among the N tokens.
-        counts_N: float32, number of rows that contain each token.
-        wanted_U: bool, whether the value of a row's token is needed. Another row that contains the token may need its
-            value. None if the values of all tokens are needed.
-    """
-
-    keys: SharedKeys
-    previous_N: Tensor
-    places_U: Tensor
-    counts_N: Tensor
-    wanted_U: Tensor | None
+    keys: SharedKeys  # of each segment: of its own tokens and of the tokens before it in its rows
+    previous_N: Tensor  # index of the token before; 0 for the first token of a row
+    indices_U: Tensor
+    counts_N: Tensor  # float32, rows that contain each token
+    wanted_U: Tensor | None  # whether the value is needed in this row; another may need it; None: all
 
 
 @dataclass(slots=True)
@@ -53,29 +47,16 @@ class PackedTokens:
     """The input of a forward pass: R packed rows with N tokens in total, on the device.
 
     With `shared`, the R packed rows are segments of the caller's rows, and shared tokens are among the N tokens once.
-    With `prefix`, the first of the N tokens are those of `prefix`, and the R packed rows are made of the other tokens.
-
-    Attributes:
-        tokens_N: int64 token ids.
-        positions_N: int64, position of each token in its row, from 0.
-        cu_seqlens: (R + 1,) int32, index of the first token of each row, and the number of tokens of all rows.
-        max_len: Number of tokens in the longest row.
-        routes_NLk: The k experts that each token must use in each of the L layers with experts, see
-            areno/engine/train/rows.py. None lets the router choose.
-        predicted_T: int64, indices of the tokens whose log-probabilities are needed. None stands for all tokens but the
-            first ones of the caller's rows.
-        shared: How the caller's rows are made of the N tokens. None if no prefixes are shared.
-        prefix: The earlier forward pass that has computed the first tokens. None if there is none.
-        teacher: Name of the role whose model is the teacher of the rows. "" stands for the role of the divergence.
-        for_teacher: The input of the teacher's forward pass, which predicts the same tokens after other prompts. None
-            if the teacher reads the same rows.
+    With `prefix`, an earlier pass has computed the first of the N tokens, and the R packed rows are made of the others.
+    `predicted_T` is None for all tokens but the first ones of the caller's rows. `teacher` is a role, "" that of the
+    divergence. `for_teacher` predicts the same tokens after other prompts.
     """
 
     tokens_N: Tensor
     positions_N: Tensor
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor  # (R + 1,) int32
     max_len: int
-    routes_NLk: Tensor | None = None
+    routes_NLk: Tensor | None = None  # experts to use, see rows.py; None lets the router choose
     predicted_T: Tensor | None = None
     shared: SharedTokens | None = None
     prefix: PrefixPass | None = None
@@ -84,25 +65,18 @@ class PackedTokens:
 
     @property
     def n_before(self) -> int:
-        """Number of tokens that an earlier forward pass has computed."""
         return 0 if self.prefix is None else len(self.prefix.packed.tokens_N)
 
     @property
     def n_computed(self) -> int:
-        """Number of tokens that the forward pass computes."""
         return len(self.tokens_N) - self.n_before
 
-    def places_to_predict(self) -> Tensor:
-        """Return `predicted_T` or, if it is None, the indices of all tokens but the first ones of the rows."""
+    def indices_to_predict(self) -> Tensor:
         return self.positions_N.nonzero().squeeze(-1) if self.predicted_T is None else self.predicted_T
 
     def in_rows(self, numbers_N: Tensor) -> Tensor:
-        """Return values of the N tokens as values of the tokens of the caller's rows, (U,), differentiable.
-
-        Args:
-            numbers_N: A value for each of the N tokens.
-        """
-        return numbers_N if self.shared is None else copy_rows(numbers_N, self.shared.places_U)
+        """Return values of the N tokens as values of the U tokens of the rows, differentiable."""
+        return numbers_N if self.shared is None else copy_rows(numbers_N, self.shared.indices_U)
 
 
 class PrefixPass:
@@ -110,13 +84,6 @@ class PrefixPass:
 
     Call `begin`, then `join` for each micro-batch, and at last `end`. Training runs the backward pass of `output` after
     the backward passes of all micro-batches.
-
-    Args:
-        packed: The tokens of the prefixes.
-
-    Attributes:
-        packed: The tokens of the prefixes.
-        keys: Keys and values of the prefixes. None before `begin` and after `end`.
     """
 
     def __init__(self, packed: PackedTokens):
@@ -127,22 +94,14 @@ class PrefixPass:
         self._leaf_ND: Tensor | None = None
 
     def begin(self, run: Callable[[PackedTokens, PrefixKeys], Tensor]) -> None:
-        """Compute the prefixes.
-
-        Args:
-            run: Computes the hidden states of the tokens, and stores keys and values.
-        """
+        """Compute the prefixes. `run` returns hidden states, and stores keys and values."""
         self.keys = PrefixKeys(len(self.packed.tokens_N))
         hidden_ND = self._hidden_ND = run(self.packed, self.keys)[: self.keys.n_tokens]
         leaf_ND = hidden_ND.detach().to(torch.promote_types(hidden_ND.dtype, torch.float32))
         self._leaf_ND = leaf_ND.requires_grad_(hidden_ND.requires_grad)
 
     def join(self, hidden_nD: Tensor) -> Tensor:
-        """Return the hidden states of the prefixes followed by those of a micro-batch, (N, D), differentiable.
-
-        Args:
-            hidden_nD: Hidden states of the tokens that the micro-batch computes.
-        """
+        """Return the hidden states of the prefixes followed by those of a micro-batch, (N, D), differentiable."""
         assert self._leaf_ND is not None, "the pass has not begun"
         return torch.cat((self._leaf_ND.to(hidden_nD.dtype), hidden_nD))
 
@@ -154,7 +113,6 @@ class PrefixPass:
         return self._hidden_ND, grad_ND.to(self._hidden_ND.dtype)
 
     def end(self) -> None:
-        """Free the memory of the pass."""
         self.keys = self._hidden_ND = self._leaf_ND = None
 
 
@@ -165,20 +123,14 @@ def pack_tokens(
     trained: np.ndarray | None = None,
     share: bool = False,
 ) -> PackedTokens:
-    """Pack rows of token ids end to end.
+    """Pack rows of token ids end to end, with `share` tokens of shared prefixes once.
 
-    Args:
-        token_rows: int64 token ids of each row.
-        device: Device of the result.
-        routes: Experts of each row's tokens. None lets the router choose.
-        trained: For the tokens of all rows, whether the log-probability of the token is needed. None stands for all
-            tokens but the first ones.
-        share: Whether tokens of shared prefixes are packed once.
+    `trained` says for all U tokens whether the log-probability is needed. None stands for all but the first ones.
     """
     if share:
         forest = forest_of(token_rows)
         routes_N = None if routes is None else shared_routes(forest, np.concatenate(routes))
-        if len(forest.tokens_N) < len(forest.places_U) and (routes is None) == (routes_N is None):
+        if len(forest.tokens_N) < len(forest.indices_U) and (routes is None) == (routes_N is None):
             return _pack_forest(forest, device, routes_N, trained)
     lengths = np.array([len(row) for row in token_rows])
     starts = np.concatenate([[0], lengths.cumsum()])
@@ -199,16 +151,7 @@ def pack_group(
 ) -> list[PackedTokens]:
     """Pack the rows of micro-batches whose common prefixes are computed once, in a forward pass of their own.
 
-    Args:
-        token_rows: For each micro-batch, int64 token ids of each row.
-        device: Device of the result.
-        routes: For each micro-batch, experts of each row's tokens. None lets the router choose.
-        trained: For each micro-batch, `trained` of `pack_tokens`.
-        share: Whether tokens of shared prefixes are packed once.
-
-    Returns:
-        The micro-batches. All have the same `prefix`. It is None if there is only one micro-batch, or if the rows of
-        different micro-batches have no common prefix.
+    Arguments are those of `pack_tokens` for each micro-batch. All results have the same `prefix`.
     """
     parts: list[tuple[np.ndarray, Forest]] = []
     routes_N = None
@@ -237,15 +180,7 @@ def _pack_forest(
     trained: np.ndarray | None,
     prefix: PrefixPass | None = None,
 ) -> PackedTokens:
-    """Pack the segments of a forest.
-
-    Args:
-        forest: The forest.
-        device: Device of the result.
-        routes_N: Experts of each token. None lets the router choose.
-        trained: For the tokens of all rows, whether the log-probability of the token is needed.
-        prefix: The pass that computes the first `forest.n_before` tokens. None if there are no such tokens.
-    """
+    """Pack the segments of a forest. `prefix` computes the first `forest.n_before` tokens."""
 
     def on_device(array: np.ndarray | None) -> Tensor | None:
         return None if array is None else to_device(array, device)
@@ -253,14 +188,14 @@ def _pack_forest(
     longest, n_tokens = int(np.diff(forest.key_starts).max()), len(forest.tokens_N)
     keys = SharedKeys(on_device(forest.keys_M), on_device(forest.key_starts), longest, n_tokens)  # type: ignore[arg-type]
     counts_N = forest.counts_N.astype(np.float32)
-    arrays = forest.previous_N, forest.places_U, counts_N, trained
+    arrays = forest.previous_N, forest.indices_U, counts_N, trained
     return PackedTokens(
         on_device(forest.tokens_N),  # type: ignore[arg-type]
         on_device(forest.positions_N),  # type: ignore[arg-type]
         on_device(forest.starts),  # type: ignore[arg-type]
         int(np.diff(forest.starts).max()),
         on_device(routes_N),
-        None if trained is None else on_device(distinct(forest.places_U[trained], n_tokens)),
+        None if trained is None else on_device(distinct(forest.indices_U[trained], n_tokens)),
         SharedTokens(keys, *map(on_device, arrays)),  # type: ignore[arg-type]
         prefix,
     )
@@ -270,12 +205,6 @@ class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
     """The micro-batches of a step: the input of the model and the input of the loss function for each of them.
 
     A micro-batch is packed when it is first read, so that a GPU computes the first one while the host packs the others.
-
-    Args:
-        step: This rank's share of the step.
-        rows_per_unit: Number of adjacent rows that belong together.
-        device: Device of the tensors.
-        share: Whether the model computes tokens of shared prefixes once.
     """
 
     def __init__(self, step: StepMicroBatches, rows_per_unit: int, device: torch.device, share: bool = False):
@@ -301,7 +230,6 @@ class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
         return self._packs[index]
 
     def _pack(self, group: list[FlatRows]) -> list[tuple[PackedTokens, DataPack]]:
-        """Pack the micro-batches of a group, whose common prefixes are computed once."""
         tokens, trained = [rows.per_row(rows.tokens) for rows in group], [rows.trained for rows in group]
         routes = None
         if "routes" in self._step.rows.fields:
@@ -313,22 +241,16 @@ class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
         return [(one, _pack_rows(rows, one, self._step, self._rows_per_unit)) for rows, one in pairs]
 
     def halve(self, old_logprobs: Sequence[Tensor | None]) -> bool:
-        """Divide each micro-batch into two with about as many tokens. The order of the rows stays the same.
+        """Divide each micro-batch of several units into two of about as many tokens. Return whether one was.
 
-        The `sizes` of the step become those of the new micro-batches.
-
-        Args:
-            old_logprobs: The (N,) old log-probabilities of each micro-batch, or None. They become those of the new
-                ones.
-
-        Returns:
-            Whether a micro-batch was divided. One with a single unit of adjacent rows is not.
+        The order of the rows stays the same. `sizes` of the step and the old log-probabilities become those of the new
+        ones.
         """
         olds: list[Tensor | None] = []
         sizes: list[list[int]] = []
         left = iter(old_logprobs)
         for group in self._groups:
-            divided = [_halves(rows, self._rows_per_unit) for rows in group]
+            divided = [_split_in_two(rows, self._rows_per_unit) for rows in group]
             for parts, old_N in zip(divided, left):  # noqa: B905  (continues with the next group)
                 n_tokens = [len(part.tokens) for part in parts]
                 olds += [None] * len(parts) if old_N is None else old_N.split(n_tokens)
@@ -344,10 +266,7 @@ class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
 
 
 def _pack_for_teacher(rows: FlatRows, device: torch.device) -> PackedTokens | None:
-    """Pack rows for a teacher with prompts of its own. None if no row has such a prompt.
-
-    The trained tokens are the same ones in the same order.
-    """
+    """Pack rows for a teacher with prompts of its own, with the same trained tokens in the same order."""
     if all(prompt is None for prompt in rows.teacher_prompts):
         return None
     found = [row.for_teacher() for row in rows]
@@ -355,14 +274,6 @@ def _pack_for_teacher(rows: FlatRows, device: torch.device) -> PackedTokens | No
 
 
 def _pack_rows(rows: FlatRows, packed: PackedTokens, step: StepMicroBatches, rows_per_unit: int) -> DataPack:
-    """Return the input of the loss function for a micro-batch.
-
-    Args:
-        rows: The rows.
-        packed: The input of the model.
-        step: This rank's share of the step, which has the step's numbers of tokens and rows.
-        rows_per_unit: Number of adjacent rows that belong together.
-    """
     device = packed.tokens_N.device
     arrays = {
         "row_of_token": np.repeat(np.arange(len(rows)), rows.lengths),
@@ -387,20 +298,14 @@ def _pack_rows(rows: FlatRows, packed: PackedTokens, step: StepMicroBatches, row
 
 
 def not_masked(prompt_masks: Sequence[np.ndarray], batch: Sequence[int]) -> np.ndarray:
-    """Return, for the tokens of all rows of a batch, whether a token is predicted: not masked, not the first of a row.
-
-    Args:
-        prompt_masks: An (n,) bool array for each row, with True for each masked token.
-        batch: Indices of the rows of the batch.
-    """
+    """Return, for the tokens of all rows of a batch, whether a token is predicted: not masked, not the first."""
     asked = [~prompt_masks[index] for index in batch]
     for of_row in asked:
         of_row[0] = False
     return np.concatenate(asked)
 
 
-def _halves(rows: FlatRows, rows_per_unit: int) -> list[FlatRows]:
-    """Divide rows into two parts with about as many tokens, or return the rows if there is only one unit."""
+def _split_in_two(rows: FlatRows, rows_per_unit: int) -> list[FlatRows]:
     ends = np.cumsum(rows.lengths)[rows_per_unit - 1 : -1 : rows_per_unit]
     if not len(ends):
         return [rows]
@@ -412,12 +317,7 @@ def _halves(rows: FlatRows, rows_per_unit: int) -> list[FlatRows]:
 class LocalTokens:
     """The tokens of a micro-batch that this context-parallel rank computes: n consecutive tokens of its N tokens.
 
-    Attributes:
-        tokens_n: int64 token ids. They may end with padding.
-        positions_n: int64, position of each token in its row.
-        attend: Attention over the tokens of the whole micro-batch.
-        first: Index, in the micro-batch, of this rank's first token.
-        packed: The whole micro-batch.
+    They may end with padding. `first` is the index of the first of them. `attend` covers the whole micro-batch.
     """
 
     tokens_n: Tensor
@@ -427,7 +327,7 @@ class LocalTokens:
     packed: PackedTokens
 
     @classmethod
-    def of(
+    def of_rank(
         cls,
         packed: PackedTokens,
         context: ParallelGroup,
@@ -437,13 +337,7 @@ class LocalTokens:
     ) -> LocalTokens:
         """Divide the tokens of a micro-batch equally over a group, and return the share of this rank.
 
-        Args:
-            packed: The micro-batch.
-            context: The context-parallel group.
-            attn_backend: Attention kernel.
-            multiple: The number of tokens in a share becomes a multiple of this number. If necessary, a row of padding
-                tokens is added at the end of the micro-batch.
-            stores: Receives the keys and values, for later passes. None: no later pass needs them.
+        A share has a `multiple` of tokens, by padding at the end. `stores` receives keys and values for later passes.
         """
         tokens_N, positions_N, cu_seqlens = packed.tokens_N[packed.n_before :], packed.positions_N, packed.cu_seqlens
         positions_N, n_tokens = positions_N[packed.n_before :], len(tokens_N)
@@ -461,56 +355,32 @@ class LocalTokens:
 
     @property
     def n_tokens(self) -> int:
-        """N, the number of tokens in the micro-batch, without padding."""
         return len(self.packed.tokens_N)
 
-    def before(self, hidden_nD: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
+    def before(self, hidden_nD: Tensor, indices_T: Tensor) -> tuple[Tensor, Tensor]:
         """Select the tokens that this rank predicts because it computes the hidden state of the token before.
 
-        Args:
-            hidden_nD: (n, D) hidden states of this rank's tokens.
-            places_T: (T,) int64 indices of tokens in the micro-batch, without the first token of any row.
-
-        Returns:
-            The selected entries of `places_T`, and the (selected entries, D) hidden states of the tokens before them.
+        Returns their indices, and the hidden states of the tokens before them.
         """
         shared = self.packed.shared
-        return self.at(hidden_nD, places_T, places_T - 1 if shared is None else shared.previous_N[places_T])
+        return self.select(hidden_nD, indices_T, indices_T - 1 if shared is None else shared.previous_N[indices_T])
 
-    def at(self, hidden_nD: Tensor, places_T: Tensor, sources_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Select the entries of `places_T` whose source is a token of this rank or of an earlier pass.
-
-        Args:
-            hidden_nD: (n, D) hidden states of this rank's tokens.
-            places_T: (T,) int64.
-            sources_T: (T,) int64 indices of tokens in the micro-batch.
-
-        Returns:
-            The selected entries of `places_T`, and the (selected entries, D) hidden states of their sources.
-        """
+    def select(self, hidden_nD: Tensor, indices_T: Tensor, sources_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Select the entries whose source is a token of this rank or of an earlier pass, and its hidden states."""
         if self.packed.prefix is None:
             sources_T = sources_T - self.first
         else:
             hidden_nD = self.packed.prefix.join(hidden_nD)
         if self.attend.context.size > 1:
             here = (sources_T >= 0) & (sources_T < len(self.tokens_n))
-            places_T, sources_T = places_T[here], sources_T[here]
+            indices_T, sources_T = indices_T[here], sources_T[here]
         if self.packed.shared is None:
-            return places_T, hidden_nD.index_select(0, sources_T)
-        return places_T, copy_rows(hidden_nD, sources_T)  # the last token of a prefix predicts several tokens
+            return indices_T, hidden_nD.index_select(0, sources_T)
+        return indices_T, copy_rows(hidden_nD, sources_T)  # the last token of a prefix predicts several tokens
 
-    def aligned(self, places_T: Tensor, numbers_T: Tensor) -> Tensor:
-        """Write per-token values at their indices in the micro-batch, and sum over the context-parallel ranks.
-
-        Args:
-            places_T: (T,) int64 indices of tokens in the micro-batch, as `before` selects them.
-            numbers_T: (T,) values of these tokens.
-
-        Returns:
-            (U,) float32 with the values from all ranks, for the tokens of the caller's rows, of which there are N
-            without shared prefixes. 0 at tokens without a value.
-        """
-        numbers_N = torch.zeros(self.n_tokens, dtype=torch.float32, device=places_T.device)
-        numbers_N = self.attend.context.reduce_out(numbers_N.index_copy(0, places_T, numbers_T))
+    def aligned(self, indices_T: Tensor, numbers_T: Tensor) -> Tensor:
+        """Write values at their indices, sum over the context-parallel ranks, and return (U,), else 0."""
+        numbers_N = torch.zeros(self.n_tokens, dtype=torch.float32, device=indices_T.device)
+        numbers_N = self.attend.context.reduce_out(numbers_N.index_copy(0, indices_T, numbers_T))
         numbers_U, shared = self.packed.in_rows(numbers_N), self.packed.shared
         return numbers_U if shared is None or shared.wanted_U is None else numbers_U.where(shared.wanted_U, 0.0)

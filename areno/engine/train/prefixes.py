@@ -30,36 +30,18 @@ Rows = Sequence[np.ndarray]
 
 
 class Piece(NamedTuple):
-    """Units of rows that share prefixes and are computed together.
-
-    Attributes:
-        units: Indices of the units.
-        size: Number of computed tokens and, because each row has copies of the keys of its prefix, a KEYS-th of the
-            other tokens. It stands for the memory of a pass.
-        n_computed: Number of computed tokens. It stands for the time of a pass.
-    """
+    """Units of rows that share prefixes and are computed together."""
 
     units: list[int]
-    size: int
-    n_computed: int
+    size: int  # stands for memory: computed tokens, and a KEYS-th of the others, whose keys are copied
+    n_computed: int  # stands for time: computed tokens
 
     def joined(self, unit: int, size: int, n_computed: int) -> Piece:
-        """Return a copy of the piece with one more unit.
-
-        Args:
-            unit: Index of the unit.
-            size: Tokens by which the piece becomes larger.
-            n_computed: Tokens that the model computes for the unit beside those of the piece.
-        """
         return Piece([*self.units, unit], self.size + size, self.n_computed + n_computed)
 
 
 def least_shared(rows: Rows) -> int:
-    """Return the number of tokens in which rows must at least agree to share them: half of a row, but at most LEAST.
-
-    Args:
-        rows: int64 token ids of each row. There is at least one.
-    """
+    """Return the number of tokens in which rows must agree to share them: half of a row, but at most LEAST."""
     return min(LEAST, max(_LEAST_OF_SHORT, sum(map(len, rows)) // (2 * len(rows))))
 
 
@@ -68,41 +50,28 @@ class Forest:
     """Rows laid out as segments, as arrays. Letters: N tokens of all segments, S segments, U tokens of all rows.
 
     The first `n_before` tokens may have been computed by an earlier forward pass, see `divide_forest`. The S segments
-    are then those of the other tokens.
-
-    Attributes:
-        tokens_N: int64 token ids.
-        positions_N: int64, position of each token in its rows.
-        previous_N: int64, index of the token before each token. 0 for the first token of a row.
-        starts: (S + 1,) int32, index of the first token of each segment, and N, less `n_before`.
-        keys_M: int64, for each segment, the indices of the tokens from the beginning of its rows to its end. M is the
-            number of all these indices.
-        key_starts: (S + 1,) int32, index in `keys_M` of the first key of each segment, and M.
-        places_U: int64, for each token of the rows, in the order of the rows, its index among the N tokens.
-        n_before: Number of tokens that an earlier forward pass has computed.
+    are then those of the other tokens. `starts` (S + 1,) are indices of first tokens, less `n_before`. `keys_M` are,
+    for each segment, the indices of the tokens from the beginning of its rows to its end, and `key_starts` (S + 1,) the
+    indices of the first ones. `indices_U` is the index of each row's tokens among the N tokens.
     """
 
     tokens_N: np.ndarray
     positions_N: np.ndarray
-    previous_N: np.ndarray
+    previous_N: np.ndarray  # index of the token before each token; 0 for the first token of a row
     starts: np.ndarray
     keys_M: np.ndarray
     key_starts: np.ndarray
-    places_U: np.ndarray
+    indices_U: np.ndarray
     n_before: int = 0
 
     @property
     def counts_N(self) -> np.ndarray:
-        """Number of rows that contain each token, (N,) int64."""
-        return np.bincount(self.places_U, minlength=len(self.tokens_N))
+        """Number of rows that contain each token."""
+        return np.bincount(self.indices_U, minlength=len(self.tokens_N))
 
 
 def forest_of(rows: Rows) -> Forest:
-    """Lay rows out as a forest of segments.
-
-    Args:
-        rows: int64 token ids of each row. No row is empty.
-    """
+    """Lay rows, none of them empty, out as a forest of segments."""
     tree = _Tree(rows)
     # Segments in the order of the rows, so that rows without a shared prefix are laid out as without sharing.
     order = sorted(range(len(tree.begin)), key=lambda s: (tree.first_row[s], tree.begin[s]))
@@ -120,40 +89,36 @@ def forest_of(rows: Rows) -> Forest:
     for index, segment in enumerate(order):
         if tree.parent[segment] >= 0:
             previous_N[starts[index]] = paths[index][begin[index] - 1]
-    places_U = np.concatenate([paths[place[leaf]] for leaf in tree.leaf_of_row])
+    indices_U = np.concatenate([paths[place[leaf]] for leaf in tree.leaf_of_row])
     return Forest(
-        tokens_N=np.concatenate(rows)[_first(places_U, starts[-1])],
+        tokens_N=np.concatenate(rows)[_first(indices_U, starts[-1])],
         positions_N=positions_N,
         previous_N=previous_N,
         starts=starts.astype(np.int32),
         keys_M=np.concatenate(paths),
         key_starts=np.concatenate([[0], np.cumsum([len(path) for path in paths])]).astype(np.int32),
-        places_U=places_U,
+        indices_U=indices_U,
     )
 
 
-def _first(places_U: np.ndarray, n_tokens: int) -> np.ndarray:
+def _first(indices_U: np.ndarray, n_tokens: int) -> np.ndarray:
     """Return the index among the U tokens of rows of the first occurrence of each token, (n_tokens,) int64."""
     first_N = np.empty(n_tokens, dtype=np.int64)
-    first_N[places_U[::-1]] = np.arange(len(places_U))[::-1]  # of several occurrences, the first is written last
+    first_N[indices_U[::-1]] = np.arange(len(indices_U))[::-1]  # of several occurrences, the first is written last
     return first_N
 
 
 def divide_forest(forest: Forest, sizes: Sequence[int]) -> list[tuple[np.ndarray, Forest]]:
-    """Divide a forest into the segments that rows of several micro-batches contain, and the rest of each micro-batch.
+    """Divide a forest into the segments that rows of several micro-batches contain, and the rest of each.
 
-    Args:
-        forest: The forest of the rows of all micro-batches.
-        sizes: Number of tokens of the rows in each micro-batch, in the order of the rows.
-
-    Returns:
-        Pairs of (indices of tokens in the undivided forest, forest of these tokens). The first pair has the segments in
-        several micro-batches. It is followed by a pair for each micro-batch, whose tokens begin with those of the first
-        pair. The list is empty if no segment is in several micro-batches, or if a micro-batch has no other segment.
+    `sizes` are the tokens of the rows in each micro-batch. Returns pairs of (indices of tokens in the undivided forest,
+    forest of these tokens). The first pair has the segments in several micro-batches. It is followed by a pair for each
+    micro-batch, whose tokens begin with those of the first pair. The list is empty if no segment is in several
+    micro-batches, or if a micro-batch has no other segment.
     """
     lengths = np.diff(forest.starts)
     segment_N = np.repeat(np.arange(len(lengths)), lengths)
-    of_batches = np.split(forest.places_U, np.cumsum(sizes)[:-1])
+    of_batches = np.split(forest.indices_U, np.cumsum(sizes)[:-1])
     segments_of = [distinct(segment_N[places], len(lengths)) for places in of_batches]
     is_common = np.bincount(np.concatenate(segments_of), minlength=len(lengths)) > 1
     rest = [segments[~is_common[segments]] for segments in segments_of]
@@ -161,33 +126,23 @@ def divide_forest(forest: Forest, sizes: Sequence[int]) -> list[tuple[np.ndarray
         return []
     common, nothing = np.flatnonzero(is_common), np.empty(0, dtype=np.int64)
     place = np.zeros(len(forest.tokens_N), dtype=np.int64)
-    parts = [_part(forest, nothing, common, forest.places_U[is_common[segment_N[forest.places_U]]], place)]
+    parts = [_part(forest, nothing, common, forest.indices_U[is_common[segment_N[forest.indices_U]]], place)]
     return parts + [_part(forest, common, own, places, place) for own, places in zip(rest, of_batches, strict=True)]
 
 
 def distinct(places: np.ndarray, n: int) -> np.ndarray:
-    """Return the different numbers in an array, ascending.
-
-    Args:
-        places: Whole numbers from 0 to n - 1.
-        n: The number of possible numbers.
-    """
+    """Return the different numbers in an array of numbers below `n`, ascending."""
     found = np.zeros(n, dtype=bool)
     found[places] = True
     return np.flatnonzero(found)
 
 
 def _part(
-    forest: Forest, before: np.ndarray, own: np.ndarray, places_U: np.ndarray, place: np.ndarray
+    forest: Forest, before: np.ndarray, own: np.ndarray, indices_U: np.ndarray, place: np.ndarray
 ) -> tuple[np.ndarray, Forest]:
-    """Return the indices of the tokens of some segments in a forest, and the forest of these segments.
+    """Return the indices of the tokens of segments `before` (computed earlier) and `own`, and the forest of these.
 
-    Args:
-        forest: The forest of all segments.
-        before: Indices of the segments that an earlier forward pass has computed.
-        own: Indices of the segments to compute.
-        places_U: Indices, in the forest of all segments, of the tokens of the rows.
-        place: Memory for an index of each token of the forest.
+    `place` is memory for an index of each token of the forest.
     """
     kept = np.concatenate([_ranges(forest.starts, before), _ranges(forest.starts, own)])
     place[0], place[kept] = 0, np.arange(len(kept))  # the first tokens of rows have 0 as their previous token
@@ -199,7 +154,7 @@ def _part(
         starts=np.concatenate([[0], lengths.cumsum()]).astype(np.int32),
         keys_M=place[forest.keys_M[_ranges(forest.key_starts, own)]],
         key_starts=np.concatenate([[0], n_keys.cumsum()]).astype(np.int32),
-        places_U=place[places_U],
+        indices_U=place[indices_U],
         n_before=int(np.diff(forest.starts)[before].sum()),
     )
 
@@ -213,15 +168,7 @@ def _ranges(starts: np.ndarray, segments: np.ndarray) -> np.ndarray:
 class _Tree:
     """Divides rows into segments, by adding one row after another to a tree of segments.
 
-    Args:
-        rows: int64 token ids of each row.
-
-    Attributes:
-        begin: Position in its rows at which each segment begins.
-        end: Position in its rows at which each segment ends.
-        parent: Index of the segment before each segment, or -1.
-        first_row: Index of the first of the rows that contain each segment.
-        leaf_of_row: Index of the last segment of each row.
+    A segment is the positions [begin, end) of its rows. `first_row` is the first of the rows that contain it.
     """
 
     def __init__(self, rows: Rows):
@@ -271,14 +218,9 @@ class _Tree:
 
 
 def sorted_rows(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Yield the indices of rows in an order in which rows with a common prefix are neighbours.
+    """Yield (row index, tokens in common with the row before), so that common prefixes are neighbours.
 
-    Args:
-        rows: int64 token ids of each row.
-
-    Yields:
-        (index of a row, number of tokens that it has in common with the row before). The number is 0 for less than
-        `least_shared` tokens, unless both rows are equal.
+    The number is 0 for less than `least_shared` tokens, unless both rows are equal.
     """
     least = least_shared(rows)
     alike: dict[bytes, list[int]] = {}
@@ -314,11 +256,7 @@ def _common(rows: Rows) -> list[int]:
 
 
 def n_computed(rows: Rows) -> int:
-    """Return the number of tokens of the forest of rows.
-
-    Args:
-        rows: int64 token ids of each row.
-    """
+    """Return the number of tokens of the forest of rows."""
     tree = _Tree(rows)
     return sum(tree.end) - sum(tree.begin)
 
@@ -337,38 +275,24 @@ def _n_computed_of(units: Sequence[Rows]) -> Iterator[int]:
 
 
 def pieces(units: Sequence[Rows], most: int) -> list[Piece]:
-    """Divide units of rows into pieces whose units share prefixes.
+    """Divide units into pieces whose units share prefixes, of size `most` if they have several units.
 
-    Args:
-        units: The rows of each unit, which stay together. The first row of a unit stands for it.
-        most: Largest size of a piece with more than one unit.
-
-    Returns:
-        The pieces. Each unit is in one of them.
+    The first row of a unit stands for it.
     """
     return _pieces(_additions(units), most)
 
 
 class _Addition(NamedTuple):
-    """A unit, and what it adds to a piece that already has the unit before it.
-
-    Attributes:
-        unit: Index of the unit.
-        common: Number of tokens that it has in common with the unit before.
-        size: Size that it adds to the piece.
-        n_computed: Number of computed tokens that it adds to the piece.
-        alone: The piece that has no other unit.
-    """
+    """A unit, and what it adds to a piece that already has the unit before it."""
 
     unit: int
-    common: int
+    common: int  # tokens in common with the unit before
     size: int
     n_computed: int
     alone: Piece
 
 
 def _pieces(additions: Iterable[_Addition], most: int) -> list[Piece]:
-    """Divide units into pieces, see `pieces`."""
     found: list[Piece] = []
     for addition in additions:
         if addition.common and found and found[-1].size + addition.size <= most:
@@ -379,10 +303,7 @@ def _pieces(additions: Iterable[_Addition], most: int) -> list[Piece]:
 
 
 def _additions(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None = None) -> Iterator[_Addition]:
-    """Yield the units in an order in which units with a common prefix are neighbours.
-
-    The first row of a unit stands for it. `order` has the `sorted_rows` of these rows, if they are known.
-    """
+    """Yield the units in an order in which units with a common prefix are neighbours."""
     firsts = [unit[0] for unit in units]
     least, of_units = least_shared(firsts), list(_n_computed_of(units))
     for index, common in sorted_rows(firsts) if order is None else order:
@@ -395,16 +316,10 @@ def _additions(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None = 
 
 
 class LinkedPieces(NamedTuple):
-    """Pieces whose common prefixes are computed in a pass of their own, or one piece.
-
-    Attributes:
-        pieces: The pieces.
-        passes: Number of computed tokens of each pass: that of the prefixes, if there are several pieces, and those of
-            the pieces.
-    """
+    """Pieces whose common prefixes are computed in a pass of their own, or one piece."""
 
     pieces: list[Piece]
-    passes: list[int]
+    passes: list[int]  # computed tokens of each pass: of the prefixes, if there are several pieces, then of each piece
 
 
 def linked_pieces(
@@ -415,15 +330,6 @@ def linked_pieces(
     The common prefixes of linked pieces are computed in a forward pass of their own, before the pieces. Their keys,
     values and activations stay in memory until the last piece is done, so linked pieces are smaller than others. Only
     units of one row are linked. The first rows of larger units do not tell how many tokens the other rows share.
-
-    Args:
-        units: The rows of each unit, which stay together. The first row of a unit stands for it.
-        most: Largest size of a piece with more than one unit.
-        sharing: The rule of the model, which estimates the time of passes.
-        order: The `sorted_rows` of the first rows of the units. None if they are not known.
-
-    Returns:
-        The linked pieces. Most of the results have one piece.
     """
     groups: list[list[_Addition]] = []  # units with a common prefix
     for addition in _additions(units, order):
@@ -444,11 +350,9 @@ def linked_pieces(
 
 
 def _linked(additions: Sequence[_Addition], most: int) -> LinkedPieces | None:
-    """Return linked pieces of units with a common prefix. None if these would take too much memory, or one is empty.
+    """Return linked pieces of size `most`, together with the prefixes that stay in memory.
 
-    Args:
-        additions: The units, which are too large for one piece.
-        most: Largest size of a piece, together with the prefixes that stay in memory.
+    None if these would take too much memory, or one is empty.
     """
 
     def cut(room: int) -> LinkedPieces:
@@ -485,29 +389,19 @@ def _linked(additions: Sequence[_Addition], most: int) -> LinkedPieces | None:
 
 
 def shared_routes(forest: Forest, routes_U: np.ndarray) -> np.ndarray | None:
-    """Return the routes of the tokens of a forest: of each token, the known ones.
+    """Return the known routes of each token of a forest, (N, layers, k).
 
-    Args:
-        forest: The forest.
-        routes_U: Routes of the tokens of all rows, see areno/engine/train/rows.py.
-
-    Returns:
-        (N, layers, k). None if rows disagree about the experts of a shared token, so that they cannot share it.
+    None if rows disagree about the experts of a shared token, so that they cannot share it.
     """
     known = np.flatnonzero(routes_U[:, 0, 0] != np.iinfo(routes_U.dtype).max)
-    source_N = _first(forest.places_U, len(forest.tokens_N))
-    source_N[forest.places_U[known][::-1]] = known[::-1]
+    source_N = _first(forest.indices_U, len(forest.tokens_N))
+    source_N[forest.indices_U[known][::-1]] = known[::-1]
     routes_N = routes_U[source_N]
-    return routes_N if np.array_equal(routes_N[forest.places_U[known]], routes_U[known]) else None
+    return routes_N if np.array_equal(routes_N[forest.indices_U[known]], routes_U[known]) else None
 
 
 def order_to_share(rows: Rows, sharing: Sharing) -> list[tuple[int, int]] | None:
-    """Return the `sorted_rows` if enough tokens are saved by computing those of shared prefixes once, else None.
-
-    Args:
-        rows: int64 token ids of each row.
-        sharing: The rule of the model.
-    """
+    """Return the `sorted_rows` if computing shared prefixes once saves enough tokens, else None."""
     n_tokens = sum(map(len, rows))
     if sharing.when == "off" or not sharing.may_be_faster(n_tokens, len(rows)):
         return None

@@ -24,12 +24,7 @@ class StepRouting:
     """Routing of tokens to experts during an optimizer step.
 
     Call `begin_step` for each step, then for each micro-batch `begin` before its forward pass and `add` after it, and
-    at last `finish`. Scoring needs only `begin`.
-
-    Args:
-        routing: Settings and results of routing in a forward pass, which all layers of the model share.
-        coefficient: Coefficient of the auxiliary loss. 0 for no such loss.
-        dp: Ranks that hold copies of the model.
+    at last `finish`. Scoring needs only `begin`. `coefficient` is 0 for no auxiliary loss.
     """
 
     def __init__(self, routing: Routing, coefficient: float, dp: ParallelGroup):
@@ -39,12 +34,7 @@ class StepRouting:
         self.restart()
 
     def begin(self, packed: PackedTokens, share: LocalTokens) -> None:
-        """Prepare the layers for the forward pass of a micro-batch: set the experts to replay, and the auxiliary loss.
-
-        Args:
-            packed: The micro-batch.
-            share: The tokens of the micro-batch that this rank computes.
-        """
+        """Set the experts to replay, and the auxiliary loss, for the forward pass of a micro-batch."""
         n = len(share.tokens_n)
         n_here = max(0, min(n, share.n_tokens - share.first))  # the rest is padding
         counts_N = None if packed.shared is None else packed.shared.counts_N[share.first : share.first + n_here]
@@ -61,10 +51,6 @@ class StepRouting:
         """Count how often the tokens of a step choose each expert, by a forward pass over its micro-batches.
 
         Does nothing without an auxiliary loss. With an auxiliary loss, all copies of the model must call this.
-
-        Args:
-            batches: Micro-batches of the step.
-            run: Runs the forward pass of a micro-batch.
         """
         self._balance_E = None
         if not self._coefficient:
@@ -88,7 +74,7 @@ class StepRouting:
         self._n_seen = torch.zeros((), dtype=torch.int64)
 
     def add(self) -> None:
-        """Add the experts chosen in the last forward pass to the counts. Does nothing if the pass only scored rows."""
+        """Add the experts chosen in the last forward pass to the counts, unless the pass only scored rows."""
         if not self._routing.observes:
             return
         loads = [self._routing.loads[layer] for layer in range(self._routing.n_layers)]
@@ -102,18 +88,12 @@ class StepRouting:
         self._n_seen = self._n_seen.to(where) + self._n_tokens
 
     def finish(self) -> dict[str, float]:
-        """Return statistics of the step over all copies of the model, which must all call this. Waits for the device.
+        """Return statistics of the step over all copies of the model, which must all call this.
 
-        The load of an expert is the number of tokens that chose it. The violation of an expert is its load divided by
-        the mean load in its layer, minus 1.
-
-        Returns:
-            Values by name. router_max_violation is the largest violation in a layer, averaged over layers.
-            router_mean_violation is the mean of the absolute violation over experts and layers. router_entropy is the
-            entropy of the router's probabilities, divided by its largest possible value. router_changed is the fraction
-            of choices in which replayed experts differ from the router's own choice. router_aux_loss is the auxiliary
-            loss without the coefficient, which equals the number of experts per token if all experts have the same
-            load.
+        The violation of an expert is its load (tokens that chose it) divided by the mean load in its layer, minus 1.
+        router_entropy is a part of its largest possible value. router_changed is the fraction of choices in which
+        replayed experts differ from the router's own. router_aux_loss has no coefficient, and equals the number of
+        experts per token if all loads are equal.
         """
         experts, n_layers = self._routing.experts, self._routing.n_layers
         counted = [self._chosen_LE.flatten(), self._probability_E, self._entropy, self._changed, self._n_seen]
@@ -132,5 +112,4 @@ class StepRouting:
         }
 
     def weighed(self, aux_loss: float) -> float:
-        """Return the auxiliary loss times its coefficient."""
         return self._coefficient * aux_loss

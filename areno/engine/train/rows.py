@@ -27,24 +27,15 @@ FIELDS = {"logprobs": "rollout_logprobs", **{name: name for name in _SAME}}
 class Row:
     """One checked TrainSequence as arrays of its n tokens.
 
-    Attributes:
-        tokens: int64 token ids.
-        trained: bool, whether the token is trained. False for the first token, which no token predicts.
-        fields: float32 arrays by their names in DataPack, such as "advantages". The entry "routes" is an integer array
-            of experts.
-        reward: Reward of the row.
-        staleness: Number of optimizer steps since the row was sampled.
-        teacher: Name of the role whose model is the teacher. "" stands for the role of the divergence.
-        teacher_prompt: int64 tokens that a teacher reads in place of the tokens before `response_start`. None if the
-            teacher reads the same tokens.
-        response_start: Index of the first token that the teacher shares.
+    `fields` are float32 arrays by their names in DataPack, except the experts in "routes". A teacher reads
+    `teacher_prompt` in place of the tokens before `response_start`. The teacher is a role, "" that of the divergence.
     """
 
     tokens: np.ndarray
-    trained: np.ndarray
+    trained: np.ndarray  # False for the first token, which no token predicts
     fields: dict[str, np.ndarray] = field(default_factory=dict)
     reward: float = 0.0
-    staleness: int = 0
+    staleness: int = 0  # optimizer steps since the row was sampled
     teacher: str = ""
     teacher_prompt: np.ndarray | None = None
     response_start: int = 0
@@ -60,12 +51,10 @@ class Row:
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens."""
         return len(self.tokens)
 
     @property
     def n_trained(self) -> int:
-        """Number of tokens that the loss trains on."""
         return int(np.count_nonzero(self.trained))
 
 
@@ -73,19 +62,8 @@ class Row:
 class FlatRows(Sequence[Row]):
     """Many rows, whose arrays are concatenated: a batch may have thousands of short rows.
 
-    As a sequence it yields each Row with views of the arrays. A slice is again FlatRows.
-
-    Attributes:
-        lengths: Number of tokens of each row, int64.
-        tokens: int64 token ids of all rows.
-        trained: bool, whether the token is trained.
-        fields: Arrays by their names in DataPack. All rows have the same fields.
-        rewards: Reward of each row, float64.
-        staleness: Number of optimizer steps since each row was sampled, int64.
-        teachers: `Row.teacher` of each row.
-        teacher_prompts: `Row.teacher_prompt` of each row.
-        response_starts: `Row.response_start` of each row.
-        starts: Index of the first token of each row, int64.
+    As a sequence it yields each Row with views of the arrays. A slice is again FlatRows. `starts` are the indices of
+    the first tokens.
     """
 
     lengths: np.ndarray
@@ -103,12 +81,8 @@ class FlatRows(Sequence[Row]):
         self.starts = starts_of(self.lengths)
 
     @staticmethod
-    def of(rows: Sequence[Row]) -> FlatRows:
-        """Concatenate the arrays of rows.
-
-        Args:
-            rows: At least one row. All have the same fields.
-        """
+    def concatenate(rows: Sequence[Row]) -> FlatRows:
+        """Concatenate the arrays of at least one row. All have the same fields."""
         return FlatRows(
             lengths=np.array([row.n_tokens for row in rows]),
             tokens=np.concatenate([row.tokens for row in rows]),
@@ -148,24 +122,15 @@ class FlatRows(Sequence[Row]):
 
     @property
     def n_trained(self) -> np.ndarray:
-        """Number of tokens of each row that the loss trains on, (rows,) int64."""
         return np.add.reduceat(self.trained, self.starts, dtype=np.int64)
 
     def per_row(self, values: np.ndarray) -> list[np.ndarray]:
-        """Return the part of each row of an array.
-
-        Args:
-            values: An array with an entry for each token of all rows, such as `tokens`.
-        """
+        """Divide an array with an entry for each token of all rows."""
         ends = (self.starts + self.lengths).tolist()
         return [values[start:end] for start, end in zip(self.starts.tolist(), ends, strict=True)]
 
     def select(self, indices: Sequence[int]) -> FlatRows:
-        """Return some of the rows in a given order, with views of the arrays if the rows are adjacent.
-
-        Args:
-            indices: Indices of the rows.
-        """
+        """Return some of the rows in a given order, with views of the arrays if the rows are adjacent."""
         chosen = np.asarray(indices, dtype=np.int64)
         lengths = self.lengths[chosen]
         of_tokens: slice | np.ndarray = slice(0)
@@ -188,27 +153,11 @@ class FlatRows(Sequence[Row]):
 
 
 def starts_of(lengths: np.ndarray) -> np.ndarray:
-    """Return the index of the first token of each row among the concatenated tokens of all rows.
-
-    Args:
-        lengths: Number of tokens of each row.
-    """
     return np.cumsum(lengths) - lengths
 
 
 def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None = None) -> np.ndarray:
-    """Check the token ids of one row, and convert them to an (n,) int64 array.
-
-    Args:
-        tokens: Token ids of the caller.
-        name: Name of the row in messages.
-        vocab_size: Vocabulary of the model.
-        context_len: Context of the model, in tokens. None allows any length.
-
-    Raises:
-        DataError: The row is empty or not a flat list of ints, the model lacks one of the ids, or the row exceeds
-            the context.
-    """
+    """Check the token ids of one row, and convert them to int64. Raises DataError, which says `name`."""
     if isinstance(tokens, str):
         raise DataError(f"{name} is a string; token ids are expected: tokenizer.encode(text)")
     tokens = [] if tokens is None else tokens
@@ -239,16 +188,9 @@ def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None
 def read_rows(
     rows: Sequence[TrainSequence], vocab_size: int, context_len: int | None = None, name: str = "row {}"
 ) -> FlatRows:
-    """Check every row of a caller, and convert the rows to arrays.
+    """Check every row of a caller, and convert the rows to arrays. `name` has {} for the index of a row.
 
-    Args:
-        rows: Rows of the caller.
-        vocab_size: Vocabulary of the model.
-        context_len: Context of the model, in tokens. None allows any length.
-        name: Name of a row in messages, with {} for its index.
-
-    Raises:
-        DataError: There are no rows, or a row is invalid. The message names the row and the field.
+    Raises DataError, which names the row and the field, if a row is invalid.
     """
     if not rows:
         raise DataError("there are no rows to train on")
@@ -256,13 +198,12 @@ def read_rows(
     if (flat := _read_arrays(rows, given, vocab_size, context_len)) is not None:
         return flat
     first = name.format(0)
-    return FlatRows.of(
+    return FlatRows.concatenate(
         [_read_row(row, name.format(i), first, given, vocab_size, context_len) for i, row in enumerate(rows)]
     )
 
 
 def _any_old(rows: Sequence[TrainSequence]) -> bool:
-    """Return whether at least one row has `old_logprobs`."""
     return any(row.old_logprobs is not None for row in rows)
 
 
@@ -274,8 +215,8 @@ def _read_arrays(
 ) -> FlatRows | None:
     """Check and convert all rows at once, which is possible only if their fields are arrays.
 
-    `given` lists the optional fields that the rows have. Returns None if any check fails. The caller must then check
-    each row by itself, to find the row and the field that are wrong.
+    Returns None if any check fails. The caller must then check each row by itself, to find the row and the field that
+    are wrong.
     """
     # Each check is one pass over a column in C, because a batch may have thousands of short rows.
     names = ("tokens", "prompt_mask", *FIELDS)
@@ -317,11 +258,6 @@ def _read_arrays(
 def _read_row(
     row: TrainSequence, called: str, first: str, given: list[str], vocab_size: int, context_len: int | None
 ) -> Row:
-    """Check one row and convert it to arrays.
-
-    `called` and `first` are the names of this row and of the first row in messages. `given` lists the optional fields
-    that every row must have.
-    """
     tokens = read_tokens(row.tokens, f"{called}: tokens", vocab_size, context_len)
     _check_row(row, called, first, given, len(tokens))
     trained = ~_read_mask(row.prompt_mask, f"{called}: prompt_mask")
@@ -345,7 +281,6 @@ def _read_row(
 
 
 def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_tokens: int) -> None:
-    """Raise DataError if a row lacks a field of `given`, or if a length, the reward or the staleness is wrong."""
     if row.prompt_mask is None:
         raise DataError(f"{called}: prompt_mask is missing; give True for each token that is not trained")
     for name in ("prompt_mask", *FIELDS):
@@ -372,8 +307,7 @@ def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_
 def _read_mask(prompt_mask: Any, name: str) -> np.ndarray:
     """Convert a prompt mask to an (n,) bool array.
 
-    Only True and False, or 1 and 0, are accepted, because any text would count as True. Raises DataError, whose message
-    begins with `name`, for all other values.
+    Only True and False, or 1 and 0, are accepted, because any text would count as True.
     """
     try:
         mask = np.asarray(prompt_mask)
@@ -388,13 +322,7 @@ FIELD = "routes"  # name in Row.fields
 
 
 class RouteShape(NamedTuple):
-    """The shape of a model's routes, the experts of each token.
-
-    Attributes:
-        n_layers: Number of layers with experts.
-        top_k: Number of experts of a token in each layer.
-        n_experts: Number of experts in a layer.
-    """
+    """The shape of a model's routes, the experts of each token."""
 
     n_layers: int
     top_k: int
@@ -402,7 +330,6 @@ class RouteShape(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """Data type of the index of an expert: uint8 for fewer than 256 experts, else int16."""
         return np.uint8 if self.n_experts < 2**8 else np.int16
 
     @property
@@ -417,20 +344,7 @@ class RouteShape(NamedTuple):
 
 
 def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str) -> np.ndarray:
-    """Check the routes of a row, and extend them to all of its tokens.
-
-    Args:
-        routes: (n, layers, experts of a token) routes of the first n tokens. None if no token has routes.
-        n_tokens: Number of tokens in the row.
-        shape: Shape of the model's routes. None for a model without experts.
-        name: Name of the row in messages.
-
-    Returns:
-        (n_tokens, L layers, k experts of a token). Tokens without routes have the value `shape.none`.
-
-    Raises:
-        DataError: The routes have another shape or unknown experts, or the model has no experts.
-    """
+    """Check the routes of the first tokens of a row, and extend them to all with `shape.none`."""
     if shape is None:
         raise DataError(f"{name}: routes are given, but the model has no experts; leave them out")
     whole = np.full((n_tokens, shape.n_layers, shape.top_k), shape.none, dtype=shape.dtype)
@@ -458,21 +372,7 @@ def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str)
 def routes_of_rows(
     routes: Sequence[Any] | None, token_rows: Sequence[Any], shape: RouteShape | None, role: str
 ) -> list[np.ndarray] | None:
-    """Check the routes of rows that will be scored.
-
-    Args:
-        routes: Routes of each row, where an entry None stands for a row without routes. None if no row has routes.
-        token_rows: Token ids of each row.
-        shape: Shape of the model's routes. None for a model without experts.
-        role: Role that scores the rows. Only the actor supports routes.
-
-    Returns:
-        The routes of each row, see `read_routes`. None if no row has routes.
-
-    Raises:
-        DataError: The routes of a row are invalid.
-        EngineError: The number of routes differs from the number of rows, or the role is not the actor.
-    """
+    """Check the routes of rows that will be scored, an entry or all of which may be None."""
     if routes is None or all(each is None for each in routes):
         return None
     if role != "actor":
@@ -484,31 +384,13 @@ def routes_of_rows(
 
 
 def without_padding(tokens: np.ndarray, pad: int | None) -> np.ndarray:
-    """Return a row without the padding tokens at its end, but with at least its first token.
-
-    Args:
-        tokens: Token ids of the row.
-        pad: Id of the padding token. None returns the row unchanged.
-    """
+    """Return a row without the padding tokens at its end, but with at least its first token."""
     kept = np.flatnonzero(np.asarray(tokens) != pad)
     return tokens[: kept[-1] + 1 if kept.size else 1]
 
 
 def masks_of_rows(prompt_masks: Sequence[Any] | None, token_rows: Sequence[Any]) -> list[np.ndarray] | None:
-    """Check the prompt masks of rows that will be scored.
-
-    Args:
-        prompt_masks: For each row, True for each token whose log-probability is not needed. None needs all.
-        token_rows: Token ids of each row.
-
-    Returns:
-        A bool array for each row. None if all log-probabilities are needed.
-
-    Raises:
-        DataError: The masks are not a list, a mask has an entry other than True and False, or its length is not that
-            of its row.
-        EngineError: The number of masks differs from the number of rows.
-    """
+    """Check the prompt masks of rows that will be scored: True where no log-probability is needed."""
     if prompt_masks is None:
         return None
     if not isinstance(prompt_masks, list | tuple | np.ndarray):
@@ -533,16 +415,9 @@ class ModelFacts(Protocol):
 def read_training_rows(
     rows: Sequence[TrainSequence], info: ModelFacts, name: str, with_teacher: bool = False
 ) -> FlatRows:
-    """Check every row of a caller, and convert the rows to arrays, with their routes and what a teacher reads.
+    """Check and convert rows as `read_rows`, with their routes and what a teacher reads.
 
-    Args:
-        rows: Rows of the caller.
-        info: Facts about the model.
-        name: Name of a row in messages, with {} for its index.
-        with_teacher: Whether a divergence from a teacher is computed. If not, its prompts and lists are ignored.
-
-    Raises:
-        DataError: There are no rows, or a row is invalid. The message names the row and the field.
+    Prompts and lists of a teacher are ignored unless a divergence is computed.
     """
     checked = read_rows(rows, info.vocab_size, info.context_len, name)
     add_routes(checked, rows, info.routes, name)
@@ -555,10 +430,7 @@ TOP = ("teacher_top_tokens", "teacher_top_logprobs")  # names in Row.fields and 
 
 
 def _add_teacher(rows: FlatRows, given: Sequence[TrainSequence], vocab_size: int, context_len: int, name: str) -> None:
-    """Add what a divergence from a teacher needs to checked rows: prompts of its own, or what it lists.
-
-    Raises DataError if a prompt or a list is invalid, or only some rows have lists.
-    """
+    """Add what a divergence from a teacher needs to checked rows: prompts of its own, or what it lists."""
     if any(row.teacher_top is not None for row in given):
         rows.fields |= _read_tops(rows, given, vocab_size, name)
         return
@@ -589,7 +461,6 @@ def _read_tops(rows: FlatRows, given: Sequence[TrainSequence], vocab_size: int, 
 
 
 def _read_top(top: Any, row: Row, vocab_size: int, called: str) -> dict[str, np.ndarray]:
-    """Check `TrainSequence.teacher_top`, and return its arrays by their names in Row.fields."""
     if not isinstance(top, tuple) or len(top) != 2:
         raise DataError(f"{called}: teacher_top is {type(top).__name__}; (token ids, log-probabilities) is expected")
     try:
@@ -615,17 +486,7 @@ def _read_top(top: Any, row: Row, vocab_size: int, called: str) -> dict[str, np.
 
 
 def add_routes(rows: FlatRows, given: Sequence[TrainSequence], shape: RouteShape | None, name: str) -> None:
-    """Add the field "routes" to checked rows, if any of the caller's rows has routes.
-
-    Args:
-        rows: Checked rows, changed in place.
-        given: The caller's rows.
-        shape: Shape of the model's routes. None for a model without experts.
-        name: Name of a row in messages, with {} for its index.
-
-    Raises:
-        DataError: The routes of a row are invalid.
-    """
+    """Add the field "routes" to checked rows, in place, if any of the caller's rows has routes."""
     if any(row.routes is not None for row in given):
         sources = enumerate(zip(rows.lengths.tolist(), given, strict=True))
         rows.fields[FIELD] = np.concatenate(

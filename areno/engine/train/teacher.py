@@ -26,13 +26,8 @@ class TeacherPasses:
     backward pass has ended. The head computes logits from them, chunk by chunk. Hidden states of a whole step would
     take more memory than those of one micro-batch.
 
-    Args:
-        run: Runs the layers of the teacher on a packed micro-batch.
-        logits: Computes this rank's columns of the teacher's logits from hidden states.
-        divergence: The divergence.
-        switch: Returns a context in which the model of `run` is the teacher. It switches adapters off if the teacher is
-            the student without its adapters.
-        common: The ids over which both models are compared. None: all ids.
+    `switch` returns a context in which the model of `run` is the teacher. It switches adapters off if the teacher is
+    the student without its adapters. `common` are the ids over which both models are compared.
     """
 
     def __init__(
@@ -49,24 +44,17 @@ class TeacherPasses:
         self._prefix: PrefixPass | None = None  # of the teacher, over the tokens of `_prefix_of_student`
 
     @torch.no_grad()
-    def at(self, packed: PackedTokens) -> WholeTeacher:
-        """Run the layers of the teacher on a micro-batch.
-
-        Args:
-            packed: The student's input.
-
-        Returns:
-            The last hidden states (T, E) of the T positions whose next tokens the micro-batch predicts, with the head.
-        """
+    def run(self, packed: PackedTokens) -> WholeTeacher:
+        """Run the teacher on the student's input, for the T positions whose next tokens are predicted."""
         with self._switch(), phase("teacher", tokens=packed.n_computed):
             theirs = packed.for_teacher
             if theirs is None:
-                theirs = replace(packed, routes_NLk=None, prefix=self._begun(packed.prefix))
+                theirs = replace(packed, routes_NLk=None, prefix=self._run_prefix(packed.prefix))
             hidden_nE, share = self._run(theirs, None)
-            hidden_TE = share.before(hidden_nE, theirs.places_to_predict())[1]
+            hidden_TE = share.before(hidden_nE, theirs.indices_to_predict())[1]
         return WholeTeacher(hidden_TE, self._logits, self._divergence, self._common)
 
-    def _begun(self, prefix: PrefixPass | None) -> PrefixPass | None:
+    def _run_prefix(self, prefix: PrefixPass | None) -> PrefixPass | None:
         """Run the teacher on the prefixes that several micro-batches share, once, and return this pass."""
         if prefix is not None and prefix is not self._prefix_of_student:
             self.end()
@@ -85,11 +73,7 @@ class TeacherPasses:
 class Teachers:
     """Exchanges the teachers of an update between micro-batches. Only the current teacher is held on the device.
 
-    Use it as a context manager. Its end releases the current teacher.
-
-    Args:
-        hold: Returns a context that holds the model of a role on the device, and yields its passes.
-        default: Role of the teacher of micro-batches whose rows name none.
+    `hold` returns a context that holds the model of a role on the device. `default` is the role of rows that name none.
     """
 
     def __init__(self, hold: Callable[[str], AbstractContextManager[TeacherPasses]], default: str):
@@ -104,47 +88,28 @@ class Teachers:
         self.end()
         self._stack.close()
 
-    def at(self, packed: PackedTokens) -> WholeTeacher:
-        """Run the layers of the teacher of a micro-batch, which `packed.teacher` names.
-
-        Args:
-            packed: The student's input.
-
-        Returns:
-            The last hidden states of the positions to predict, with the teacher's head, see `TeacherPasses.at`.
-        """
+    def run(self, packed: PackedTokens) -> WholeTeacher:
         role = packed.teacher or self._default
         if self._passes is None or role != self._role:
             self.end()
             self._passes = None  # also if memory runs out below: the last teacher has left the device
             self._stack.close()
             self._role, self._passes = role, self._stack.enter_context(self._hold(role))
-        return self._passes.at(packed)
+        return self._passes.run(packed)
 
     def end(self) -> None:
-        """Free the memory of the last pass over prefixes."""
         if self._passes is not None:
             self._passes.end()
 
 
-def listed_teacher(packed: PackedTokens, pack: DataPack, places_T: Tensor, divergence: Divergence) -> Teacher | None:
-    """Return a teacher made of the log-probabilities that rows bring (`TrainSequence.teacher_top`).
-
-    Args:
-        packed: The student's input.
-        pack: The micro-batch, with one value for each token of the rows.
-        places_T: Indices, in `packed`, of the tokens to predict.
-        divergence: The divergence.
-
-    Returns:
-        The teacher. None if the rows bring no log-probabilities of a teacher.
-    """
+def listed_teacher(packed: PackedTokens, pack: DataPack, indices_T: Tensor, divergence: Divergence) -> Teacher | None:
+    """Return a teacher made of the log-probabilities that rows bring (`TrainSequence.teacher_top`)."""
     if pack.teacher_top_tokens is None or pack.teacher_top_logprobs is None:
         return None
-    places_U = places_T
+    indices_U = indices_T
     if packed.shared is not None:  # rows that share a token have equal lists for it, if both train on it
         trained_U = pack.trained_T
-        index_N = torch.zeros(len(packed.tokens_N), dtype=torch.int64, device=places_T.device)
-        index_N[packed.shared.places_U[trained_U]] = trained_U
-        places_U = index_N[places_T]
-    return ListedTeacher(pack.teacher_top_tokens[places_U], pack.teacher_top_logprobs[places_U], divergence)
+        index_N = torch.zeros(len(packed.tokens_N), dtype=torch.int64, device=indices_T.device)
+        index_N[packed.shared.indices_U[trained_U]] = trained_U
+        indices_U = index_N[indices_T]
+    return ListedTeacher(pack.teacher_top_tokens[indices_U], pack.teacher_top_logprobs[indices_U], divergence)

@@ -148,13 +148,13 @@ def test_the_acceptance_of_each_sequence_is_measured(penalty: float) -> None:
     drafter = NgramDrafter(torch.device("cpu"), table_bits=12)
     drafter.begin(StepCosts(fixed=10_000, verification=1, most_rows=200))
     found: list[list[float]] = []
-    decides = drafter.length.of
+    decides = drafter.length.next_length
 
     def recorded(n_running: int, relative_acceptance_B: Any, *, is_prepared: bool) -> int:
         found.append(relative_acceptance_B.tolist())
         return decides(n_running, relative_acceptance_B, is_prepared=is_prepared)
 
-    drafter.length.of = recorded  # type: ignore[method-assign]
+    drafter.length.next_length = recorded  # type: ignore[method-assign]
     decoder = make_decoder(model(), drafter=drafter)
     items = [
         request(1, 9, max_new_tokens=60, greedy=True, frequency_penalty=penalty),  # repeats itself

@@ -21,7 +21,7 @@ from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
 from areno.engine.processes import ray_cluster as cluster
 from areno.engine.processes import ray_workers
 from areno.engine.processes.ray_cluster import Node, described, has_room, no_room, shares_left
-from areno.engine.processes.ray_host import NodeReport, interface_of, leave_sign, versions
+from areno.engine.processes.ray_host import NodeReport, create_probe_file, interface_of, versions
 from areno.engine.processes.ray_workers import check_folders, check_versions
 from areno.engine.spec import RoleSpec
 from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
@@ -239,17 +239,17 @@ def test_gpus_that_torch_does_not_see_are_told() -> None:
 
 def test_folders_that_a_node_does_not_see(tmp_path: Path) -> None:
     spec = engine_spec("/models/m", devices=["cpu"] * 2, n_nodes=2)
-    sign = leave_sign(str(tmp_path / "outputs"))
-    check_folders(spec, [report()], {"cluster.fileroot": sign})
+    probe_file = create_probe_file(str(tmp_path / "outputs"))
+    check_folders(spec, [report()], {"cluster.fileroot": probe_file})
     with pytest.raises(CheckpointError, match=r"^actor\.path: node 10\.0\.0\.2 has no /models/m; each node reads"):
         check_folders(spec, [report(missing=("/models/m",))], {})
     spec.planned = {"ref": RoleSpec(path="/models/ref", head="lm", key="ref.path")}
     with pytest.raises(CheckpointError, match=r"^ref\.path: node 10\.0\.0\.2 has no /models/ref; each node reads"):
         check_folders(spec, [report(missing=("/models/ref",))], {})
     with pytest.raises(
-        ConfigError, match=rf"^cluster\.fileroot: node 10\.0\.0\.2 does not see what is .* {sign.parent};"
+        ConfigError, match=rf"^cluster\.fileroot: node 10\.0\.0\.2 does not see what is .* {probe_file.parent};"
     ):
-        check_folders(spec, [report(), report(missing=(str(sign),))], {"cluster.fileroot": sign})
+        check_folders(spec, [report(), report(missing=(str(probe_file),))], {"cluster.fileroot": probe_file})
 
 
 def test_ranks_know_their_machines() -> None:

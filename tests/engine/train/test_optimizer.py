@@ -226,7 +226,7 @@ def test_frozen_parameters_take_no_memory_but_their_own(kind, per_element):
     before = {name: p.clone() for name, p in model.named_parameters()}
     updated(optimizer, model, range(2))
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert changed == {"mix.weight", "mix.bias"} == flat.places.keys()
+    assert changed == {"mix.weight", "mix.bias"} == flat.ranges.keys()
 
 
 def test_schedules():

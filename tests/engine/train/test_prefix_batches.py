@@ -36,7 +36,7 @@ def check_forest(rows: Rows) -> None:
     forest = forest_of(rows)
     starts = np.cumsum([0, *map(len, rows)])
     for row, start in zip(rows, starts, strict=False):
-        places = forest.places_U[start : start + len(row)]
+        places = forest.indices_U[start : start + len(row)]
         np.testing.assert_array_equal(forest.tokens_N[places], row)
         np.testing.assert_array_equal(forest.positions_N[places], np.arange(len(row)))
         np.testing.assert_array_equal(forest.previous_N[places[1:]], places[:-1])
@@ -45,9 +45,9 @@ def check_forest(rows: Rows) -> None:
         keys = forest.keys_M[forest.key_starts[segment] : forest.key_starts[segment + 1]]
         np.testing.assert_array_equal(keys[-len(own) :], own)
         np.testing.assert_array_equal(forest.positions_N[keys], np.arange(len(keys)))
-        assert any(np.array_equal(forest.places_U[s : s + len(keys)], keys) for s in starts[:-1])
+        assert any(np.array_equal(forest.indices_U[s : s + len(keys)], keys) for s in starts[:-1])
     assert forest.counts_N.sum() == starts[-1]
-    np.testing.assert_array_equal(np.unique(forest.places_U), np.arange(len(forest.tokens_N)))
+    np.testing.assert_array_equal(np.unique(forest.indices_U), np.arange(len(forest.tokens_N)))
     assert n_computed(rows) == len(forest.tokens_N)
 
 

@@ -145,11 +145,11 @@ def test_padding_is_a_row_of_its_own() -> None:
     model = make().model
     expected = hidden_of_rows(model, rows, share=False)
     multiple = len(packed_rows.tokens_N) + 3
-    local = LocalTokens.of(packed_rows, ParallelGroup(), "sdpa", multiple)
+    local = LocalTokens.of_rank(packed_rows, ParallelGroup(), "sdpa", multiple)
     assert len(local.tokens_n) == multiple
     hidden_ND = model(local.tokens_n, local.positions_n, local.attend)
     assert packed_rows.shared is not None
-    assert_alike(hidden_ND.index_select(0, packed_rows.shared.places_U), expected, 2e-6)
+    assert_alike(hidden_ND.index_select(0, packed_rows.shared.indices_U), expected, 2e-6)
 
 
 # -- steps and scores --------------------------------------------------------------------------------------------------
@@ -316,13 +316,13 @@ def test_linked_micro_batches_of_float64_have_the_gradients_of_rows_apart(monkey
     (prefix,) = {id(packed.prefix): packed.prefix for packed in packs}.values()
 
     def run(packed: Any, stores: Any = None) -> torch.Tensor:
-        local = LocalTokens.of(packed, ParallelGroup(), "sdpa", stores=stores)
+        local = LocalTokens.of_rank(packed, ParallelGroup(), "sdpa", stores=stores)
         return model(local.tokens_n, local.positions_n, local.attend)
 
     with InFloat64():
         prefix.begin(run)
         for batch, packed in zip(batches, packs, strict=True):
-            hidden = prefix.join(run(packed)).index_select(0, packed.shared.places_U)
+            hidden = prefix.join(run(packed)).index_select(0, packed.shared.indices_U)
             of_batch = torch.cat([weights[starts[i] : starts[i + 1]] for i in batch])
             assert_alike(hidden, torch.cat([expected[starts[i] : starts[i + 1]] for i in batch]), 1e-12)
             (hidden * of_batch).sum().backward()

@@ -65,7 +65,7 @@ def test_every_element_has_one_owner(
         assert [bucket.stage for bucket in flat.buckets] == [-1, 0, 1, 2, 3]
     assert owners is not None
     placed = torch.zeros_like(owners)
-    for place in flat.places.values():
+    for place in flat.ranges.values():
         assert place.start % align == 0
         placed[place] += 1
     assert torch.equal(owners[placed > 0], placed[placed > 0])
