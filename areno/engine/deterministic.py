@@ -34,11 +34,7 @@ _SAYS = " does not have a deterministic implementation"
 class _Flags:
     """The settings of torch that are global to the process, and the number of workers that need them.
 
-    Attributes:
-        n_workers: Number of workers of this process that have called `begin_deterministic` and not yet
-            `end_deterministic`.
-        before: torch's deterministic debug mode, and torch.utils.deterministic.fill_uninitialized_memory, as they
-            were before the first of these workers.
+    `before` are deterministic debug mode and fill_uninitialized_memory before the first of these workers.
     """
 
     n_workers: int = 0
@@ -67,15 +63,7 @@ def begin_deterministic(device: str, world_size: int) -> None:
 
     Call this before the process uses CUDA or NCCL. It switches torch's deterministic mode on. On a GPU it also sets the
     environment variables CUBLAS_WORKSPACE_CONFIG and, for several ranks, NCCL_ALGO=Ring. Variables that are already set
-    keep their values.
-
-    Args:
-        device: Device of the worker: "cpu" or "cuda:<i>".
-        world_size: Number of ranks of the engine.
-
-    Raises:
-        EngineError: On a GPU, if CUBLAS_WORKSPACE_CONFIG has a value that torch does not accept, if triton is
-            missing, or if the process has used CUDA before CUBLAS_WORKSPACE_CONFIG was set.
+    keep their values. Raises EngineError if this cannot work.
     """
     if device.startswith("cuda"):
         given = os.environ.get(_WORKSPACE)
@@ -102,10 +90,7 @@ def begin_deterministic(device: str, world_size: int) -> None:
 
 
 def end_deterministic() -> None:
-    """Undo one call of `begin_deterministic`.
-
-    After as many calls as there were of `begin_deterministic`, torch has its original settings again.
-    """
+    """Undo one call of `begin_deterministic`. After the last one, torch has its original settings again."""
     _flags.restore()
 
 
@@ -129,19 +114,15 @@ def without_deterministic_mode() -> Iterator[None]:
 
 
 @contextmanager
-def nondeterministic_operations_named() -> Iterator[None]:
-    """Inside a `with` block, turn torch's error about a nondeterministic operation into an EngineError.
-
-    Raises:
-        EngineError: An operation in the block has no deterministic form. The message names the operation.
-    """
+def naming_nondeterministic_operations() -> Iterator[None]:
+    """Turn torch's error about a nondeterministic operation into an EngineError that names it."""
     try:
         yield
     except RuntimeError as error:
-        said = str(error)
-        if isinstance(error, EngineError) or _SAYS not in said:
+        message = str(error)
+        if isinstance(error, EngineError) or _SAYS not in message:
             raise
-        name = said.partition(_SAYS)[0].split()[-1]
+        name = message.partition(_SAYS)[0].split()[-1]
         raise EngineError(
             f"{{}} is true, but torch has no deterministic form of {name} here; use another operation where it is your "
             "own, such as in a loss function, or set {} to false",
@@ -153,11 +134,8 @@ def nondeterministic_operations_named() -> Iterator[None]:
 class Threads:
     """Sets the number of threads of this process for the models of a rank. No effect on a CUDA device.
 
-    Args:
-        device: The device of the rank.
-        n_ranks: Number of ranks on this machine, which share its threads.
-        size: Returns the number of parameters of the rank's largest model.
-        one_number: Whether a model always has the same number of threads, as exact arithmetic needs.
+    The ranks of a machine share its threads. `size` returns the parameters of the largest model. Exact arithmetic needs
+    `one_number` of threads.
     """
 
     def __init__(self, device: torch.device, n_ranks: int, size: Callable[[], int], one_number: bool):
@@ -172,11 +150,6 @@ class Threads:
 
     @contextmanager
     def for_pass(self, n_tokens: int) -> Iterator[None]:
-        """Return a context with the number of threads for a pass of training or scoring.
-
-        Args:
-            n_tokens: Number of tokens that the pass computes.
-        """
         if self._on_cpu and not self._one_number and self._size() * n_tokens >= _ALL_FROM:
             torch.set_num_threads(self._most)
         try:

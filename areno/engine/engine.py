@@ -39,18 +39,8 @@ TokenRows = Sequence[Sequence[int] | np.ndarray]
 class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     """The models of a run (the actor, and roles such as a critic) and the worker processes that compute them.
 
-    Use it as a context manager, or call `close`.
-
-    Args:
-        spec: Description of the models and devices.
-        workers: "inline" runs the worker in this process (one device), "spawn" starts worker processes, "ray" uses the
-            nodes of a Ray cluster. "auto" is "inline" for a single CPU device, else "spawn".
-
-    Attributes beside those of SamplingEngine:
-        train_seconds: Seconds that the slowest worker took for the last call of `train`. 0.0 before the first.
-
-    Raises:
-        EngineError: A worker cannot start or load the actor.
+    Use it as a context manager, or call `close`. `workers` is the setting `engine.workers`. `train_seconds` are those
+    of the slowest worker in the last call of `train`. Raises EngineError if a worker cannot start or load the actor.
     """
 
     def __init__(self, spec: EngineSpec, workers: str = "auto"):
@@ -68,14 +58,10 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     # -- roles -----------------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, RoleSpec]) -> None:
-        """Load the models of roles such as a critic or a reference. A role already loaded with the same spec is kept.
+        """Load the models of roles in order, except those that are loaded with the same spec.
 
-        Args:
-            roles: Spec of each role, by role name. They are loaded in order.
-
-        Raises:
-            EngineError: A role is already loaded with another spec (then nothing is loaded), a rollout phase is
-                open, or a model cannot be loaded (then the roles before it stay loaded).
+        Raises EngineError if a role is loaded with another spec (then nothing is loaded), a rollout phase is open, or a
+        model cannot be loaded (then the roles before it stay loaded).
         """
         for name, spec in roles.items():
             if name in self._roles and self._roles[name] != spec:
@@ -96,11 +82,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
                 self._budgets.are_due = True
 
     def release_role(self, role: str) -> None:
-        """Free the memory of a role other than the actor. Its trained weights are lost unless they were saved.
-
-        Raises:
-            EngineError: The role is not loaded, or is the actor.
-        """
+        """Free the memory of a role other than the actor. Its trained weights are lost unless they were saved."""
         self._role(role)
         if role == "actor":
             raise EngineError("the actor cannot be released, only a role of ensure_roles; close the engine instead")
@@ -115,10 +97,9 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return self._call("weights_version")[0]
 
     def _role(self, name: str, head: str | None = None) -> RoleSpec:
-        """Return the spec of a loaded role.
+        """Return the spec of a loaded role with a head: "lm", "value", "step" or "scores", for "value" and "step".
 
-        Raises EngineError if the role is not loaded. If `head` is given, also raises EngineError if the model of the
-        role has no head of this kind: "lm", "value", "step" or "scores", which stands for "value" and "step".
+        Raises EngineError if there is no such role.
         """
         if not isinstance(name, str) or name not in self._roles:
             raise EngineError(
@@ -148,14 +129,6 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return spec
 
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
-        """Enter the rollout phase, in which requests can be submitted.
-
-        Args:
-            spec: Settings of the phase.
-
-        Returns:
-            The limits of requests, from the rank with the smallest KV cache.
-        """
         limits = super().begin_rollout(spec)
         if spec not in self._rollouts:
             self._rollouts.append(copy.deepcopy(spec))
@@ -172,25 +145,13 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         role: str = "actor",
         row_name: str = "row {}",
     ) -> dict[str, float]:
-        """Train the model of a role on rows of tokens, by one or several optimizer steps.
+        """Train the model of a role on rows of tokens, by one or several optimizer steps, and return statistics.
 
-        Sets `old_logprobs` of the rows.
+        `loss_fn` gets values in place of log-probabilities for a role with a value head, see areno.loss_fns. Sets
+        `old_logprobs` of the rows. Without `update`, one step has the micro-batches of EngineSpec.mb_spec.
 
-        Args:
-            rows: The rows. Their lists and arrays of values per token must cover prompt and response.
-            loss_fn: Function (pack, logprobs) -> (loss, stats), which is called with a DataPack (a micro-batch) and the
-                log-probability of each token. For a role with a value head, it gets values in place of
-                log-probabilities. See areno.loss_fns.
-            update: Division of the rows into steps. None makes one step with the micro-batches of EngineSpec.mb_spec.
-            role: Role to train.
-            row_name: Name of a row in messages, with {} for its index.
-
-        Returns:
-            Statistics by name, such as the grad_norm before clipping and the number of skipped_steps.
-
-        Raises:
-            DataError: A row is invalid. Nothing has been trained then.
-            EngineError: The role cannot be trained, a rollout phase is open, or memory ran out.
+        Raises DataError for an invalid row, before anything is trained, and EngineError if the role cannot be trained,
+        a rollout phase is open, or memory ran out.
         """
         spec = self._role(role)
         if spec.optimizer is None:
@@ -222,11 +183,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return results[0].stats
 
     def skip_updates(self, role: str, n: int) -> dict[str, float]:
-        """Count updates of a trained role that have no rows. Only its learning-rate schedule advances.
-
-        Returns:
-            The statistics `lr` and `skipped_steps`.
-        """
+        """Count updates of a trained role that have no rows. Only its learning-rate schedule advances."""
         return self._call("skip_updates", role, n)[0]
 
     def logprobs(
@@ -238,70 +195,36 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         routes: Sequence[Any] | None = None,
         prompt_masks: Sequence[Any] | None = None,
     ) -> list[np.ndarray]:
-        """Return the log-probability of each token given the tokens before it, under the model of a role.
+        """Return the log-probability of each token given the tokens before it, float32 for each row.
 
-        Args:
-            role: Role with a language-model head.
-            token_rows: Token ids of each row.
-            sampling: Settings that the rows were sampled with. Their temperature divides the logits. None is
-                SamplingConfig().
-            mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
-            routes: Routing replay, for the actor only: recorded experts of each row's tokens, as in
-                TrainSequence.routes. None lets the router choose.
-            prompt_masks: For each row, True for each token whose log-probability is not needed, as
-                TrainSequence.prompt_mask. None computes all.
-
-        Returns:
-            One float32 array for each row, with one entry per token. Entry 0 is 0, because no token precedes it, and so
-            are the entries of masked tokens.
+        The temperature of `sampling` divides the logits. `routes` replays the recorded experts of the actor. Entry 0 is
+        0, because no token precedes it, and so are the entries of masked tokens.
         """
         of_rows = {
             "routes": routes_of_rows(routes, token_rows, self.info.routes, role),
             "prompt_masks": masks_of_rows(prompt_masks, token_rows),
         }
-        return self._scored("logprobs", role, token_rows, mb_spec, of_rows, sampling=sampling or SamplingConfig())
+        return self._score("logprobs", role, token_rows, mb_spec, of_rows, sampling=sampling or SamplingConfig())
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
-        """Return the value of the state before each token of each row, computed by a role's value head.
+        """Return the value of the state before each token, float32 for each row. Entry 0 is 0.
 
-        Args:
-            role: Role with a value head, or a process reward model, whose values are log-odds of the label "right".
-            token_rows: Token ids of each row.
-            mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
-
-        Returns:
-            One float32 array for each row, with one entry per token. Entry t is the value after tokens 0 to t - 1.
-            Entry 0 is 0.
+        The values of a process reward model are log-odds of the label "right".
         """
-        return self._scored("values", role, token_rows, mb_spec)
+        return self._score("values", role, token_rows, mb_spec)
 
     def rewards(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[float]:
-        """Return the score that a reward model gives to each row.
-
-        Args:
-            role: Role of the reward model, which must have a value head.
-            token_rows: Token ids of each row.
-            mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
-
-        Returns:
-            For each row, the output of the value head at the last token of the row.
-        """
-        return self._scored("rewards", role, token_rows, mb_spec)
+        """Return the output of a reward model's value head at the last token of each row."""
+        return self._score("rewards", role, token_rows, mb_spec)
 
     def steps(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
         """Return the probability that a process reward model gives to the label "right", after each token.
 
-        Args:
-            role: Role of the process reward model.
-            token_rows: Token ids of each row. A row is shorter than the context of the model.
-            mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
-
-        Returns:
-            One float64 array for each row, with one entry per token. Entry t is the probability after tokens 0 to t.
+        A row must be shorter than the context of the model.
         """
         self._role(role, "step")
         # A value is aligned with the token after it, so that the last token needs one after it, too.
-        scored = self._scored("values", role, [[*row, row[-1]] for row in token_rows], mb_spec)
+        scored = self._score("values", role, [[*row, row[-1]] for row in token_rows], mb_spec)
         return [1 / (1 + np.exp(-values[1:].astype(np.float64))) for values in scored]
 
     def complete(
@@ -315,23 +238,10 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
         The decoder of the actor keeps its cache, its CUDA graphs and its samples. So a rollout phase may be open, which
         is interrupted for the time of the call. If the role is offloaded, its model is on the device for this time.
+        Requests may not stream, and their tokens are those of the role's vocabulary.
 
-        Args:
-            role: Role with a language-model head.
-            requests: The requests, which may not stream. Their tokens are those of the role's vocabulary.
-            decoder: Settings of the decoder. None uses the defaults.
-            max_running: Largest number of samples that are decoded at the same time, over all ranks. None: at most 512
-                for each copy of the model.
-
-        Returns:
-            For each request, its samples in the order of their numbers.
-
-        Raises:
-            ConfigError: Sampling parameters of a request are out of bounds.
-            DataError: A prompt is empty, or is not a list of the role's token ids.
-            EngineError: A request cannot be served, there is too little memory, or the model computes no finite
-                numbers.
-            GrammarError: A grammar cannot be compiled.
+        Raises ConfigError, DataError or GrammarError for an invalid request, and EngineError if it cannot be served,
+        there is too little memory, or the model computes no finite numbers.
         """
         self._role(role, "lm")
         if not requests:
@@ -359,7 +269,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             found[output.request_id].append(output)
         return found
 
-    def _scored(
+    def _score(
         self,
         what: str,
         role: str,
@@ -368,21 +278,9 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         of_rows: Mapping[str, Sequence[Any] | None] = MappingProxyType({}),
         **more: Any,
     ) -> list[Any]:
-        """Score rows with the model of a role: log-probabilities, values or rewards.
+        """Divide rows over the copies of the model, and call "logprobs", "values" or "rewards" of TrainBackend.
 
-        Divides the rows over the copies of the model, and calls one method of TrainBackend on each copy.
-
-        Args:
-            what: The method to call: "logprobs", "values" or "rewards".
-            role: Name of the role.
-            rows: Token ids of each row.
-            mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
-            of_rows: Arguments of the method with an entry for each row, by name. Arguments that are None are left out.
-            **more: Further arguments of the method: for "logprobs" `sampling`, a SamplingConfig, otherwise none.
-
-        Returns:
-            What the method returns for each row, in the order of `rows`: an array with one entry per token, or a
-            float for "rewards".
+        `of_rows` are arguments with an entry for each row, or None.
         """
         self._role(role, {"logprobs": "lm", "values": "scores", "rewards": "value"}[what])
         info, sharing = self._infos.get(role, self.info), self._train_sharing[role]
@@ -413,26 +311,15 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     def save(self, folder: str, role: str = "actor", background: bool = False, merge: bool = False) -> None:
         """Save the model of a role as a Hugging Face folder.
 
-        A model with a value head is saved as a ...ForSequenceClassification model of transformers, and a process
-        reward model as a ...ForTokenClassification model. Trained LoRA adapters are saved without the base model, as a
-        folder of peft, unless `merge` is True.
-
-        Args:
-            folder: Folder to write.
-            role: Name of the role.
-            background: If True, return as soon as the weights are copied to host memory, and write the files in the
-                background. `saved` returns whether the files are complete.
-            merge: Whether to save the whole model with the adapters merged into its weights.
+        A model with a value head is saved as a ...ForSequenceClassification model of transformers, and a process reward
+        model as a ...ForTokenClassification model. Trained LoRA adapters are saved without the base model, as a folder
+        of peft, unless `merge` is True. In the `background`, files are written after the call, see `saved`.
         """
         self._role(role)
         self._call("save", folder, role, background, merge)
 
     def saved(self) -> bool:
-        """Return whether all files that `save` writes in the background are complete.
-
-        Raises:
-            CheckpointError: The files could not be written. The error is raised once, and then no more.
-        """
+        """Return whether all files that `save` writes in the background are complete. Raises CheckpointError once."""
         return all(self._call("saved"))
 
     # -- sizes of micro-batches ------------------------------------------------------------------------------------
@@ -443,13 +330,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return {"device_bytes": self.info.device_bytes, "tokens": copy.deepcopy(self._budgets.tokens)}
 
     def restore_token_budgets(self, record: Mapping[str, Any]) -> None:
-        """Continue with the sizes of micro-batches of an earlier process of the run.
-
-        Does nothing if the devices of that process had another amount of memory.
-
-        Args:
-            record: The `token_budgets` of that process.
-        """
+        """Continue with the sizes of an earlier process, if its devices had the same memory."""
         if record["device_bytes"] == self.info.device_bytes:
             known = {role: dict(tokens) for role, tokens in record["tokens"].items() if role in self._roles}
             self._budgets.tokens = known
@@ -474,17 +355,10 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def save_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Start writing the training state of every role with an optimizer, and return before it is written.
+        """Start writing the training state of every role with an optimizer to a new folder.
 
         The training state holds float32 master weights, optimizer moments and the number of updates, at the time of
-        this call. Each rank writes its own shard.
-
-        Args:
-            folder: Folder of the state, which must be new.
-            with_moments: Whether to write the moments of the optimizers.
-
-        Raises:
-            EngineError: The state of an earlier call is not completely written; see `state_written`.
+        this call. Each rank writes its own shard. Raises EngineError if an earlier state is not completely written.
         """
         if not self.state_written():
             raise EngineError("a state is being written already; wait for it with state_written(wait=True)")
@@ -492,13 +366,9 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         self._writes_state = True
 
     def state_written(self, wait: bool = False) -> bool:
-        """Return whether the files of the last `save_state` are complete. True if `save_state` was not called.
+        """Return whether the files of the last `save_state`, if any, are complete.
 
-        Args:
-            wait: Whether to wait until the files are complete.
-
-        Raises:
-            CheckpointError: The files could not be written. The error is raised once. The engine can still be used.
+        Raises CheckpointError once if they could not be written. The engine can still be used.
         """
         if self._lost_state:
             self._lost_state = False
@@ -520,63 +390,38 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
         The trained roles must be loaded. The number of ranks may differ from that of the run that wrote the state. With
         the same number of ranks, training continues exactly as in that run. With another number, sums may be computed
-        in another order, and 8-bit moments are quantised anew.
+        in another order, and 8-bit moments are quantised anew. Without moments, they start at zero, and the
+        learning-rate schedule continues.
 
-        Args:
-            folder: The folder of the state.
-            with_moments: Whether to load the moments of the optimizers. If False, or if the state has no moments, they
-                start at zero. The learning-rate schedule continues in any case.
-
-        Raises:
-            CheckpointError: The folder is incomplete or damaged. Nothing is loaded.
-            EngineError: The state has other roles, models or optimizers, or a rollout phase is open. Nothing is
-                loaded.
+        Raises CheckpointError for an incomplete or damaged folder, and EngineError for other roles, models or
+        optimizers or in a rollout phase. Nothing is loaded then.
         """
         if self.limits is not None:
             raise EngineError("load_state was called inside a rollout phase; call end_rollout first")
         self._call("load_state", str(folder), with_moments)
 
     def memory_table(self) -> tuple[str, str]:
-        """Return the estimated memory of all models on each device, as two texts.
-
-        Returns:
-            A summary in one line, and a table of several lines.
-        """
         return self._call("memory_table")[0]
 
     def peak_memory_gib(self) -> float:
-        """Return the largest peak memory of a worker in GiB, since the last call of this method or of `train`."""
+        """Return the largest peak memory of a worker, since the last call of this method or of `train`."""
         return max(self._call("memory_gib"))
 
     def phase_memory_gib(self) -> float:
-        """Return the largest peak memory of a worker in GiB, since the last call of this method.
-
-        The peaks that `train` and `peak_memory_gib` return do not depend on calls of this method.
-        """
+        """Return the largest peak memory of a worker, since the last call of this method alone."""
         return max(self._call("phase_memory_gib"))
 
     def host_memory_gib(self) -> float:
-        """Return the host memory that the driver and all workers have in use, in GiB."""
+        """Return the host memory that the driver and all workers have in use."""
         return (resident_bytes() + self.workers.host_bytes()) / 2**30
 
     def begin_kernels(self) -> None:
-        """Begin to record the operators and kernels of each rank, see EngineSpec.profiling."""
         self._call("begin_kernels")
 
     def end_kernels(self, name: str) -> None:
-        """Write the operators and kernels since `begin_kernels`, one file for each rank.
-
-        Args:
-            name: Part of the files' names.
-        """
         self._call("end_kernels", name)
 
     def write_memory_snapshots(self, name: str) -> None:
-        """Write the state of each rank's device memory to a file.
-
-        Args:
-            name: Part of the files' names.
-        """
         self._call("write_memory_snapshot", name)
 
     def wait(self) -> None:
@@ -587,11 +432,8 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         """Restart the workers after a WorkerLost, with the same roles, loaded from their folders.
 
         Trained weights and unfinished requests are lost, and the rollout phase ends. On a cluster that has lost nodes
-        there may be fewer copies of the model than before.
-
-        Raises:
-            EngineError: A worker cannot start or load its models. The engine can then only be restarted again or
-                closed.
+        there may be fewer copies of the model than before. After an EngineError, the engine can only be restarted again
+        or closed.
         """
         self.limits, self._budgets.are_due = None, True
         self.streams.end(EngineError("the workers were started again, and every request under way is lost"))

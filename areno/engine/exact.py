@@ -39,17 +39,8 @@ _CUDA_SIZES = (*range(1, 513), *range(513, 2048, 61), 2048, 4096)
 def make_exact(model: Transformer, timed: bool = True) -> str:
     """Test the matrix products of a model, and set it up so that each row has the same bits for any number of rows.
 
-    Args:
-        model: The model with its weights, changed in place.
-        timed: Whether to measure which kernel is faster if several give the same bits. False uses a fixed rule, so the
-            choice is the same in every run.
-
-    Returns:
-        The chosen kernels in words, for the log.
-
-    Raises:
-        EngineError: No available kernel gives the same bits for any number of rows, or the kind of model is not
-            supported.
+    `timed` measures which kernel is faster if several give the same bits. False uses a fixed rule, so the choice is the
+    same in every run. Returns the chosen kernels in words. Raises EngineError if no kernel gives the same bits.
     """
     if model.config.delta is not None:
         raise EngineError(
@@ -69,13 +60,13 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
     if model.device.type == "cpu":
         model.row_multiple = row_multiple()
         for module in modules.values():
-            _try_on_cpu(module.weight, model.row_multiple)
+            _check_products_on_cpu(module.weight, model.row_multiple)
         mixtures = [module for module in model.modules() if isinstance(module, ExpertMLP)]
         for mixture in mixtures:
             mixture.row_multiple = model.row_multiple
         for matrices in (mixtures[0].experts_gate_up, mixtures[0].experts_down) if mixtures else ():
-            _try_on_cpu(matrices.stack_EOI[0], model.row_multiple)
-        _try_adapters(adapters, model.row_multiple)
+            _check_products_on_cpu(matrices.stack_EOI[0], model.row_multiple)
+        _check_adapters(adapters, model.row_multiple)
         return f"products of {model.row_multiple} rows at a time"
     if model.tp.size > 1 and any(isinstance(module, ShardedRMSNorm) for module in model.modules()):
         raise EngineError(
@@ -90,26 +81,20 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
             module.fixed_order = found[module.weight.shape]
     for adapter in adapters:
         adapter.in_order = use_triton(adapter.a)
-    _try_adapters(adapters, 1)
+    _check_adapters(adapters, 1)
     return "products without a split up to " + ", ".join(
         f"{max(how.triton_rows, how.library_rows)} rows ({o}x{i}, {how.triton_rows} of them by Triton)"
         for (o, i), how in found.items()
     )
 
 
-def _try_adapters(adapters: list[Adapter], multiple: int) -> None:
+def _check_adapters(adapters: list[Adapter], multiple: int) -> None:
     for adapter in {(each.a.shape, each.b.shape): each for each in adapters}.values():
-        _try_adapter(adapter, multiple)
+        _check_adapter(adapter, multiple)
 
 
-def _try_adapter(adapter: Adapter, multiple: int) -> None:
-    """Raise EngineError if a LoRA adapter's result for a row depends on the number of rows.
-
-    Args:
-        adapter: The adapter.
-        multiple: The smallest number of rows that the model computes at once. Only multiples of this number are tested.
-            1 if each row is computed separately.
-    """
+def _check_adapter(adapter: Adapter, multiple: int) -> None:
+    """Raise EngineError if an adapter's result for a row depends on the number of rows, in `multiple` rows."""
     x_NI, b_SR = _noise(multiple * _CPU_SIZES[-1], adapter.a), _noise(len(adapter.b), adapter.b)
     n_columns = max(column + size for column, _, size in adapter.slices)
 
@@ -132,7 +117,7 @@ def _try_adapter(adapter: Adapter, multiple: int) -> None:
 _PRODUCTS = (Linear, VocabParallelEmbedding)
 
 
-def _try_on_cpu(weight_OI: Tensor, multiple: int) -> None:
+def _check_products_on_cpu(weight_OI: Tensor, multiple: int) -> None:
     x_NI = _noise(multiple * _CPU_SIZES[-1], weight_OI)
     all_NO = nn.functional.linear(x_NI, weight_OI)
     for size in _CPU_SIZES:
@@ -148,13 +133,13 @@ def _try_on_cpu(weight_OI: Tensor, multiple: int) -> None:
 
 
 def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: bool) -> FixedOrderMatmul:
-    """Choose the kernels for matrix products with a module's weight on CUDA, so that every sum has one fixed order.
+    """Choose the kernels for products with a weight on CUDA, so that every sum has one fixed order.
 
     If the library (cuBLAS) never splits a sum, it computes all products. Otherwise products of few rows need another
     kernel: the library without split-K, or Triton. This kernel must give the same bits as the library gives for the
-    same rows in a product of many rows. If both kernels do, the choice for each number of rows is by measured time,
-    or by a fixed limit if `timed` is False. If neither kernel does, Triton computes all products. Raises EngineError
-    if Triton is needed and missing.
+    same rows in a product of many rows. If both kernels do, the choice for each number of rows is by measured time, or
+    by a fixed limit if `timed` is False. If neither kernel does, Triton computes all products. Raises EngineError if
+    Triton is needed and missing.
     """
     x_NI, weight_OI = _noise(_CUDA_ROWS, module.weight), module.weight
     dtype = module.product(x_NI[:1]).dtype
@@ -192,10 +177,7 @@ def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: b
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Return how many seconds a call of `run` takes on CUDA.
-
-    This is the shortest of several calls, since other work on the device only adds time.
-    """
+    """Return the shortest of several times of `run`, since other work on the device only adds time."""
     run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPEATS)]
     for begin, end in events:

@@ -24,12 +24,7 @@ _OFF = nullcontext()
 
 
 class DeviceClock:
-    """Measures phases of the device of one rank, for the trace.
-
-    Args:
-        rank: Global rank.
-        device: The torch.device of the rank.
-    """
+    """Measures phases of the device of one rank, for the trace."""
 
     def __init__(self, rank: int, device: Any):
         self._lane, self._on_cuda = f"rank {rank}/device", device.type == "cuda"
@@ -38,10 +33,10 @@ class DeviceClock:
         self._open: list[tuple[str, Any, Any, tuple[Any, int], Mapping[str, Any]]] = []
 
     def set_anchor(self) -> None:
-        """Record a CUDA event together with the host's time, from which later event times are converted to host time.
+        """Record a CUDA event together with the host's time, from which other events are converted.
 
         Waits until the device is idle, so call this method where the device has little to do. Call the method
-        repeatedly, because the clocks of host and device drift apart. Does nothing on a CPU.
+        repeatedly, because the clocks of host and device drift apart.
         """
         if not self._on_cuda:
             return
@@ -55,12 +50,7 @@ class DeviceClock:
 
     @contextmanager
     def measure(self, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Record the work that the device does for a `with` block as an event of the trace.
-
-        Args:
-            name: Name of the phase.
-            arguments: More facts about the phase, as JSON values.
-        """
+        """Record the work that the device does for a `with` block as an event of the trace."""
         if not self._on_cuda:
             with trace.span(self._lane, name, **arguments):
                 yield
@@ -92,37 +82,24 @@ _clock: DeviceClock | None = None
 
 
 def phase(name: str, **arguments: Any) -> AbstractContextManager[None]:
-    """Return a context manager that records the work of the device in its `with` block, if the rank is traced.
-
-    Args:
-        name: Name of the phase, such as "forward".
-        **arguments: More facts about the phase, as JSON values.
-    """
+    """Return a context manager that records the work of the device in its `with` block, if the rank is traced."""
     if _clock is None or not trace.active:
         return _OFF
     return _clock.measure(name, arguments)
 
 
 def set_anchor() -> None:
-    """Relate the device's clock to the host's clock again. Does nothing if the rank is not traced."""
     if _clock is not None and trace.active:
         _clock.set_anchor()
 
 
 def settle() -> None:
-    """Record the phases that the device has finished. Does nothing if the rank is not traced."""
     if _clock is not None and trace.active:
         _clock.settle()
 
 
 class Profiler:
-    """Profiles one rank as a ProfilingSpec asks for.
-
-    Args:
-        spec: What to record. None records nothing.
-        rank: Global rank.
-        device: The torch.device of the rank.
-    """
+    """Profiles one rank as a ProfilingSpec asks for."""
 
     def __init__(self, spec: ProfilingSpec | None, rank: int, device: Any):
         global _clock
@@ -146,19 +123,16 @@ class Profiler:
         torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
 
     def _out_of_memory(self, *_: Any) -> None:
-        """Write a snapshot. torch calls this before it raises the error, while all tensors are still alive."""
+        """Write a snapshot. torch calls this before it raises the error, while all tensors are alive."""
         self._n_out_of_memory += 1
         if self._n_out_of_memory <= _MOST_SNAPSHOTS:
             with suppress(Exception):  # the error of the allocation says more
                 self.write_snapshot(f"out-of-memory-{self._n_out_of_memory}")
 
     def write_snapshot(self, name: str) -> None:
-        """Write the state of torch's CUDA allocator, and its last events, to <folder>/memory-<name>-rank<N>.pickle.
+        """Write the state of torch's CUDA allocator to <folder>/memory-<name>-rank<N>.pickle.
 
         https://docs.pytorch.org/memory_viz shows such a file.
-
-        Args:
-            name: Part of the file's name, such as "step3".
         """
         import torch
 
@@ -171,7 +145,6 @@ class Profiler:
             logger.warning("worker %d: the snapshot %s was not written: %s", self._rank, path, error)
 
     def begin_kernels(self) -> None:
-        """Begin to record the operators and kernels of this rank by torch.profiler."""
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -182,11 +155,7 @@ class Profiler:
         self._profile.start()
 
     def end_kernels(self, name: str) -> None:
-        """Write the operators and kernels since `begin_kernels` to <folder>/kernels-<name>-rank<N>.json.gz.
-
-        Args:
-            name: Part of the file's name, such as "step3".
-        """
+        """Write what was recorded since `begin_kernels` to <folder>/kernels-<name>-rank<N>.json.gz."""
         found, self._profile = self._profile, None
         if found is None or self._spec is None:
             return

@@ -32,33 +32,17 @@ from areno.types import RETURNED, Begun, GenerationOutput, GenerationRequest, Sa
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Limits of the requests that a decoder can serve.
-
-    Attributes:
-        vocab_size: Vocabulary size of the model.
-        context_len: Context length of the model, in tokens.
-        kv_tokens: Length of the longest sequence that fits the KV cache if no other sequence runs, in tokens.
-        cache_tokens: Memory of the KV cache, as a number of tokens with keys and values in all layers.
-        stop_strings: Whether requests may have stop strings, which need a tokenizer.
-        grammars: Whether requests may have grammars, which need a tokenizer.
-    """
+    """Limits of the requests that a decoder can serve. Stop strings and grammars need a tokenizer."""
 
     vocab_size: int
     context_len: int
-    kv_tokens: int
-    cache_tokens: int = 0
+    kv_tokens: int  # longest sequence that fits the KV cache if no other sequence runs
+    cache_tokens: int = 0  # memory of the KV cache, in tokens of all layers
     stop_strings: bool
     grammars: bool = False
 
     def max_new(self, request: GenerationRequest) -> int:
-        """Return the largest number of completion tokens for each sample of a request.
-
-        Args:
-            request: The request. `check_params` must have accepted its params.
-
-        Raises:
-            RequestRefused: The request exceeds a limit, or holds an invalid value.
-        """
+        """Return the largest number of completion tokens of a sample. Raises RequestRefused."""
         params, n_prompt = request.params, len(request.prompt)
         context = min(self.context_len, params.max_context_len or self.context_len)
         max_new = min(params.max_new_tokens, context - n_prompt)
@@ -119,10 +103,7 @@ class RequestLimits:
         raise _refused(request, "begun", why)
 
     def _check_ids(self, request: GenerationRequest) -> None:
-        """Raise RequestRefused if a token id in the request is outside the model's vocabulary.
-
-        Checks the prompt, the stop tokens and the logit bias.
-        """
+        """Raise RequestRefused if a token id in the request is outside the model's vocabulary."""
         for field, ids, key in (
             ("prompt", request.prompt, "tokenizer_path"),
             ("begun", None if request.begun is None else request.begun.tokens, ""),
@@ -141,24 +122,14 @@ class RequestLimits:
 class RequestRefused(EngineError):
     """Raised for a request that a decoder cannot serve.
 
-    Attributes:
-        field: The invalid field of the request or of its sampling parameters.
-        why: The reason without the request id and without settings, for the client of a server.
+    `field` is the invalid field of the request. `why` has no request id and no settings, for the client of a server.
     """
 
     field = why = ""
 
 
 def _refused(request: GenerationRequest, field: str, why: str, advice: str = "", *keys: str) -> RequestRefused:
-    """Return the RequestRefused error for a request.
-
-    Args:
-        request: The request.
-        field: The invalid field of the request or of its sampling parameters.
-        why: The reason.
-        advice: What the user can do, with a {} for each of `keys`. Empty for no advice.
-        *keys: Names of the settings to show in `advice`.
-    """
+    """Return the error for a request. `advice` has a {} for each of the settings `keys`."""
     advice = advice and f"; {advice}"
     error = RequestRefused("request {} cannot be served: {}" + advice, request.request_id, why, *map(Key, keys))
     error.field, error.why = field, why
@@ -170,11 +141,7 @@ _known_good: set[str] = set()  # parameters that were checked: requests with the
 
 
 def check_params(params: SamplingParams) -> None:
-    """Check that sampling parameters are within the bounds that SamplingConfig declares.
-
-    Raises:
-        ConfigError: Some values are out of bounds. The message names all of them.
-    """
+    """Raise ConfigError if sampling parameters are out of the bounds that SamplingConfig declares."""
     if (text := repr(params)) in _known_good:
         return
     problems, known = [], {}
@@ -212,26 +179,19 @@ _ASK_EVERY_S = 0.1  # least time between questions to a copy, which answers afte
 class Part:
     """Some samples of one request, which the same copy of the model samples.
 
-    They are sampled together so that the copy prefills their prompt once.
-
-    Attributes:
-        request: The request for these samples that the copy receives. It has a request_id of its own.
-        request_id: Id of the caller's request.
-        length: Expected completion length of each sample, in tokens.
-        missing: Number of samples that are not finished.
-        rank: Index of the copy. None while the part is queued in the Dispatcher.
-        added_at: Time at which the request arrived, as areno.trace gives it.
+    They are sampled together so that the copy prefills their prompt once. `request` has an id of its own, `request_id`
+    is that of the caller's request.
     """
 
     request: GenerationRequest
     request_id: int
-    length: float
-    missing: int
-    rank: int | None = None
-    added_at: int = 0
+    length: float  # expected completion tokens of each sample
+    missing: int  # samples that are not finished
+    rank: int | None = None  # the copy; None while queued
+    added_at: int = 0  # on the clock of areno.trace
 
 
-def _by_prompt(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+def _group_by_prompt(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
     """Sort requests so that equal prompts are neighbours, because the scheduler shares prefills between neighbours.
 
     Prompts keep the order of their first requests. Interrupted samples count as prompts of their own.
@@ -250,14 +210,8 @@ class Dispatcher:
     """Distributes requests over the copies of a model (data-parallel ranks).
 
     It only keeps the records, and sends nothing. `due` returns requests, which the engine sends to the copies. `to_ask`
-    may return a copy, which the engine asks to give unstarted requests back.
-
-    Args:
-        n_copies: Number of copies of the model.
-        fixed: Whether the distribution depends on the requests alone, not on which copy finishes first.
-
-    Attributes:
-        n_samples: For each copy, the number of samples that were sent and are not finished.
+    may return a copy, which the engine asks to give unstarted requests back. If `fixed`, the distribution depends on
+    the requests alone, not on which copy finishes first.
     """
 
     def __init__(self, n_copies: int, fixed: bool = False):
@@ -267,16 +221,11 @@ class Dispatcher:
         self.clear()
 
     def begin(self, slots: int) -> None:
-        """Start a rollout phase.
-
-        Args:
-            slots: Largest number of samples that a copy runs at the same time.
-        """
+        """Start a rollout phase, in which a copy runs at most `slots` samples at the same time."""
         # With one copy there is nothing to decide, so all requests are sent at once.
         self._slots = slots if self.n_copies > 1 and not self._fixed else math.inf
 
     def clear(self) -> None:
-        """Forget all requests."""
         self._queue: deque[Part] = deque()
         self._parts: dict[int, Part] = {}  # by the id that the copies know
         self._of_request: dict[int, list[Part]] = {}
@@ -290,7 +239,6 @@ class Dispatcher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all requests are finished."""
         return not self._of_request
 
     @property
@@ -299,14 +247,10 @@ class Dispatcher:
         return {id_: sum(part.missing for part in parts) for id_, parts in self._of_request.items()}
 
     def add(self, requests: Sequence[GenerationRequest], max_new_by_request: Mapping[int, int]) -> None:
-        """Queue new requests behind the requests that are queued already.
+        """Queue new requests after those that are queued.
 
         With several copies, the new requests are sorted by expected completion length, the longest first, and the
         samples of a request may be divided over several copies.
-
-        Args:
-            requests: The new requests.
-            max_new_by_request: Largest number of completion tokens of a sample, by request id.
         """
         n_samples = sum(request.n_samples for request in requests)
         share = -(-n_samples // self.n_copies)
@@ -330,10 +274,7 @@ class Dispatcher:
         self._queue.extend(parts)
 
     def _cut(self, request: GenerationRequest, share: int) -> list[GenerationRequest]:
-        """Divide a request into requests of at most `share` samples, which different copies can serve.
-
-        Each new request has an id of its own.
-        """
+        """Divide a request into requests of at most `share` samples, with ids of their own."""
         n_parts = -(-request.n_samples // max(share, 1))
         bounds = [request.first_sample + request.n_samples * place // n_parts for place in range(n_parts + 1)]
         return [
@@ -351,12 +292,12 @@ class Dispatcher:
             # A copy with unstarted samples comes last.
             rank = min(free, key=lambda rank: (self._waiting[rank] > 0, self._tokens[rank], self.n_samples[rank]))
             part = self._queue.popleft()
-            self._place(part, rank)
+            self._assign(part, rank)
             found.setdefault(rank, []).append(part.request)
-        return [(rank, _by_prompt(requests)) for rank, requests in found.items()]
+        return [(rank, _group_by_prompt(requests)) for rank, requests in found.items()]
 
-    def _place(self, part: Part, rank: int | None) -> None:
-        """Assign a part of a request to the copy `rank`, or to the queue if `rank` is None, and update the counts."""
+    def _assign(self, part: Part, rank: int | None) -> None:
+        """Assign a part to the copy `rank`, or to the queue if it is None, and update the counts."""
         for where, sign in ((part.rank, -1), (rank, 1)):
             if where is not None:
                 self.n_samples[where] += sign * part.missing
@@ -368,14 +309,11 @@ class Dispatcher:
 
         An output whose `sample` is RETURNED says that a copy gives a request back unstarted. It is not yielded, and the
         request is queued again.
-
-        Args:
-            outputs: Outputs of the copies, with the request ids that the Dispatcher gave.
         """
         for output in outputs:
             part = self._parts[output.request_id]
             if output.sample == RETURNED:
-                self._place(part, None)
+                self._assign(part, None)
                 self._queue.appendleft(part)
                 continue
             output.request_id = part.request_id
@@ -400,14 +338,7 @@ class Dispatcher:
                 del self._of_request[part.request_id]
 
     def to_ask(self, stats: Sequence[RolloutStats]) -> tuple[int, int] | None:
-        """Choose a busy copy that should return unstarted requests, because another copy is idle.
-
-        Args:
-            stats: Latest decoding statistics of each copy.
-
-        Returns:
-            Index of the copy, and the number of samples that it should return. None if no copy should be asked now.
-        """
+        """Choose a busy copy and how many unstarted samples it should return, because another copy is idle."""
         if self.n_copies == 1 or self._fixed:
             return None
         self._waiting = [of_copy.waiting for of_copy in stats]
@@ -421,20 +352,12 @@ class Dispatcher:
         return rank, -(-self._waiting[rank] * len(idle) // (len(idle) + 1))
 
     def sent(self, request_id: int) -> list[tuple[int, int]]:
-        """Return where the samples of a caller's request are, as (copy, request id) pairs.
-
-        The Dispatcher may have divided the request into several requests. Each pair has the id of one of these, and
-        the index of the copy that it was sent to. Requests that are still queued are left out.
-        """
+        """Return (copy, id of a part) for the parts of a caller's request that were sent."""
         parts = self._of_request.get(request_id, ())
         return [(part.rank, part.request.request_id) for part in parts if part.rank is not None]
 
     def dropped(self, request_id: int) -> Iterator[GenerationOutput]:
-        """Remove those samples of a caller's request that have not been sent to any copy.
-
-        Yields:
-            An output with finish_reason "abort" for each removed sample.
-        """
+        """Remove the samples of a caller's request that were not sent, and yield "abort" outputs for them."""
         for part in [part for part in self._of_request.get(request_id, ()) if part.rank is None]:
             self._queue.remove(part)
             first = part.request.first_sample
@@ -446,20 +369,12 @@ class Dispatcher:
 
 
 def spans_of(phases: trace.Phases) -> list[tuple[str, int, int]]:
-    """Convert the phases of a sample to (name, start, end) of each phase.
-
-    Args:
-        phases: The phases of a finished sample. Empty if the run is not traced.
-    """
+    """Convert the phases of a finished sample to (name, start, end) of each phase."""
     return [(name, start, end) for (name, start), (_, end) in itertools.pairwise(phases)]
 
 
 def trace_request(output: GenerationOutput) -> None:
-    """Record the phases of a finished sample of a client's request in the trace.
-
-    Args:
-        output: The finished sample.
-    """
+    """Record the phases of a finished sample of a client's request in the trace."""
     lane, phases = f"requests#{output.request_id}.{output.sample}", output.phases
     arguments = {"tokens": len(output.tokens), "cached_tokens": output.cached_tokens}
     trace.add(lane, "request", phases[0][1], phases[-1][1], **arguments, **version_range(vars(output)["versions"]))
@@ -468,14 +383,7 @@ def trace_request(output: GenerationOutput) -> None:
 
 
 def version_range(versions: Sequence[int]) -> dict[str, int]:
-    """Return the first and the last version of the weights that sampled some tokens, for arguments of an event.
-
-    Args:
-        versions: The version of each token.
-
-    Returns:
-        {"weights_version": first}, and "last_weights_version" if it differs. Empty without tokens.
-    """
+    """Return the first and, if it differs, the last version of the weights, as arguments of a trace event."""
     if not len(versions):
         return {}
     first, last = int(versions[0]), int(versions[-1])
@@ -485,15 +393,9 @@ def version_range(versions: Sequence[int]) -> dict[str, int]:
 def requests_of_rest(
     request: GenerationRequest, parked: Iterable[GenerationOutput], ids: Iterator[int]
 ) -> list[GenerationRequest]:
-    """Return the requests that continue the unfinished samples of a request.
+    """Return the requests that continue the unfinished samples of a request, with new ids.
 
-    Args:
-        request: The request whose samples were interrupted.
-        parked: The outputs of the unfinished samples so far, as Engine.park returns them.
-        ids: Numbers for the new requests.
-
-    Returns:
-        A request for each sample with tokens. Consecutive samples without tokens share one request, and so one prefill.
+    Each sample with tokens has a request. Consecutive samples without tokens share one, and so one prefill.
     """
     requests: list[GenerationRequest] = []
     for output in sorted(parked, key=lambda output: output.sample):
@@ -514,36 +416,21 @@ OnProgress = Callable[[list[GenerationOutput], list[RolloutStats]], None]
 class RolloutEngine(Protocol):
     """The methods of an Engine that `wait_for_all` uses."""
 
-    def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Queue requests."""
-        ...
+    def submit(self, requests: Iterable[GenerationRequest]) -> None: ...
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Return outputs, or an empty list after at most `timeout` seconds."""
         ...
 
-    def rollout_stats(self) -> list[RolloutStats]:
-        """Return the latest decoding statistics of each data-parallel rank."""
-        ...
+    def rollout_stats(self) -> list[RolloutStats]: ...
 
 
 def wait_for_all(
     engine: RolloutEngine, requests: Sequence[GenerationRequest], on_progress: OnProgress | None, at_once: int | None
 ) -> dict[int, list[GenerationOutput]]:
-    """Submit requests in order, and wait until all of them are finished.
+    """Submit requests in order, at most `at_once` at the same time, and return the finished samples of each.
 
-    Args:
-        engine: The engine.
-        requests: The requests.
-        on_progress: Called after each poll with the newly finished samples and the decoding statistics of each
-            data-parallel rank. None for no calls.
-        at_once: Largest number of unfinished requests at the same time. None submits all at once.
-
-    Returns:
-        Request id -> finished samples, in the order of their sample numbers.
-
-    Raises:
-        EngineError: The model computes no finite numbers, a request cannot be served, or a worker failed.
+    `on_progress` is called after each poll. Raises EngineError if the model computes no finite numbers.
     """
     waiting = iter(requests)
     engine.submit(itertools.islice(waiting, at_once))

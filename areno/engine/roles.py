@@ -55,12 +55,8 @@ class Offload:
     """Moves the memory of a model between the device and host memory. Construction moves it to host memory.
 
     The memory consists of flat buffers: large 1-D tensors, of which the parameters, gradients and so on are views.
-    Master weights and moments are not among them, see `areno.engine.train.host_memory`.
-
-    Args:
-        params: Buffers that scoring and training need.
-        scratch: Buffers that only training uses, such as gradients. Their content is not kept, so they are freed
-            instead of copied.
+    Master weights and moments are not among them, see `areno.engine.train.host_memory`. The content of `scratch`, which
+    only training uses, is not kept.
     """
 
     def __init__(self, params: Sequence[Tensor] = (), scratch: Sequence[Tensor] = ()):
@@ -73,9 +69,7 @@ class Offload:
     def on_device(self, training: bool = False) -> Iterator[None]:
         """Hold the buffers on the device inside a `with` block.
 
-        Args:
-            training: If True, `scratch` is also on the device, and changes of `params` are copied back to host memory
-                at the end. If False, only `params` are on the device, and must not be changed.
+        Training also has `scratch`, and copies changes of `params` back. Otherwise they must not be changed.
         """
         arrived: list[_Buffer] = []
         try:
@@ -88,9 +82,9 @@ class Offload:
                 buffer.leave(changed=training)
 
     def at_rest(self, buffer: Tensor) -> list[Tensor]:
-        """Return the copies of a buffer in host memory, as consecutive parts of the buffer.
+        """Return the copies of an offloaded buffer in host memory, as consecutive parts.
 
-        The list is empty if the buffer is not offloaded or has no copy. On CUDA the copies may still be in progress.
+        On CUDA the copies may still be in progress.
         """
         return [copy for each in self._params if each.holds(buffer) for copy in each.copies]
 
@@ -116,7 +110,6 @@ class _Buffer:
         return buffer.untyped_storage()._cdata == self._storage._cdata
 
     def arrive(self) -> None:
-        """Allocate the buffer on the device, and copy its content from host memory."""
         self._storage.resize_(self._n_bytes)
         for part, copy in self._copies:
             part.copy_(copy, non_blocking=True)
@@ -136,30 +129,20 @@ logger = logging.getLogger("areno")
 class Role:
     """One model of this worker.
 
-    Attributes:
-        spec: Spec of the role.
-        backend: The model and, if it is trained, its optimizer.
-        offload: Moves the model between host memory and the device. Has no buffers if everything stays on the device.
-        is_base: Whether the role is the actor with its adapters switched off, and holds no weights of its own.
-        owner: Name of the role whose model this role uses. "" if this role has a model of its own.
-        adapters: The role's adapter weights, if other roles share its backend with other adapters. They are copied into
-            the model whenever the role is used. None: no other role uses the backend with other adapters.
+    `owner` is the role whose model this role uses, "" for a model of its own. `adapters` are copied into the model
+    whenever the role is used, if other roles share its backend with other adapters.
     """
 
     spec: RoleSpec
     backend: TrainBackend
     offload: Offload
-    is_base: bool = False
+    is_base: bool = False  # the actor with its adapters switched off, without weights of its own
     owner: str = ""
     adapters: list[Tensor] | None = None
 
     @contextmanager
     def on_device(self, training: bool = False) -> Iterator[TrainBackend]:
-        """Hold the model on the device inside a `with` block, and yield its backend.
-
-        If `training` is True, the gradients are also on the device. If `self.is_base`
-        is True, the adapters of the actor are switched off in the block.
-        """
+        """Hold the model on the device inside a `with` block. Without adapters if `is_base`."""
         base = without_adapters(self.backend.model) if self.is_base else nullcontext()
         with self.offload.on_device(training), base:
             self._set_adapters()
@@ -167,9 +150,9 @@ class Role:
 
     @contextmanager
     def as_teacher(self, divergence: Divergence) -> Iterator[TeacherPasses]:
-        """Hold the model on the device inside a `with` block, and yield its passes as the teacher of another model.
+        """Hold the model on the device, and yield its passes as the teacher of another model.
 
-        If `self.is_base` is True, the adapters of the actor are switched off in these passes alone.
+        If `is_base`, the adapters of the actor are switched off in these passes alone.
         """
         switch = partial(without_adapters, self.backend.model) if self.is_base else nullcontext
         with self.offload.on_device():
@@ -177,7 +160,6 @@ class Role:
             yield self.backend.as_teacher(divergence, switch, self.spec.common_ids)
 
     def _set_adapters(self) -> None:
-        """Copy this role's adapters into the model, if other roles use the model with other adapters."""
         if self.adapters is not None:
             set_adapter_weights(self.backend.model, self.adapters)
 
@@ -185,20 +167,8 @@ class Role:
 class Roles:
     """The models of this worker by role name. Construction loads the actor.
 
-    Args:
-        spec: The engine.
-        context: Parallel groups and device of this rank.
-        attn_backend: Attention kernel of training, as `choose_backend` returns it.
-        beside: Function that returns setting changes that make the KV cache smaller, for out-of-memory errors in
-            training.
-
-    Attributes:
-        total_bytes: Whole memory of the device. For a CPU, this rank's share of the machine's whole memory.
-        footprint: The memory of the models.
-
-    Raises:
-        EngineError: The models of the engine do not fit the device, or the host memory is too small for models with
-            `offload`.
+    `beside` returns setting changes that make the KV cache smaller, for out-of-memory errors in training. Raises
+    EngineError if the models do not fit the device, or the host memory.
     """
 
     def __init__(
@@ -225,15 +195,9 @@ class Roles:
 
     @property
     def actor(self) -> Transformer:
-        """The model of the actor."""
         return self._roles["actor"].backend.model
 
     def vocabulary(self, name: str) -> Vocabulary:
-        """Return the vocabulary of a role.
-
-        Args:
-            name: Name of the role.
-        """
         if name not in self._vocabularies:
             role, config = self._roles[name].spec, self._roles[name].backend.model.config
             of_actor = self.spec.tokenizer_path or self.spec.actor.path
@@ -245,13 +209,7 @@ class Roles:
     def load(self, name: str, spec: RoleSpec) -> None:
         """Load one more role. All ranks must call this. If loading fails on any rank, no rank keeps the role.
 
-        Args:
-            name: Name of the role.
-            spec: Spec of the role.
-
-        Raises:
-            EngineError: The model does not fit the device, or does not match the actor. Only the ranks on which
-                loading fails raise an error.
+        Only the ranks on which loading fails raise an error.
         """
         role, failure = None, None
         try:
@@ -272,19 +230,10 @@ class Roles:
             self._roles[name] = role
 
     def memory_table(self) -> tuple[str, str]:
-        """Return the computed memory of the models on a device, as two texts.
-
-        Returns:
-            A summary in one line, and a table of several lines.
-        """
         return self.footprint.short(self._device_bytes), self.footprint.table(self._device_bytes)
 
     def token_budgets(self, wanted: WantedCache | None) -> TokenBudgets:
-        """Choose the number of tokens in a micro-batch for each loaded role, in training and in scoring.
-
-        Args:
-            wanted: The KV cache that stays between rollouts. None if there is none.
-        """
+        """Choose the tokens of micro-batches by role and phase, beside the KV cache that stays, if any."""
         total, footprint = self.total_bytes, self.footprint
         # A cache that is dropped after the rollout is None here, so this cache leaves room for offloaded models.
         cache = 0 if wanted is None else wanted.bytes_within(total - footprint.resident - footprint.most_extra_in_use)
@@ -297,7 +246,7 @@ class Roles:
         return found
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
-        """Compute the memory footprint of several roles together. Raises EngineError if they do not fit the machine."""
+        """Return the footprint of roles together. Raises EngineError if they do not fit the machine."""
         roles = self.spec.with_own_weights(roles)
         configs = {}
         for name, role in roles.items():
@@ -321,7 +270,6 @@ class Roles:
         return int(self.context.dp.all_reduce(self.context.tp.all_reduce(found, lowest), lowest).item())
 
     def trained(self) -> dict[str, Role]:
-        """Return the roles that have an optimizer, by name."""
         return {name: role for name, role in self._roles.items() if role.spec.optimizer is not None}
 
     def release(self, name: str) -> None:
@@ -334,7 +282,7 @@ class Roles:
         torch.cuda.empty_cache()
 
     def largest(self) -> int:
-        """Return the size of the largest model: the number of its parameters that this rank holds."""
+        """Return the number of parameters of the largest model that this rank holds."""
         return max(sum(p.numel() for p in role.backend.model.parameters()) for role in self._roles.values())
 
     def _load(self, spec: RoleSpec) -> Role:
@@ -342,7 +290,7 @@ class Roles:
             return Role(spec, self._roles["actor"].backend, Offload(), is_base=True, owner="actor")
         for name, role in self._roles.items():
             if self.spec.has_base_of(spec, role.spec):
-                return _beside(role.owner or name, role, spec)
+                return _with_own_adapters(role.owner or name, role, spec)
         context, is_actor = self.context, not self._roles
         key = Key(spec.key)
         options = memory.in_loading(
@@ -367,7 +315,7 @@ class Roles:
             )
             if spec.lora is not None:
                 self._fill(model, spec)
-                self._adapt(model, spec)
+                self._add_adapters(model, spec)
             leaves = spec.offload and has_own_memory(context.device)
             backend = TrainBackend(
                 model,
@@ -382,7 +330,7 @@ class Roles:
                 exact=self.spec.engine.exact,
                 section=spec.section,
                 router_aux_loss_coef=spec.router_aux_loss_coef,
-                fill=partial(self._complete, model, spec),
+                fill=partial(self._set_weights, model, spec),
                 stays=stays,
                 in_host=leaves,
                 share_prefixes=self.spec.share_prefixes,
@@ -392,7 +340,7 @@ class Roles:
             return Role(spec, backend, _offload(backend, keeps_weights=is_actor) if leaves else Offload())
 
     def _sized_like_actor(self, config: TransformerConfig, spec: RoleSpec, key: Key) -> TransformerConfig:
-        """Return the shape of a role. A teacher with common ids gets the actor's number of rows in the vocabulary.
+        """Return the shape of a role. A teacher with common ids gets the actor's number of vocabulary rows.
 
         Ranks then have the same token ids of both. Raises EngineError if the sizes of other roles differ.
         """
@@ -404,7 +352,7 @@ class Roles:
         text = "{} has a vocabulary of {} tokens, the actor one of {}; both must use the same tokenizer"
         raise EngineError(text, key, theirs, ours)
 
-    def _complete(self, model: Transformer, spec: RoleSpec) -> None:
+    def _set_weights(self, model: Transformer, spec: RoleSpec) -> None:
         """Set the weights of a model and, if `engine.exact` is true, choose the kernels of its matrix products.
 
         The train backend calls this after it has moved the parameters to the memory in which they stay. If the model
@@ -419,9 +367,9 @@ class Roles:
     def _fill(self, model: Transformer, spec: RoleSpec) -> None:
         """Set the weights of a model: random, copied from the actor, or read from the model's folder.
 
-        The weights are copied from the actor if the role has the folder of the actor, and no optimizer step has
-        changed the actor's weights yet. An actor with adapters never changes its weights. If the role has a head that
-        gives scores, which the actor lacks, this head is set to zero.
+        The weights are copied from the actor if the role has the folder of the actor, and no optimizer step has changed
+        the actor's weights yet. An actor with adapters never changes its weights. If the role has a head that gives
+        scores, which the actor lacks, this head is set to zero.
         """
         own, actor = self.spec.has_folder_of_actor(spec), self._roles.get("actor")
         optimizer = actor.backend.optimizer if actor else None
@@ -439,7 +387,7 @@ class Roles:
         else:
             load_weights(model, spec.path)
 
-    def _adapt(self, model: Transformer, spec: RoleSpec) -> None:
+    def _add_adapters(self, model: Transformer, spec: RoleSpec) -> None:
         lora, key = spec.lora, "actor.init_lora_from" if spec.key == "actor.path" else spec.key
         assert lora is not None
         add_adapters(model, lora.adapters)
@@ -453,8 +401,8 @@ class Roles:
         refresh_adapters(model)
 
 
-def _beside(owner: str, role: Role, spec: RoleSpec) -> Role:
-    """Return a role with its own adapters on the model of another role. `owner` is the role that loaded the model."""
+def _with_own_adapters(owner: str, role: Role, spec: RoleSpec) -> Role:
+    """Return a role with its own adapters on the model that the role `owner` has loaded."""
     assert spec.lora is not None
     model = role.backend.model
     with role.on_device():
@@ -466,11 +414,9 @@ def _beside(owner: str, role: Role, spec: RoleSpec) -> Role:
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return whether a device has memory of its own, so that models can be offloaded to host memory."""
     return device.type == "cuda"
 
 
 def _offload(backend: TrainBackend, keeps_weights: bool) -> Offload:
-    """Return the Offload of a model. `keeps_weights` is whether the weights stay on the device."""
     scratch = [] if backend.flat is None else [backend.flat.grads, backend.flat.workspace]
     return Offload([] if keeps_weights else backend.params, scratch)

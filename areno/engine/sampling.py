@@ -26,18 +26,8 @@ _STEPS_OF_COPIES = 16  # of each of several copies, which then wait for each oth
 class SamplingEngine:
     """Requests for samples of the actor, and the rollout phases in which workers serve them.
 
-    Args:
-        workers: The worker processes, or the worker in this process.
-
-    Attributes:
-        workers: The argument `workers`. `Engine.restart` replaces them.
-        spec: Description of the models and devices. After `Engine.restart` it may have fewer ranks.
-        info: Facts about the actor.
-        dispatcher: Distributes requests over the data-parallel ranks, and keeps the unfinished requests.
-        streams: The requests of `generate_stream`.
-        limits: Limits of the requests that the current rollout phase accepts. None outside of a rollout phase.
-        clock: The time of requests, which is paused while the rollout phase is suspended.
-        batcher: Gathers requests of `generate_stream` that arrive at nearly the same time.
+    `limits` is None outside of a rollout phase. `clock` is paused while the phase is suspended. `Engine.restart`
+    replaces `workers`, and `spec` may then have fewer ranks.
     """
 
     def __init__(self, workers: WorkerGroup):
@@ -55,24 +45,13 @@ class SamplingEngine:
         self.dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
 
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
-        """Enter the rollout phase, in which requests can be submitted.
-
-        Args:
-            spec: Settings of the phase.
-
-        Returns:
-            The limits of requests, from the rank with the smallest KV cache.
-        """
+        """Enter the rollout phase. Returns the limits of the rank with the smallest KV cache."""
         self.limits = limits = min(self._call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
         self.dispatcher.begin(-(-spec.max_running // self.spec.layout.dp_size))
         return limits
 
     def end_rollout(self, drop: bool = False) -> None:
-        """Leave the rollout phase. Unfinished requests are dropped.
-
-        Args:
-            drop: Whether to free the KV cache and the CUDA graphs. False keeps them for the next phase.
-        """
+        """Leave the rollout phase, and drop unfinished requests. `drop` also frees cache and CUDA graphs."""
         self.limits = None
         self.clock.resume()
         self.streams.end(EngineError("the rollout phase has ended, and with it every request under way"))
@@ -82,12 +61,10 @@ class SamplingEngine:
             self._clear_requests()
 
     def suspend_rollout(self) -> list[int]:
-        """Interrupt all samples of the rollout phase, so that models can be trained. Requests stay under way.
+        """Interrupt all samples of the rollout phase, if one is open, so that models can be trained.
 
-        Requests that are submitted meanwhile wait. Does nothing outside of a rollout phase.
-
-        Returns:
-            The number of tokens of each sample that was interrupted after its first token.
+        Requests stay unfinished, and those that are submitted meanwhile wait. Returns the number of tokens of each
+        sample that was interrupted after its first token.
         """
         if self.limits is None:
             return []
@@ -114,8 +91,7 @@ class SamplingEngine:
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests. Each joins the running batch of a copy of the model as soon as there is room.
 
-        Raises:
-            EngineError: A request cannot be served, or no rollout phase is open. No request is queued then.
+        Raises EngineError if a request cannot be served, or no rollout phase is open. No request is queued then.
         """
         if self.limits is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
@@ -130,15 +106,7 @@ class SamplingEngine:
             self._send_due()
 
     def check(self, request: GenerationRequest) -> None:
-        """Check the sampling parameters and the prompt of a request.
-
-        Args:
-            request: The request.
-
-        Raises:
-            ConfigError: Sampling parameters of the request are out of bounds.
-            DataError: The prompt is empty, or is not a list of the model's token ids.
-        """
+        """Raise ConfigError or DataError if sampling parameters or the prompt of a request are invalid."""
         check_params(request.params)
         prompt = request.prompt
         # The conversion to an array takes longer than these checks of a list. It names the problem of any other prompt.
@@ -158,19 +126,10 @@ class SamplingEngine:
             self._deliver(self.dispatcher.dropped(request_id))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Return the outputs that have arrived. If none has arrived yet, wait until there is one.
+        """Return the outputs that have arrived, after waiting for the first one for at most `timeout` seconds.
 
         Requests with `stream` or `pieces` also have partial outputs, whose finish_reason is None. Outputs of
-        `generate_stream` are not returned here.
-
-        Args:
-            timeout: Longest wait, in seconds.
-
-        Returns:
-            The outputs. Empty if none has arrived in time.
-
-        Raises:
-            EngineError: A worker has failed.
+        `generate_stream` are not returned here. Raises EngineError if a worker has failed.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -187,10 +146,7 @@ class SamplingEngine:
                 return ready
 
     def _receive(self, timeout: float) -> None:
-        """Poll the workers, deliver their outputs, and send queued requests to workers that have room.
-
-        The caller must hold `_poll_lock`.
-        """
+        """Poll the workers, deliver outputs, and send queued requests. The caller must hold `_poll_lock`."""
         try:
             outputs = self.workers.poll(timeout)
             with self._records_lock:
@@ -204,10 +160,7 @@ class SamplingEngine:
             raise
 
     def _deliver(self, outputs: Iterable[GenerationOutput]) -> None:
-        """Pass each output to its stream. Append outputs without a stream to `_ready`, for `poll`.
-
-        The caller must hold `_records_lock`.
-        """
+        """Pass each output to its stream or to `poll`. The caller must hold `_records_lock`."""
         for output in outputs:
             if not self.streams.take(output, is_last=output.request_id not in self.dispatcher):
                 self._ready.append(output)
@@ -245,16 +198,8 @@ class SamplingEngine:
         `generate` have ids from 0 on, so the request here needs another request_id. If the caller stops reading
         (cancellation, aclose), the request is aborted.
 
-        Args:
-            request: The request.
-            timeout_s: Longest time of the request, in seconds, without the time in which the phase is suspended. None
-                for no limit.
-
-        Raises:
-            ConfigError: Sampling parameters of the request are out of bounds.
-            DataError: The prompt is empty, or is not a list of the model's token ids.
-            EngineError: The request cannot be served, or a worker has failed.
-            TimeoutError: The request took longer than timeout_s.
+        Raises ConfigError or DataError for an invalid request, EngineError if it cannot be served or a worker has
+        failed, and TimeoutError after `timeout_s` seconds, without the time in which the phase is suspended.
         """
         self.check(request)
         consumer, unfinished = Consumer(), request.n_samples
@@ -279,20 +224,10 @@ class SamplingEngine:
         self._call("hold")
 
     def advance(self, n_finished: int, n_steps: int | None = None) -> tuple[list[GenerationOutput], list[RolloutStats]]:
-        """Decode in a held rollout phase until enough samples have finished.
+        """Decode in a held phase until each copy has `n_finished` finished samples or has run `n_steps`.
 
-        Each copy of the model stops after `n_finished` finished samples of its own or after `n_steps` steps.
-
-        Args:
-            n_finished: Number of samples, at least 1.
-            n_steps: Number of decoding steps, at least 1. None chooses a number.
-
-        Returns:
-            (outputs of the finished samples, decoding statistics of each data-parallel rank). The number of outputs may
-            be below or above `n_finished`.
-
-        Raises:
-            EngineError: The model computes no finite numbers, or a worker has failed.
+        Returns the finished samples and the statistics of each data-parallel rank. Raises EngineError if the model
+        computes no finite numbers, or a worker has failed.
         """
         if n_steps is None:  # with several copies, no copy can know how many samples of the others have finished
             n_steps = _STEPS if self.spec.layout.dp_size == 1 else _STEPS_OF_COPIES
@@ -303,12 +238,9 @@ class SamplingEngine:
         return finished, list(stats)
 
     def park(self) -> list[GenerationOutput]:
-        """End all requests of a held rollout phase, and return what their samples have so far.
+        """End all requests of a held phase, and return the completions so far of samples that were sent.
 
-        Returns:
-            An output for each unfinished sample that has been sent to a copy of the model, with the whole completion so
-            far. The finish_reason is None, unless the sample finished in the last step. Requests that were not
-            sent have no outputs.
+        The finish_reason is None, unless the sample finished in the last step.
         """
         by_rank = self._call("park")
         with self._records_lock:
@@ -317,22 +249,18 @@ class SamplingEngine:
         return outputs
 
     def _received(self, by_rank: Iterable[Iterable[GenerationOutput]]) -> list[GenerationOutput]:
-        """Return outputs of all ranks with the request ids of the callers. The caller must hold `_records_lock`."""
+        """Return outputs with the request ids of the callers. The caller must hold `_records_lock`."""
         outputs = list(self.dispatcher.received(itertools.chain.from_iterable(by_rank)))
         if any(output.finish_reason == "error" for output in outputs):
             raise non_finite_logits()
         return outputs
 
     def rollout_stats(self) -> list[RolloutStats]:
-        """Return the latest decoding statistics of each data-parallel rank. Any thread may call this."""
+        """Return the latest statistics of each data-parallel rank. Any thread may call this."""
         return self.workers.stats()
 
     def draft_counts(self) -> DraftCounts:
-        """Return the counts of drafted and accepted tokens of this rollout phase, or else of the last one.
-
-        Drafts need `rollout.speculation`. Each data-parallel rank reports its counts with its outputs. Any thread may
-        call this.
-        """
+        """Return the counts of drafted and accepted tokens of this rollout phase, or else of the last one."""
         return DraftCounts.of(self.rollout_stats())
 
     def generate(
@@ -341,21 +269,10 @@ class SamplingEngine:
         on_progress: OnProgress | None = None,
         at_once: int | None = None,
     ) -> dict[int, list[GenerationOutput]]:
-        """Submit requests, and wait until all of them are finished.
+        """Submit requests, wait until all are finished, and return the samples of each in order.
 
-        Args:
-            requests: The requests.
-            on_progress: Called after each poll with the newly finished samples and the decoding statistics of each
-                data-parallel rank.
-            at_once: Largest number of unfinished requests at the same time. None submits all at once. Ignored with
-                `engine.deterministic`, because the next submission would depend on the clock.
-
-        Returns:
-            Request id -> finished samples, in the order of their sample numbers.
-
-        Raises:
-            EngineError: A request cannot be served, the rollout phase is suspended, a worker failed, or the model
-                computes no finite numbers.
+        At most `at_once` requests are unfinished at the same time. It is ignored with `engine.deterministic`, because
+        the next submission would depend on the clock. Raises EngineError as `poll` and `submit` do.
         """
         self.check_runs()
         if self.spec.engine.deterministic:

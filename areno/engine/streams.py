@@ -64,25 +64,15 @@ class OutputQueue:
         self._waiter: asyncio.Future[None] | None = None
 
     def empty(self) -> bool:
-        """Return whether the queue has no outputs."""
         return not self._items
 
     def put(self, item: GenerationOutput | Exception) -> None:
-        """Add an item. Call this in the event loop of the reader.
-
-        Args:
-            item: An output, or an exception that the reader raises.
-        """
+        """Add an output, or an exception for the reader to raise. Call this in the event loop of the reader."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take_all(self) -> list[GenerationOutput | Exception]:
-        """Wait until the queue is not empty, and remove all items.
-
-        Returns:
-            The items, the oldest first.
-        """
         if not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -93,23 +83,14 @@ class OutputQueue:
 
 @dataclass(eq=False)
 class Consumer:
-    """The reader of one request in an event loop.
-
-    Attributes:
-        loop: The event loop of the reader.
-        queue: Outputs for the reader, or an exception to raise.
-        abandoned: Whether nobody reads the queue any more, although the workers may not have finished the request.
-    """
+    """The reader of one request in an event loop."""
 
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     queue: OutputQueue = field(default_factory=OutputQueue)
-    abandoned: bool = False
+    abandoned: bool = False  # nobody reads the queue any more, although the request may not be finished
 
     async def next(self) -> list[GenerationOutput]:
-        """Wait until there is an output, and return all outputs since the last call.
-
-        Partial outputs of the same sample are joined. If the queue holds an exception, the method raises it.
-        """
+        """Wait until there is an output, and return all outputs since the last call, or raise an exception."""
         items = await self.queue.take_all()
         for item in items:
             if isinstance(item, Exception):
@@ -155,57 +136,36 @@ class RunningClock:
 
     def __init__(self) -> None:
         self._paused_s, self._since = 0.0, None
-        self._runs = threading.Event()
-        self._runs.set()
+        self._is_running = threading.Event()
+        self._is_running.set()
 
     def now(self) -> float:
-        """Return the time of the clock, in seconds."""
         since = self._since  # read once: another thread may start the clock
         return (time.monotonic() if since is None else since) - self._paused_s
 
     @property
     def is_paused(self) -> bool:
-        """Whether the clock is paused."""
         return self._since is not None
 
     def pause(self, at: float | None = None) -> None:
-        """Pause the clock. A second call has no effect.
-
-        Args:
-            at: Time (time.monotonic) from which the clock is paused. None is now.
-        """
+        """Pause the clock, from `at` (time.monotonic) or now on. A second call has no effect."""
         if self._since is None:
             self._since = time.monotonic() if at is None else at
-            self._runs.clear()
+            self._is_running.clear()
 
     def resume(self, at: float | None = None) -> None:
-        """Continue to count after `pause`.
-
-        Args:
-            at: Time (time.monotonic) from which the clock counts. None is now.
-        """
         if self._since is not None:
             now = time.monotonic() if at is None else at
             self._paused_s, self._since = self._paused_s + now - self._since, None
-            self._runs.set()
+            self._is_running.set()
 
     def wait(self, timeout: float) -> None:
-        """Wait until the clock is not paused.
-
-        Args:
-            timeout: Longest wait, in seconds.
-        """
-        self._runs.wait(timeout)
+        """Wait until the clock is not paused."""
+        self._is_running.wait(timeout)
 
 
 class TimeLimit:
-    """Puts a TimeoutError into the queue of a consumer after some time of a RunningClock. Call `cancel` at the end.
-
-    Args:
-        consumer: The consumer.
-        clock: The clock.
-        limit_s: The time, in seconds. None for no limit.
-    """
+    """Puts a TimeoutError into the queue of a consumer after some time of a RunningClock. Call `cancel` at the end."""
 
     def __init__(self, consumer: Consumer, clock: RunningClock, limit_s: float | None):
         self._consumer, self._clock, self._timer = consumer, clock, None
@@ -221,7 +181,6 @@ class TimeLimit:
             self._timer = self._consumer.loop.call_later(max(left_s, _LOOK_S), self._wait)
 
     def cancel(self) -> None:
-        """Put no error from now on."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -229,11 +188,8 @@ class TimeLimit:
 class Streams:
     """Delivers the outputs of an engine's requests to their readers in event loops (consumers).
 
-    A thread polls the workers while there is a consumer.
-
-    Args:
-        poll_once: Function that polls the workers once. It must pass each output to `take`, and an error to `fail`.
-        lock: The lock that guards the consumers.
+    A thread polls the workers while there is a consumer. `poll_once` must pass each output to `take`, and an error to
+    `fail`. `lock` guards the consumers.
     """
 
     def __init__(self, poll_once: Callable[[], Any], lock: threading.RLock):
@@ -264,26 +220,15 @@ class Streams:
                 self._thread.start()
 
     def abandon(self, consumer: Consumer) -> bool:
-        """Mark a consumer as no longer read.
-
-        Returns:
-            Whether the workers are still processing the consumer's request, so that it can be cancelled.
-        """
+        """Mark a consumer as no longer read, and return whether its request is still processed."""
         with self._lock:
             consumer.abandoned = True
             return consumer in self._consumers.values()  # not by id: a later request may have the same id
 
     def take(self, output: GenerationOutput, is_last: bool) -> bool:
-        """Store an output for the consumer of its request until `deliver_taken` is called.
+        """Store an output until `deliver_taken`, and return whether its request has a consumer.
 
         The caller must hold the lock.
-
-        Args:
-            output: The output.
-            is_last: Whether the request has no further outputs.
-
-        Returns:
-            Whether the request has a consumer.
         """
         consumer = self._consumers.get(output.request_id)
         if consumer is None:
@@ -294,10 +239,7 @@ class Streams:
         return True
 
     def deliver_taken(self) -> None:
-        """Deliver the outputs stored by `take` to their consumers, waking each event loop once.
-
-        The caller must hold the lock.
-        """
+        """Deliver the stored outputs, waking each event loop once. The caller must hold the lock."""
         taken, self._taken = self._taken, {}
         for loop, items in taken.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed, so its consumers are gone
@@ -312,7 +254,7 @@ class Streams:
             self.deliver_taken()
 
     def end(self, error: Exception) -> None:
-        """Make every consumer raise an error when it is next read, and wait for the end of the polling thread."""
+        """Fail as `fail` does, and wait for the end of the polling thread."""
         self.fail(error)
         if (thread := self._thread) is not None:
             thread.join()
@@ -336,12 +278,7 @@ _Stream = tuple[GenerationRequest, Consumer]
 
 @dataclass(slots=True)
 class _Alone:
-    """Record of the requests of an event loop that came without others.
-
-    Attributes:
-        n_bursts: Number of the last bursts, in a row, that had one request.
-        submitted_at: Time of the last request that was submitted without waiting for others, in seconds.
-    """
+    """Record of the requests of an event loop that came without others: bursts of one in a row."""
 
     n_bursts: int = 0
     submitted_at: float = -math.inf
@@ -353,13 +290,8 @@ class RequestBatcher:
     Requests of one event loop that are submitted together are called a burst. While the workers are busy, requests are
     submitted at once. After two bursts of one request each, as a single client makes, further requests are submitted at
     once, until another request follows one of them closely. Several event loops may use this object, and each has its
-    own bursts.
-
-    Args:
-        submit: Function that submits requests with their consumers. If it raises, it has submitted no request.
-        is_idle: Function that returns whether the workers have no request.
-        waits: Whether to hold requests back. False on a CPU, where the time of a prefill depends on its tokens
-            alone.
+    own bursts. `submit` submits all requests or, if it raises, none. On a CPU nothing waits, because the time of a
+    prefill depends on its tokens alone.
     """
 
     def __init__(self, submit: Callable[[Sequence[_Stream]], None], is_idle: Callable[[], bool], waits: bool = True):
@@ -372,10 +304,7 @@ class RequestBatcher:
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
-        """Tell the batcher, by a `with` block, that this event loop is about to submit another request.
-
-        While the block runs, requests of this event loop that are held back wait longer, at most 50 ms in total.
-        """
+        """Let held requests wait longer, at most 50 ms, because this event loop is about to submit another."""
         loop = asyncio.get_running_loop()
         self._expected[loop] += 1
         try:
@@ -386,23 +315,14 @@ class RequestBatcher:
                 del self._expected[loop]
 
     def announce(self, n_requests: int) -> None:
-        """Announce how many requests this event loop will submit together.
-
-        As soon as this many requests are held back, they are submitted.
-        """
+        """Submit held requests of this event loop as soon as there are this many."""
         self._announced[asyncio.get_running_loop()] = n_requests
 
     async def submit(self, request: GenerationRequest, consumer: Consumer) -> None:
         """Submit a request, perhaps some milliseconds later together with others.
 
-        If the caller is cancelled during the wait, the request may or may not have been submitted.
-
-        Args:
-            request: The request.
-            consumer: Receives the outputs.
-
-        Raises:
-            EngineError: The request cannot be served.
+        If the caller is cancelled during the wait, the request may or may not have been submitted. Raises EngineError
+        if the request cannot be served.
         """
         loop = asyncio.get_running_loop()
         burst = self._pending.get(loop)
@@ -416,7 +336,7 @@ class RequestBatcher:
         await submitted
 
     def _wants_others(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Return whether a new request waits for others, and update the record of requests that came alone."""
+        """Return whether a new request waits for others, and update the record of single requests."""
         alone, now = self._alone.setdefault(loop, _Alone()), loop.time()
         if not self._is_idle():
             if now < alone.submitted_at + _MOST_S:  # the request before did not come alone
@@ -439,15 +359,15 @@ class RequestBatcher:
             self._submit([stream for stream, _ in waiting])
         except EngineError as error:
             if isinstance(error, WorkerLost) or len(waiting) == 1:
-                return _answer(waiting, error)
+                return _resolve(waiting, error)
             for stream, future in waiting:  # one request was refused, so none was submitted
-                _answer([(stream, future)], self._error_of(stream))
+                _resolve([(stream, future)], self._submit_alone(stream))
         except Exception as error:
-            _answer(waiting, error)
+            _resolve(waiting, error)
         else:
-            _answer(waiting, None)
+            _resolve(waiting, None)
 
-    def _error_of(self, stream: _Stream) -> Exception | None:
+    def _submit_alone(self, stream: _Stream) -> Exception | None:
         try:
             self._submit([stream])
         except Exception as error:
@@ -459,12 +379,7 @@ class _PendingBatch:
     """Requests of one event loop that wait to be submitted together.
 
     They are submitted when no request has arrived for 3 ms and `expects_more` returns False, but at the latest 50 ms
-    after the first request.
-
-    Args:
-        loop: The event loop.
-        done: Function that submits the requests. Called once, with this object.
-        expects_more: Function that returns whether the event loop is about to submit another request.
+    after the first request. `done` is called once, to submit them.
     """
 
     def __init__(
@@ -477,14 +392,13 @@ class _PendingBatch:
         self._wait()
 
     def add(self, stream: _Stream) -> asyncio.Future[None]:
-        """Add a request. Return a future that completes when the request is submitted."""
+        """Add a request, and return a future that completes when it is submitted."""
         self._last_at = self.loop.time()
         future: asyncio.Future[None] = self.loop.create_future()
         self.waiting.append((stream, future))
         return future
 
     def end(self) -> None:
-        """Submit the requests now, without waiting for others."""
         self._timer.cancel()
         self._has_ended = True
         self._done(self)
@@ -495,9 +409,9 @@ class _PendingBatch:
     def _read_first(self) -> None:
         # A busy loop may hold requests that it has not read yet. They come first: one round of the loop reads them, and
         # the next round runs their handlers.
-        self.loop.call_soon(lambda: self.loop.call_soon(self._look))
+        self.loop.call_soon(lambda: self.loop.call_soon(self._check))
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._has_ended:
             return
         now = self.loop.time()
@@ -509,7 +423,7 @@ class _PendingBatch:
             self.end()
 
 
-def _answer(waiting: Sequence[tuple[_Stream, asyncio.Future[None]]], error: Exception | None) -> None:
+def _resolve(waiting: Sequence[tuple[_Stream, asyncio.Future[None]]], error: Exception | None) -> None:
     for _, future in waiting:
         if error is None:
             future.set_result(None)

@@ -28,7 +28,7 @@ from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.draft_length import step_costs
 from areno.engine.decoder.drafts import NgramDrafter
-from areno.engine.deterministic import Threads, nondeterministic_operations_named, without_deterministic_mode
+from areno.engine.deterministic import Threads, naming_nondeterministic_operations, without_deterministic_mode
 from areno.engine.memory import (
     free_unused,
     host_bytes_free,
@@ -60,16 +60,9 @@ _STREAM_EVERY_S = 0.02  # a small model samples faster than a person reads, and 
 
 
 class Worker:
-    """The models (roles), the decoder and the training of one rank. Construction loads the actor, which takes longest.
+    """The models (roles), the decoder and the training of one rank.
 
-    Args:
-        spec: Description of all models, devices and settings of the engine.
-        context: Process groups and device of this rank.
-
-    Attributes:
-        roles: The models of this rank, by role name.
-        decoder: The decoder of the rollout. None outside of a rollout.
-        states: Writes and reads the training state of this rank.
+    Construction loads the actor, which takes longest.
     """
 
     def __init__(self, spec: EngineSpec, context: ParallelContext):
@@ -96,11 +89,10 @@ class Worker:
         self._saving: list[Future[None]] = []
 
     def info(self) -> EngineInfo:
-        """Return facts about the actor and the device."""
         config = self.actor.config
         return EngineInfo(
-            n_params=_size(checkpoint_table(self.actor)),
-            n_adapter_params=_size(adapter_table(self.actor)),
+            n_params=_n_elements(checkpoint_table(self.actor)),
+            n_adapter_params=_n_elements(adapter_table(self.actor)),
             context_len=config.max_position_embeddings,
             vocab_size=config.vocab_size,
             device=str(self.context.device),
@@ -123,30 +115,17 @@ class Worker:
         return RouteShape(routing.n_layers, routing.experts.top_k, routing.experts.n_experts)
 
     def memory_table(self) -> tuple[str, str]:
-        """Return the estimated memory of the models on a device, as two texts.
-
-        Returns:
-            A summary in one line, and a table of several lines.
-        """
+        """Return the estimated memory of the models on a device: one line, and a table."""
         return self.roles.memory_table()
 
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
-        """Make the decoder ready for a rollout phase.
+        """Make the decoder ready for a rollout phase, and return the limits of its requests.
 
         If `spec` has the decoder of the previous rollout phase, the decoder and its CUDA graphs stay, but cached blocks
-        are dropped. Otherwise a new decoder is made.
-
-        Args:
-            spec: Settings of the rollout phase.
-
-        Returns:
-            The limits of the requests that this worker can serve.
-
-        Raises:
-            EngineError: There is too little memory for the KV cache.
+        are dropped. Otherwise a new decoder is made. Raises EngineError if there is too little memory for the KV cache.
         """
         before = self._decoder_spec
-        if self.decoder is not None and before is not None and _of_decoder(before) == _of_decoder(spec):
+        if self.decoder is not None and before is not None and _decoder_settings(before) == _decoder_settings(spec):
             self.decoder.reset_cache()
             self.decoder.reset_stats()
         else:
@@ -154,7 +133,7 @@ class Worker:
             self.decoder = self._new_decoder(spec)
         self._decoder_spec = spec
         self.decoder.limit_running(self._max_running(spec))
-        self.decoder.use_drafter(self._begun_drafter(spec, self.decoder))
+        self.decoder.use_drafter(self._start_drafter(spec, self.decoder))
         self._use_weights(self.decoder)
         profiling.set_anchor()
         self._garbage.begin()
@@ -166,7 +145,6 @@ class Worker:
         refresh_adapters(self.actor)
 
     def _model(self, spec: RolloutSpec) -> Transformer:
-        """Return the model that a rollout phase decodes with."""
         return self.roles[spec.role].backend.model
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
@@ -196,13 +174,12 @@ class Worker:
                 runs_ahead=self.context.device.type != "cpu",
             )
 
-    def _begun_drafter(self, spec: RolloutSpec, decoder: Decoder) -> NgramDrafter | None:
-        """Return the drafter for a rollout. None if the rollout does not draft."""
+    def _start_drafter(self, spec: RolloutSpec, decoder: Decoder) -> NgramDrafter | None:
         on_cuda = self.context.device.type == "cuda"
         if not may_draft(spec.decoder, on_cuda=on_cuda):
             return None
         costs = step_costs(
-            _size(checkpoint_table(self.actor)),
+            _n_elements(checkpoint_table(self.actor)),
             verification_rows(self._max_running(spec)),
             on_cuda=on_cuda,
             use_graphs=bool(decoder.runner.all_graphs),
@@ -227,7 +204,6 @@ class Worker:
         return self.spec.layout.of_copy(spec.max_running)
 
     def _wanted_cache(self, spec: RolloutSpec) -> WantedCache:
-        """Return the KV cache that a rollout wants."""
         routes = self._route_shape if self.spec.keeps_routes(spec.role) else None
         return WantedCache.of(
             self._model(spec).config,
@@ -244,7 +220,7 @@ class Worker:
         return self.roles.token_budgets(wanted)
 
     def free_bytes(self) -> int:
-        """Return the free memory of the device. On a CPU, this worker's share of the machine's available memory."""
+        """Return the free memory of the device or, on a CPU, this worker's share of the available memory."""
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.context.device)[0]
@@ -253,10 +229,7 @@ class Worker:
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests, which join the running batch in one of the next steps.
 
-        Raises:
-            EngineError: No rollout phase is open, a request cannot be served, or the tokenizer that a request needs
-                cannot be loaded.
-            GrammarError: A grammar cannot be compiled.
+        Raises EngineError if no rollout phase is open or a request cannot be served, and GrammarError for its grammar.
         """
         if self.decoder is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
@@ -266,20 +239,11 @@ class Worker:
             self.decoder.submit(request)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """End requests early. Their samples are returned with finish_reason "abort"."""
         if self.decoder is not None:
             for request_id in request_ids:
                 self.decoder.abort(request_id)
 
     def return_waiting(self, n_samples: int) -> None:
-        """Drop requests that have not started, so that another copy of the model can serve them.
-
-        The next step of the decoder returns one output for each dropped request. The `sample` of this output is
-        RETURNED (-1).
-
-        Args:
-            n_samples: Stop when the dropped requests have at least this many samples.
-        """
         if self.decoder is not None:
             self.decoder.return_waiting(n_samples)
 
@@ -293,11 +257,7 @@ class Worker:
             self.decoder.use_drafter(None)
 
     def suspend(self) -> list[int]:
-        """Interrupt all samples of the decoder, which stay in the decoder, until `resume`.
-
-        Returns:
-            The number of tokens of each sample that was interrupted after its first token.
-        """
+        """Interrupt all samples, which stay in the decoder, and return the number of tokens of each started one."""
         self.hold()
         if self.decoder is None:
             return []
@@ -316,16 +276,7 @@ class Worker:
         return self.decoder is not None and self.decoder.has_work and not self._is_held
 
     def advance(self, n_finished: int, n_steps: int) -> tuple[list[GenerationOutput], RolloutStats]:
-        """Run steps of a held decoder until enough samples have finished.
-
-        Args:
-            n_finished: Number of samples after which to stop. Those of the last step may exceed the number.
-            n_steps: Largest number of steps.
-
-        Returns:
-            (outputs of the finished samples, decoding statistics). There are fewer than `n_finished` outputs if the
-            steps or the samples ran out.
-        """
+        """Run at most `n_steps` steps of a held decoder until `n_finished` samples have finished."""
         outputs: list[GenerationOutput] = []
         while self.decoder is not None and self.decoder.has_work and n_steps > 0 and len(outputs) < n_finished:
             outputs += [output for output in self.step() if output.finish_reason is not None]
@@ -339,7 +290,6 @@ class Worker:
         return [] if self.decoder is None else self.decoder.park()
 
     def step(self) -> list[GenerationOutput]:
-        """Run one step of the decoder, and return the finished samples and partial outputs."""
         assert self.decoder is not None
         assert self._decoder_spec is not None
         return self._step(self.decoder, self._decoder_spec)
@@ -350,22 +300,14 @@ class Worker:
             return decoder.step()
 
     def _kv_cache_advice(self) -> list[memory.Option]:
-        """Return setting changes with which the KV cache leaves more memory to training, as Options.
-
-        Empty if there is no KV cache.
-        """
+        """Return setting changes with which the KV cache leaves more memory to training."""
         return [] if self._decoder_spec is None else [*memory.beside_training(self._decoder_spec.decoder)]
 
     def rollout_stats(self) -> RolloutStats:
-        """Return the decoding statistics of the rollout. All are 0 if there is no decoder."""
         return RolloutStats() if self.decoder is None else self.decoder.stats
 
     def end_rollout(self, drop: bool = False) -> None:
-        """Leave the rollout phase. Unfinished requests are dropped.
-
-        Args:
-            drop: Whether to free the KV cache and the CUDA graphs. False keeps them for the next phase.
-        """
+        """Leave the rollout phase, and drop unfinished requests. `drop` also frees cache and CUDA graphs."""
         self._is_held = False
         self._garbage.end()
         if self.decoder is None:
@@ -389,14 +331,10 @@ class Worker:
         return 0 if optimizer is None else optimizer.steps
 
     def load_role(self, name: str, spec: RoleSpec) -> Sharing:
-        """Load the model of another role. First drops the KV cache, because its size depends on the remaining memory.
+        """Load the model of another role, and return when its training computes shared prefixes once.
 
-        Args:
-            name: Name of the role.
-            spec: Description of the model.
-
-        Returns:
-            When training this model computes shared prefixes once. Never if another rank could not load the model.
+        First drops the KV cache, because its size depends on the remaining memory. The result is never if another rank
+        could not load the model.
         """
         self.end_rollout(drop=True)
         self.states.forget()
@@ -408,26 +346,12 @@ class Worker:
         return self.roles[name].backend.train_sharing
 
     def release_role(self, name: str) -> None:
-        """Free the memory of a role."""
         self.states.forget()
         self.roles.release(name)
         self._threads.set()
 
     def train(self, role: str, steps: list[StepMicroBatches], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
-        """Apply optimizer steps to a role's model, on this rank's rows.
-
-        Args:
-            role: Name of the role.
-            steps: For each optimizer step, the micro-batches of this rank.
-            loss_fn: Function (pack, logprobs) -> (loss, stats), which is called with a DataPack (a micro-batch) and the
-                log-probability of each token. For a role with a value head, it gets values in place of
-                log-probabilities.
-            update: Settings of the update.
-
-        Returns:
-            The result of TrainBackend.train, with the seconds of this call. Its statistics also contain the peak
-            memory, as `memory_gib`.
-        """
+        """Apply optimizer steps to a role's model, on this rank's rows. The statistics contain `memory_gib`, too."""
         profiling.set_anchor()
         started = time.perf_counter()
         with ExitStack() as stack:
@@ -436,7 +360,7 @@ class Worker:
                 hold = partial(self._hold_teacher, divergence)
                 teachers = stack.enter_context(Teachers(hold, divergence.role))
             backend = stack.enter_context(self.roles[role].on_device(training=True))
-            stack.enter_context(nondeterministic_operations_named())
+            stack.enter_context(naming_nondeterministic_operations())
             result = backend.train(steps, loss_fn, update, teachers)
         result.stats["memory_gib"] = self.memory_gib()
         result.seconds = time.perf_counter() - started
@@ -447,7 +371,6 @@ class Worker:
         return self.roles[role].backend.skip_updates(n)
 
     def _hold_teacher(self, divergence: Divergence, role: str) -> AbstractContextManager[TeacherPasses]:
-        """Return a context that holds the model of a role on the device, and yields its passes as a teacher."""
         return self.roles[role].as_teacher(divergence)
 
     def score(
@@ -459,23 +382,13 @@ class Worker:
         may_halve: bool = False,
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[list[Any], int]:
-        """Compute log-probabilities, values or rewards of rows with the model of a role.
+        """Call a method of TrainBackend: "logprobs", "values" or "rewards". Returns results and number of halvings.
 
-        Args:
-            role: Name of the role.
-            what: Method of TrainBackend to call: "logprobs", "values" or "rewards".
-            token_rows: Token ids of each row.
-            mb_spec: Size of micro-batches.
-            may_halve: Whether to continue with micro-batches of half the size if memory runs out. Otherwise that is an
-                error, also for ranks that compute layers together.
-            more: Further arguments of the method by name.
-
-        Returns:
-            (results, number of halvings). The results are those of the method, one for each row: an array with one
-            entry per token, or a float for "rewards".
+        With `may_halve`, micro-batches get half the size if memory runs out. Otherwise that is an error, also for ranks
+        that compute layers together.
         """
         profiling.set_anchor()
-        with self.roles[role].on_device() as backend, nondeterministic_operations_named():
+        with self.roles[role].on_device() as backend, naming_nondeterministic_operations():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
             longest = max(map(len, token_rows), default=0)
             for n_halvings in itertools.count():
@@ -496,17 +409,6 @@ class Worker:
         """Sample all completions of some requests with a decoder of their own, which is freed afterwards.
 
         The decoder of an open rollout phase keeps its cache and its samples.
-
-        Args:
-            spec: Settings of the decoder, with the role whose model decodes.
-            requests: The requests of this copy of the model.
-
-        Returns:
-            The outputs of the finished samples.
-
-        Raises:
-            EngineError: There is too little memory for the KV cache, or a request cannot be served.
-            GrammarError: A grammar cannot be compiled.
         """
         outputs: list[GenerationOutput] = []
         if not requests:
@@ -535,13 +437,8 @@ class Worker:
     def save(self, folder: str, role: str, background: bool = False, merge: bool = False) -> None:
         """Write this rank's part of a role's model as a Hugging Face folder. All ranks must call this.
 
-        Args:
-            folder: The folder.
-            role: Name of the role.
-            background: If True, return after the weights are copied to host memory, and write the files in a thread.
-                `saved` returns whether they are complete.
-            merge: Whether to merge adapters into the weights. False saves the adapters alone, as a folder of peft.
-                No effect for a role without adapters.
+        In the `background`, files are written in a thread after the weights are copied to host memory. Adapters are
+        saved alone, as a folder of peft, unless they are to be merged.
         """
         lora = self.roles[role].spec.lora
         paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.actor.path)
@@ -558,13 +455,9 @@ class Worker:
                 write_all(folder, writes)
 
     def saved(self) -> bool:
-        """Return whether every rank has written all files of earlier calls of `save` with background=True.
+        """Return whether every rank has written the files of `save`. All ranks must call this.
 
-        All ranks must call this.
-
-        Raises:
-            CheckpointError: This rank could not write its files. The error is raised once, and only after all ranks
-                have stopped writing.
+        Raises CheckpointError once if this rank could not write its files, after all ranks have stopped writing.
         """
         unfinished = any(not future.done() for future in self._saving)
         n_unfinished = torch.tensor(float(unfinished), device=self.context.device)
@@ -576,19 +469,12 @@ class Worker:
         return True
 
     def save_state(self, folder: str, with_moments: bool = True) -> None:
-        """Start writing the state of all trained roles into a folder, see StateCheckpointer.save."""
         self.states.save(Path(folder), with_moments)
 
     def state_written(self) -> bool:
-        """Return whether the files of the last `save_state` are complete.
-
-        Raises:
-            CheckpointError: The files could not be written. The error is raised once, and then no more.
-        """
         return self.states.written()
 
     def load_state(self, folder: str, with_moments: bool = True) -> None:
-        """Load the state of all trained roles from a folder, see StateCheckpointer.load."""
         self.states.load(Path(folder), with_moments)
 
     def close(self) -> None:
@@ -616,28 +502,23 @@ class Worker:
         return found
 
     def begin_kernels(self) -> None:
-        """Begin to record the operators and kernels of this rank."""
         self._profiler.begin_kernels()
 
     def end_kernels(self, name: str) -> None:
-        """Write the operators and kernels since `begin_kernels` to a file, whose name contains `name`."""
         self._profiler.end_kernels(name)
 
     def write_memory_snapshot(self, name: str) -> None:
-        """Write the state of the device's memory to a file, whose name contains `name`."""
         self._profiler.write_snapshot(name)
 
     def wait(self) -> None:
-        """Wait until the device has finished all work."""
         if self.context.device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def _of_decoder(spec: RolloutSpec) -> RolloutSpec:
-    """Return the settings with one max_running and speculation, so that phases that can share a decoder are equal."""
+def _decoder_settings(spec: RolloutSpec) -> RolloutSpec:
+    """Return the settings with one max_running and speculation: equal for phases that can share a decoder."""
     return replace(spec, max_running=spec.n_slots, decoder=replace(spec.decoder, speculation="off"))
 
 
-def _size(table: Sequence[Entry]) -> int:
-    """Return the total number of elements in the checkpoint tensors that `table` lists."""
+def _n_elements(table: Sequence[Entry]) -> int:
     return sum(math.prod(entry.part.full_shape) for entry in table)
