@@ -94,7 +94,7 @@ def _check_adapters(adapters: list[Adapter], multiple: int) -> None:
 
 
 def _check_adapter(adapter: Adapter, multiple: int) -> None:
-    """Raise EngineError if an adapter's result for a row depends on the number of rows, in `multiple` rows."""
+    """Raise EngineError if an adapter's result for a row depends on the number of rows, a multiple of `multiple`."""
     x_NI, b_SR = _noise(multiple * _CPU_SIZES[-1], adapter.a), _noise(len(adapter.b), adapter.b)
     n_columns = max(column + size for column, _, size in adapter.slices)
 

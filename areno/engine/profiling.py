@@ -50,7 +50,6 @@ class DeviceClock:
 
     @contextmanager
     def measure(self, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Record the work that the device does for a `with` block as an event of the trace."""
         if not self._on_cuda:
             with trace.span(self._lane, name, **arguments):
                 yield

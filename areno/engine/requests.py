@@ -374,7 +374,6 @@ def spans_of(phases: trace.Phases) -> list[tuple[str, int, int]]:
 
 
 def trace_request(output: GenerationOutput) -> None:
-    """Record the phases of a finished sample of a client's request in the trace."""
     lane, phases = f"requests#{output.request_id}.{output.sample}", output.phases
     arguments = {"tokens": len(output.tokens), "cached_tokens": output.cached_tokens}
     trace.add(lane, "request", phases[0][1], phases[-1][1], **arguments, **version_range(vars(output)["versions"]))

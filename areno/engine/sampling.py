@@ -73,7 +73,6 @@ class SamplingEngine:
         return list(itertools.chain.from_iterable(by_rank))
 
     def resume_rollout(self) -> None:
-        """Continue all samples that `suspend_rollout` has interrupted, with the current weights."""
         if self.limits is not None:
             self._call("resume")
             self.clock.resume()
@@ -184,7 +183,6 @@ class SamplingEngine:
 
     @property
     def is_streaming(self) -> bool:
-        """Whether any `generate_stream` is still being read."""
         return self.streams.are_read
 
     async def generate_stream(

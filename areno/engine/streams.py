@@ -160,7 +160,6 @@ class RunningClock:
             self._is_running.set()
 
     def wait(self, timeout: float) -> None:
-        """Wait until the clock is not paused."""
         self._is_running.wait(timeout)
 
 

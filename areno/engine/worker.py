@@ -215,7 +215,6 @@ class Worker:
         )
 
     def token_budgets(self) -> TokenBudgets:
-        """Choose the number of tokens in a micro-batch for each loaded role, in training and in scoring."""
         wanted = None if self._decoder_spec is None else self._wanted_cache(self._decoder_spec)
         return self.roles.token_budgets(wanted)
 
@@ -265,7 +264,6 @@ class Worker:
         return self.decoder.n_tokens_of_waiting
 
     def resume(self) -> None:
-        """Continue the samples that `suspend` has interrupted, with the weights of now."""
         self._is_held = False
         if self.decoder is not None:
             self._use_weights(self.decoder)
@@ -307,7 +305,6 @@ class Worker:
         return RolloutStats() if self.decoder is None else self.decoder.stats
 
     def end_rollout(self, drop: bool = False) -> None:
-        """Leave the rollout phase, and drop unfinished requests. `drop` also frees cache and CUDA graphs."""
         self._is_held = False
         self._garbage.end()
         if self.decoder is None:
@@ -367,7 +364,6 @@ class Worker:
         return result
 
     def skip_updates(self, role: str, n: int) -> dict[str, float]:
-        """Count updates of a role that have no rows, and return their statistics. The schedule advances."""
         return self.roles[role].backend.skip_updates(n)
 
     def _hold_teacher(self, divergence: Divergence, role: str) -> AbstractContextManager[TeacherPasses]:
@@ -492,7 +488,6 @@ class Worker:
         return self._peak_since("step")
 
     def phase_memory_gib(self) -> float:
-        """Return the peak memory in GiB since the last call of this method, as `memory_gib` does."""
         return self._peak_since("phase")
 
     def _peak_since(self, event: str) -> float:

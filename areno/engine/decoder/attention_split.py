@@ -169,7 +169,6 @@ def _splits(longest: int, split_len: int) -> int:
 
 
 def _power_of_two(least: int) -> int:
-    """Round up to a power of two. 0 stays 0."""
     return 1 << (least - 1).bit_length() if least else 0
 
 

@@ -357,7 +357,6 @@ class BlockTables:
             each.n_registered, each.prefix_id = self.n_registered, self.prefix_id
 
     def extend(self, end: int) -> None:
-        """Allocate the missing KV blocks for the first `end` positions, in all layers."""
         blocks = self._blocks
         for group, group_blocks in enumerate(self.group_blocks):
             group_blocks += blocks.allocate(max(0, blocks.blocks_for(end) - len(group_blocks)), group)

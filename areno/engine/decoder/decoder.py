@@ -217,7 +217,6 @@ class Decoder:
         return finished + parked
 
     def clear(self) -> None:
-        """Drop all requests. They get no outputs."""
         for request_id in list(self.unfinished):
             self.abort(request_id)
         self._outputs, self._awaiting = [], []
@@ -373,7 +372,6 @@ class Decoder:
         return touched
 
     def _after_accepted(self, touched: dict[int, Sequence], streams: _Streams) -> list[Sequence]:
-        """Queue partial outputs, enter full blocks in the prefix cache, and return the sequences that ended."""
         finished: list[Sequence] = []
         for _, sequence in sorted(touched.items()):
             if sequence.finish_reason is not None:
@@ -481,7 +479,6 @@ class Decoder:
         return finished
 
     def _note_verified(self, sequence: Sequence, draft: list[int], n_new: int) -> int:
-        """Update the plan, the device and the counts, and return how many drafted tokens were right."""
         n_right = n_right_tokens(sequence, draft, n_new)
         self._n_generated += n_new
         self._n_drafted += len(draft)

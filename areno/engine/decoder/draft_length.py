@@ -37,7 +37,6 @@ class StepCosts:
         return self.fixed + self.verification + n_rows * (1 + length)
 
     def lengths(self, n_rows: int) -> list[int]:
-        """Return the numbers of drafted tokens for which a step does not have too many rows."""
         return [length for length in DRAFT_LENGTHS if n_rows * (1 + length) <= self.most_rows]
 
 

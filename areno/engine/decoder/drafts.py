@@ -65,7 +65,6 @@ class SampleMemory:
         self.n_tokens = 0
 
     def add(self, scope: int, before: list[int], tokens: np.ndarray) -> None:
-        """Keep a completion and the last tokens of its prompt."""
         sample = np.empty(len(before) + len(tokens), dtype=np.int32)
         sample[: len(before)], sample[len(before) :] = before, tokens
         found = self._scopes.setdefault(scope, _Scope())
@@ -286,7 +285,6 @@ class NgramDrafter:
             self._count(slots_B, np.array([n_right for _, n_right in found]), self._n_proposed)
 
     def _count(self, slots_B: np.ndarray, n_right_B: np.ndarray, n_drafted: int) -> None:
-        """Count a step with drafts of `n_drafted` tokens, the first `n_right_B` of which were right."""
         assert self._texts is not None
         self._texts.count(slots_B, n_right_B)
         n_reached = (n_right_B[:, None] >= np.arange(n_drafted + 1)).sum(0)
@@ -373,7 +371,6 @@ class NgramDrafter:
     def _queue_running(
         self, texts: _SlotTexts, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray
     ) -> None:
-        """Queue the tokens of running sequences that the table does not have."""
         starts_B = texts.n_entered[slots_B]
         n_tokens_B = slots.n_prompt[slots_B] + slots.n_new[slots_B]
         for row in np.flatnonzero(starts_B < n_tokens_B).tolist():

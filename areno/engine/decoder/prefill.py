@@ -96,7 +96,6 @@ class PrefillShape:
     max_k: tuple[int, ...]
 
     def lengths(self) -> list[int]:
-        """Return the lengths of all inputs in the array: tokens, positions, cu_q, last tokens, groups."""
         found = [self.n_tokens, self.n_tokens, self.n_rows + 1, self.n_last]
         for n_tables, n_keys in zip(self.n_tables, self.n_keys, strict=True):
             found += [n_tables * self.n_tokens, n_tables * (n_keys or 0), self.n_rows + 1]
@@ -165,7 +164,6 @@ class PrefillBatch:
         )
 
     def packed(self) -> np.ndarray:
-        """Return all inputs in one int64 array, for one copy to the device."""
         parts = [self.tokens, self.positions, self.cu_q, self.last]
         for each in self.indices:
             keys = np.empty(0, np.int64) if each.keys_TM is None else each.keys_TM.ravel()

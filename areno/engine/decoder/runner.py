@@ -237,7 +237,6 @@ class Runner:
         return to_device(array, self.device)
 
     def _upload_columns(self, rows: Collection[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        """Copy tuples of equal length to the device, as one int64 tensor for each tuple index."""
         return self._upload(np.array(rows, dtype=np.int64).T.copy()).unbind()
 
     def _download(self, out: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -251,7 +250,6 @@ class Runner:
         return host, ready
 
     def _upload_slots(self, new: list[Sequence], slots_B: np.ndarray, scheduled: SchedulerOutput) -> None:
-        """Copy new block-table entries, and the sampling settings of sequences with a new slot, to the device."""
         if changed := [*new, *scheduled.grown]:
             slots = [each.slot for each in changed]
             entries = BlockTables.new_entries([each.block_tables for each in changed], slots)

@@ -178,7 +178,6 @@ class SlotSampler:
 
     @property
     def has_masks(self) -> bool:
-        """Whether some slot has a mask with cleared bits."""
         return bool(self._masked_slots)
 
     def pack_masks(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
@@ -270,7 +269,6 @@ class LogitEdits:
 
     @classmethod
     def for_batch(cls, sequences: list[Sequence], upload: Callable[[np.ndarray], Tensor]) -> LogitEdits | None:
-        """Return the edits for the sequences of a batch. None, the usual case, if no sequence needs edits."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.needs_edits]
         if not rows:
             return None
@@ -362,7 +360,6 @@ def scores_of(scaled_KV: Tensor, tokens: list[int], n_top: int) -> list[tuple[fl
 
 
 def token_scores(top: np.ndarray, n: int) -> list[TokenScores]:
-    """Convert T rows of ids and T rows of log-probabilities to lists of (token id, log-probability)."""
     if not len(top):
         return [[] for _ in range(n)]
     ids, logprobs = np.split(top, 2)

@@ -227,11 +227,9 @@ class Scheduler:
         return self.reuses_prefixes and self.blocks.has_windows
 
     def _next_full(self, sequence: Sequence) -> int:
-        """Return the length in tokens at which the next block of a sequence is full."""
         return (sequence.block_tables.n_registered + 1) * self.blocks.block_size
 
     def _register_at(self, sequence: Sequence) -> int:
-        """Return the length in tokens at which the next block of a sequence enters the prefix cache."""
         return self._next_full(sequence) if self.caches_early else NEVER
 
     def remove_finished(self) -> None:
@@ -479,7 +477,6 @@ class Scheduler:
         return request is leader.request or request.shares_prefill(leader.request)
 
     def _preempt_youngest(self) -> None:
-        """Preempt the youngest sequence, or all sequences of the youngest prefill."""
         victims = self.prefilling.pop().sequences if self.prefilling else [self.running.pop()]
         self._running_slots = None
         for sequence in victims:
@@ -489,7 +486,6 @@ class Scheduler:
         self.n_preemptions += len(victims)
 
     def _requeue(self, sequences: list[Sequence]) -> None:
-        """Return sequences that left the batch to the front of the queue."""
         for sequence in reversed(sequences):
             sequence.enter_phase("preempted")
             self.waiting.appendleft(sequence)

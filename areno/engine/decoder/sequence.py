@@ -105,7 +105,6 @@ class Sequence:
         self.enter_phase("queued")
 
     def enter_phase(self, phase: str) -> None:
-        """Note for the trace that "queued", "prefill", "decode", "preempted" or "end" begins."""
         if trace.active:
             self.phases.append((phase, trace.now()))
 
@@ -284,7 +283,6 @@ class Sequence:
         return self._output(start, tuple(self.phases) if self.finish_reason is not None else ())
 
     def whole_output(self) -> GenerationOutput:
-        """Return the output of a sample that is parked, with the whole completion so far."""
         self.enter_phase("end")
         return self._output(0, tuple(self.phases))
 

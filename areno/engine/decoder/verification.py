@@ -188,13 +188,9 @@ class RowSampler(Protocol):
     n_slots: int
     tensors: SamplingSettings
 
-    def flags(self, table: SlotTable, slots_B: np.ndarray, index_B: np.ndarray | None = None) -> SamplingFlags:
-        """Return `SlotSampler.flags`."""
-        ...
+    def flags(self, table: SlotTable, slots_B: np.ndarray, index_B: np.ndarray | None = None) -> SamplingFlags: ...
 
-    def at_rows(self, slots_N: Tensor, flags: SamplingFlags) -> RowSampler:
-        """Return `SlotSampler.at_rows`."""
-        ...
+    def at_rows(self, slots_N: Tensor, flags: SamplingFlags) -> RowSampler: ...
 
 
 class NgramSteps:
@@ -227,7 +223,6 @@ class NgramSteps:
         return [each.graphs for each in self._graphs.values()]
 
     def use(self, table: NgramTable) -> None:
-        """Set the table, and drop the CUDA graphs of another table."""
         if table is not self._table:
             self._table = table
             self._graphs.clear()

@@ -62,7 +62,6 @@ def resource(kind: str) -> str:
 
 
 def check_installed() -> None:
-    """Raise ConfigError if the Ray package is not installed or its import fails."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(Problem(_KEY, "is ray, which is not installed: pip install 'areno[ray]'"))
     try:

@@ -292,7 +292,6 @@ class RayProcesses:
         return shown
 
     def _wait_for_answers(self, asked: list[Any], timeout: float) -> list[Any]:
-        """Wait up to `timeout` seconds for actor calls, and return the references that are ready."""
         return self._ray.wait(asked, num_returns=len(asked), timeout=timeout)[0] if asked else []
 
     def kill(self) -> None:
@@ -340,7 +339,6 @@ def sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bo
 
 
 def check_versions(reports: Sequence[NodeReport]) -> None:
-    """Raise EngineError if a node has other versions of areno, Python, torch or transformers than this process."""
     for report in reports:
         pairs = [(name, report.versions.get(name), own) for name, own in versions().items()]
         if other := [f"{name} {theirs} (here {own})" for name, theirs, own in pairs if theirs != own]:
@@ -349,7 +347,6 @@ def check_versions(reports: Sequence[NodeReport]) -> None:
 
 
 def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
-    """Raise EngineError if torch sees fewer GPUs on a node than the run uses there."""
     n_each = spec.world_size // spec.n_nodes if spec.devices[0].startswith("cuda") else 0
     for report in reports:
         if report.n_cuda < n_each:

@@ -101,7 +101,6 @@ class SpawnedGroup:
         return ready
 
     def stats(self) -> list[RolloutStats]:
-        """Return the latest decoding statistics of each data-parallel rank."""
         return self._stats
 
     def host_bytes(self) -> int:
@@ -128,7 +127,6 @@ class SpawnedGroup:
             processes.close()
 
     def _send(self, rank: int, command: Command) -> None:
-        """Send a command to the leader of a tensor-parallel group, and count it as unfinished work."""
         processes = self._open_processes
         try:
             with self._sending[rank]:

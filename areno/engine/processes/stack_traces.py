@@ -47,7 +47,7 @@ class StackTraceServer:
             threading.Thread(target=self._send_collectives, daemon=True, name="areno-collectives").start()
 
     def _send_collectives(self) -> None:
-        """Send the collectives recorded by torch whenever the driver writes a byte. A thread."""
+        """Send the collectives recorded by torch when the driver writes a byte. Runs in a thread."""
         with contextlib.suppress(OSError):
             while os.read(self._pipe.fileno(), 1):
                 os.write(self._pipe.fileno(), _recorded_collectives().encode())
@@ -63,7 +63,7 @@ def _recorded_collectives() -> str:
 
 
 def collectives(trace: Mapping[str, Any]) -> str:
-    """Format the last three unfinished collectives in a dump of torch's flight recorder, or the last one."""
+    """Format the last three unfinished collectives in a dump of torch's flight recorder, or the last completed one."""
     entries = trace.get("entries", [])
     in_progress = [entry for entry in entries if entry["state"] != "completed" and not entry.get("retired")]
     title = "Collective under way" if in_progress else "Last collective, completed"

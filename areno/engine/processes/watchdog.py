@@ -57,7 +57,6 @@ class WorkerHeartbeats:
         self.together = True
 
     def sent(self, leader: int, command: str) -> None:
-        """Count a command that was sent to a tensor-parallel group."""
         for rank in self._layout.copy_of(leader):
             self._sent[rank] += 1
             self._commands[rank] = command
@@ -68,7 +67,6 @@ class WorkerHeartbeats:
         return self._is_asked(rank) or bool(self.counters[FIELDS * leader + _DECODES])
 
     def _is_asked(self, rank: int) -> bool:
-        """Return whether a rank has been sent a command that it has not finished."""
         return self.counters[FIELDS * rank + _DONE] < self._sent[rank]
 
     def progress(self, rank: int) -> list[int]:
@@ -112,9 +110,7 @@ class Watched(Protocol):
         """The progress counters of worker processes. None for a group without worker processes."""
         ...
 
-    def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return `Processes.stack_traces`."""
-        ...
+    def stack_traces(self) -> dict[int, tuple[str, str]]: ...
 
     def name(self, rank: int) -> str: ...
 
@@ -234,7 +230,6 @@ class Watchdog:
         os._exit(1)
 
     def _log_stack_traces(self, what: str, traces: dict[int, tuple[str, str]], notes: Mapping[int, str]) -> None:
-        """Log the stacks of every process. Workers with equal stacks are logged together."""
         faulthandler.cancel_dump_traceback_later()
         alike: dict[tuple[str, ...], list[str]] = {}  # many ranks hang at the same line
         for rank, (state, shown) in traces.items():

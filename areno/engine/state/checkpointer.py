@@ -240,7 +240,6 @@ class StateCheckpointer:
             self._copied = None
 
     def _wait_for_files(self) -> None:
-        """Wait until the files of this rank are written, or writing has failed."""
         n_checks = self._n_checks
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_WAIT_S)

@@ -258,13 +258,11 @@ class Reader(StorageReader):
 
 
 def in_threads(work: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-    """Call `work` on each item in a few threads, and return the results in the order of the items."""
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "areno-state-files") as pool:
         return list(pool.map(work, items))
 
 
 def _read_into(view: memoryview, file: Any) -> None:
-    """Fill a buffer from a file. Raises OSError if the file is too short."""
     while view:
         n = file.readinto(view)
         if not n:
@@ -273,7 +271,6 @@ def _read_into(view: memoryview, file: Any) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    """Return the contents of the index file, after its checksum and format are verified."""
     path = folder / INDEX
     try:
         head_line, _, body = path.read_bytes().partition(b"\n")

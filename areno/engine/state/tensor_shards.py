@@ -87,7 +87,6 @@ def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> d
 
 
 def shapes_of(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
-    """Return the stored shape of each trained parameter, by the names of the checkpoint tensors."""
     return {name: _stored_shape(part) for name, _, part in _table(backend)}
 
 

@@ -100,7 +100,6 @@ class ShardLoadPlanner(LoadPlanner):
         self._metadata = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Return a plan that reads the overlaps of this rank's shards with the stored chunks."""
         items: list[ReadItem] = []
         for name, shards in self._shards.items():
             tensor = self._metadata[name]
@@ -169,7 +168,6 @@ def check_fits(reader: Reader, roles: Mapping[str, Role], folder: Path) -> None:
 
 
 def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
-    """Raise EngineError if a parameter of a role has another shape in the state, or exists on one side only."""
     prefix, ours = f"{name}.{MASTER}.", shapes_of(role.backend)
     theirs = {
         tensor.removeprefix(prefix): tuple(metadata.size)
@@ -210,7 +208,6 @@ def load_role(
 
 
 def _read(reader: Reader, shards: Iterable[TensorShard], buffers: Mapping[str, Buffer]) -> None:
-    """Read shards from a state into buffers. Raises CheckpointError if a file cannot be read."""
     try:
         dcp.load({}, storage_reader=reader, planner=ShardLoadPlanner(shards, buffers), no_dist=True)
     except CheckpointException as error:

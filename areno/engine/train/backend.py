@@ -141,7 +141,6 @@ class TrainBackend:
         switch: Callable[[], AbstractContextManager[None]] = nullcontext,
         common_ids: Sequence[tuple[int, int]] = (),
     ) -> TeacherPasses:
-        """Return the passes of this model as the teacher of another one."""
         head = self.model.output
         common = CommonIds.from_ranges(common_ids, head.first, head.n_valid, self.device) if common_ids else None
         return TeacherPasses(self._run_layers, self.model.local_logits, divergence, switch, common)
@@ -511,7 +510,6 @@ class TrainBackend:
 
 
 def _sharing_of(model: Transformer, when: SharePrefixes, adapters: AdapterSpec | None) -> tuple[Sharing, Sharing]:
-    """Return when scoring and when training computes shared prefixes once."""
     on_cuda, itemsize = model.device.type == "cuda", model.embed.weight.element_size()
     rule = partial(Sharing.of, when, model.config, itemsize, on_cuda=on_cuda, tp_size=model.tp.size)
     return rule(trains=False), rule(trains=True, adapters=adapters)

@@ -60,7 +60,6 @@ class Bucket:
 
     @property
     def own_grads(self) -> slice:
-        """Range of the owned elements in the buffer `FlatParameters.grads`."""
         return self.grads if not self.is_whole else _shifted(self.own, self.grads.start - self.place.start)
 
 

@@ -50,7 +50,6 @@ class HostBuffer:
         return piece
 
     def pieces(self, place: slice) -> list[Tensor]:
-        """Return views of a range of elements, one for each part that the range overlaps."""
         size, found = self.part_size, []
         for number in range(place.start // size, -(-place.stop // size)):
             start = number * size

@@ -250,7 +250,6 @@ def _untrained(rows: FlatRows, indices: np.ndarray) -> FlatRows:
 
 
 def _unit_cost(lengths: Sequence[int], n_trained: Sequence[int], cost: Cost | None) -> float:
-    """Return the FLOPs of training on the rows of a unit, or their number of tokens if `cost` is None."""
     if cost is None:
         return sum(lengths)
     return sum(train_flops(cost, [length], n) for length, n in zip(lengths, n_trained, strict=True))

@@ -91,7 +91,6 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update."""
         return learning_rate(self.config, self.steps + self.empty_steps)
 
     def gradient_stats(self) -> GradientStats:

@@ -379,7 +379,7 @@ class LocalTokens:
         return indices_T, copy_rows(hidden_nD, sources_T)  # the last token of a prefix predicts several tokens
 
     def aligned(self, indices_T: Tensor, numbers_T: Tensor) -> Tensor:
-        """Write values at their indices, sum over the context-parallel ranks, and return (U,), else 0."""
+        """Write values at their token indices, sum over context-parallel ranks, and return (U,), 0 elsewhere."""
         numbers_N = torch.zeros(self.n_tokens, dtype=torch.float32, device=indices_T.device)
         numbers_N = self.attend.context.reduce_out(numbers_N.index_copy(0, indices_T, numbers_T))
         numbers_U, shared = self.packed.in_rows(numbers_N), self.packed.shared

@@ -66,7 +66,6 @@ class Forest:
 
     @property
     def counts_N(self) -> np.ndarray:
-        """Number of rows that contain each token."""
         return np.bincount(self.indices_U, minlength=len(self.tokens_N))
 
 
@@ -131,7 +130,6 @@ def divide_forest(forest: Forest, sizes: Sequence[int]) -> list[tuple[np.ndarray
 
 
 def distinct(places: np.ndarray, n: int) -> np.ndarray:
-    """Return the different numbers in an array of numbers below `n`, ascending."""
     found = np.zeros(n, dtype=bool)
     found[places] = True
     return np.flatnonzero(found)
@@ -256,7 +254,6 @@ def _common(rows: Rows) -> list[int]:
 
 
 def n_computed(rows: Rows) -> int:
-    """Return the number of tokens of the forest of rows."""
     tree = _Tree(rows)
     return sum(tree.end) - sum(tree.begin)
 
@@ -275,7 +272,7 @@ def _n_computed_of(units: Sequence[Rows]) -> Iterator[int]:
 
 
 def pieces(units: Sequence[Rows], most: int) -> list[Piece]:
-    """Divide units into pieces whose units share prefixes, of size `most` if they have several units.
+    """Divide units into pieces whose units share prefixes, of at most size `most` if they have several.
 
     The first row of a unit stands for it.
     """

@@ -69,7 +69,6 @@ class StepRouting:
         self._balance_E = (scale * counts[:-1] / rows.square()).float()
 
     def restart(self) -> None:
-        """Set all counts to 0, because a step starts or is repeated."""
         self._chosen_LE = self._probability_E = self._entropy = self._changed = torch.zeros(())
         self._n_seen = torch.zeros((), dtype=torch.int64)
 

@@ -449,7 +449,6 @@ def _add_teacher(rows: FlatRows, given: Sequence[TrainSequence], vocab_size: int
 
 
 def _read_tops(rows: FlatRows, given: Sequence[TrainSequence], vocab_size: int, name: str) -> dict[str, np.ndarray]:
-    """Check `TrainSequence.teacher_top` of all rows, and return its arrays by their names in DataPack."""
     found: list[dict[str, np.ndarray]] = []
     for index, (row, source) in enumerate(zip(rows, given, strict=True)):
         called = name.format(index)

@@ -64,7 +64,6 @@ class TeacherPasses:
         return None if prefix is None else self._prefix
 
     def end(self) -> None:
-        """Free the memory of the last pass over prefixes."""
         if self._prefix is not None:
             self._prefix.end()
         self._prefix = self._prefix_of_student = None
