@@ -97,10 +97,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return self._call("weights_version")[0]
 
     def _role(self, name: str, head: str | None = None) -> RoleSpec:
-        """Return the spec of a loaded role with a head: "lm", "value", "step" or "scores", for "value" and "step".
-
-        Raises EngineError if there is no such role.
-        """
+        """Return the spec of a role with this head ("scores": "value" or "step"), or raise EngineError."""
         if not isinstance(name, str) or name not in self._roles:
             raise EngineError(
                 f"there is no role {name!r}; loaded are: {', '.join(self._roles)}; call ensure_roles for {name!r} first"
@@ -207,10 +204,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return self._score("logprobs", role, token_rows, mb_spec, of_rows, sampling=sampling or SamplingConfig())
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
-        """Return the value of the state before each token, float32 for each row. Entry 0 is 0.
-
-        The values of a process reward model are log-odds of the label "right".
-        """
+        """Return the value of the state before each token, 0 first: log-odds of "right" for a process reward model."""
         return self._score("values", role, token_rows, mb_spec)
 
     def rewards(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[float]:
@@ -218,10 +212,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return self._score("rewards", role, token_rows, mb_spec)
 
     def steps(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
-        """Return the probability that a process reward model gives to the label "right", after each token.
-
-        A row must be shorter than the context of the model.
-        """
+        """Return the probability of the label "right" after each token. A row is shorter than the context."""
         self._role(role, "step")
         # A value is aligned with the token after it, so that the last token needs one after it, too.
         scored = self._score("values", role, [[*row, row[-1]] for row in token_rows], mb_spec)

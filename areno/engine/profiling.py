@@ -129,10 +129,7 @@ class Profiler:
                 self.write_snapshot(f"out-of-memory-{self._n_out_of_memory}")
 
     def write_snapshot(self, name: str) -> None:
-        """Write the state of torch's CUDA allocator to <folder>/memory-<name>-rank<N>.pickle.
-
-        https://docs.pytorch.org/memory_viz shows such a file.
-        """
+        """Write a snapshot for https://docs.pytorch.org/memory_viz, as <folder>/memory-<name>-rank<N>.pickle."""
         import torch
 
         assert self._spec is not None

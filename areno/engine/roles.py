@@ -82,10 +82,7 @@ class Offload:
                 buffer.leave(changed=training)
 
     def at_rest(self, buffer: Tensor) -> list[Tensor]:
-        """Return the copies of an offloaded buffer in host memory, as consecutive parts.
-
-        On CUDA the copies may still be in progress.
-        """
+        """Return the parts of an offloaded buffer in host memory. On CUDA copies may still be in progress."""
         return [copy for each in self._params if each.holds(buffer) for copy in each.copies]
 
 

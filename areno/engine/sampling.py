@@ -88,10 +88,7 @@ class SamplingEngine:
         self._failure = None
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Queue requests. Each joins the running batch of a copy of the model as soon as there is room.
-
-        Raises EngineError if a request cannot be served, or no rollout phase is open. No request is queued then.
-        """
+        """Queue requests. Raises EngineError, and queues none, outside a rollout phase or if one cannot be served."""
         if self.limits is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         requests = list(requests)

@@ -225,10 +225,7 @@ class Streams:
             return consumer in self._consumers.values()  # not by id: a later request may have the same id
 
     def take(self, output: GenerationOutput, is_last: bool) -> bool:
-        """Store an output until `deliver_taken`, and return whether its request has a consumer.
-
-        The caller must hold the lock.
-        """
+        """Store an output until `deliver_taken`, with the lock held. Returns whether its request has a consumer."""
         consumer = self._consumers.get(output.request_id)
         if consumer is None:
             return False

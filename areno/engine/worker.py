@@ -60,10 +60,7 @@ _STREAM_EVERY_S = 0.02  # a small model samples faster than a person reads, and 
 
 
 class Worker:
-    """The models (roles), the decoder and the training of one rank.
-
-    Construction loads the actor, which takes longest.
-    """
+    """The models (roles), the decoder and the training of one rank. Construction loads the actor."""
 
     def __init__(self, spec: EngineSpec, context: ParallelContext):
         self.spec, self.context = spec, context
@@ -226,10 +223,7 @@ class Worker:
         return host_bytes_free() // self.spec.n_ranks_on_machine(self.context.rank)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests, which join the running batch in one of the next steps.
-
-        Raises EngineError if no rollout phase is open or a request cannot be served, and GrammarError for its grammar.
-        """
+        """Queue requests. Raises EngineError outside a rollout phase, or if a request cannot be served."""
         if self.decoder is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         if any(request.params.stop or request.grammar for request in requests):
@@ -402,10 +396,7 @@ class Worker:
         raise AssertionError("the loop has no end")
 
     def complete(self, spec: RolloutSpec, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
-        """Sample all completions of some requests with a decoder of their own, which is freed afterwards.
-
-        The decoder of an open rollout phase keeps its cache and its samples.
-        """
+        """Sample completions with a decoder of their own. That of an open rollout phase keeps its cache."""
         outputs: list[GenerationOutput] = []
         if not requests:
             return outputs

@@ -268,10 +268,7 @@ class BlockManager:
                     free.extend(physical[group_block])
 
     def register(self, group_block: int, before: int, tokens: tuple[int, ...]) -> int:
-        """Add a full group block of the first group of layers to the prefix cache, unless its content is there.
-
-        `before` is the id of the prefix before the block. Returns the id of the prefix that ends with the block.
-        """
+        """Cache a full block of the first group after prefix id `before`, unless it is there. Returns the new id."""
         key = (before, tokens)
         found = self._by_content.get(key)
         if found is not None:

@@ -171,10 +171,7 @@ class StateCache:
         slots_R: Tensor,
         continues_R: Tensor | None,
     ) -> Tensor:
-        """Compute a prefill of a recurrent layer over packed rows, (N, P) -> (N, I), and update the states.
-
-        Row r starts from the state in its slot if `continues_R` is True, and otherwise from zeros.
-        """
+        """Prefill packed rows, (N, P) -> (N, I), from the state in each slot if `continues_R`, else from zeros."""
         states, before = self.layers[layer], None
         if continues_R is not None:
             given = [each.index_select(0, slots_R) for each in states]

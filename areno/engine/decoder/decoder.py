@@ -146,10 +146,7 @@ class Decoder:
             self.runner.ngrams.use(self.drafter.table)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request, which joins the batch in one of the next steps.
-
-        Raises EngineError if the request cannot be served, and GrammarError if its grammar cannot be compiled.
-        """
+        """Queue a request. Raises EngineError if it cannot be served, GrammarError if its grammar is invalid."""
         max_new = self.limits.max_new(request)
         if request.request_id in self.unfinished:
             raise EngineError(f"request id {request.request_id} is that of an unfinished request; give each its own")
@@ -290,10 +287,7 @@ class Decoder:
         return self._runs_ahead and are_drafts == [True] and self._scheduler.may_draft_ahead()
 
     def _collect(self, ahead: TableDrafts | None = None) -> None:
-        """Wait for the tokens of the previous step, append them to their sequences, and queue outputs.
-
-        `ahead` are the TableDrafts of the step that was launched after that one.
-        """
+        """Give the tokens of the previous step to their sequences. `ahead` was launched after that step."""
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
         now = time.monotonic()
@@ -320,10 +314,7 @@ class Decoder:
             self._finish(finished, routes)
 
     def _accept(self, pending: PendingTokens, streams: _Streams) -> list[Sequence]:
-        """Give arrived tokens to their sequences, and return the sequences that end, in the order of the batch.
-
-        Most sequences are not touched: their tokens are written to the slot table.
-        """
+        """Accept one token per sequence. Most sequences are not touched: the slot table takes their tokens."""
         table, slots_B = self._scheduler.table, pending.slots_B
         tokens_B, logprobs_B = pending.wait()
         # A sequence that stopped or was aborted with this token in flight has left its slot.

@@ -61,10 +61,7 @@ class Captures:
         self._stream = _capture_stream(device)
 
     def capture(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor] | None:
-        """Run a function once, then capture it. Returns the replay and the output, which a replay overwrites.
-
-        None if memory ran out.
-        """
+        """Run a function, then capture it. Returns its replay and its output, or None if memory ran out."""
         try:
             return self._captured(body)
         except RuntimeError as error:

@@ -226,10 +226,7 @@ class PrefillGraphs:
         self._logits_KV: Tensor | None = None  # of all graphs
 
     def run(self, batch: PrefillBatch) -> Tensor | None:
-        """Return the logits of the last tokens, (K, V), which the next call overwrites.
-
-        None if the prefill completes no prompt or is too large.
-        """
+        """Return logits (K, V), which the next call overwrites. None for no complete prompt or too large a prefill."""
         padded = batch.padded(self._scratch, self._most_tokens) if len(batch.last) else None
         if padded is None:
             return None

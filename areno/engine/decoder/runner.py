@@ -184,10 +184,7 @@ class Runner:
 
     @torch.no_grad()
     def launch(self, scheduled: SchedulerOutput) -> list[PendingTokens]:
-        """Launch the forward passes of a step without waiting for them.
-
-        Returns at most two PendingTokens: for the sequences whose prompts are complete, and for those that decode.
-        """
+        """Launch a step without waiting. Returns PendingTokens of complete prompts and of the decode pass."""
         pending: list[PendingTokens] = []
         prefilled = [sequence for chunk in scheduled.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
         table = scheduled.table
@@ -416,10 +413,7 @@ class Runner:
         )
 
     def _known_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
-        """Return the groups of the last step if this one has the same sequences.
-
-        The scheduler gives the same array of slots while the sequences are the same.
-        """
+        """Return the last groups if the scheduler gives the same array, and so the same sequences."""
         last_slots_B, groups = self._last_groups
         return groups if last_slots_B is slots_B and not self.blocks.has_windows else None
 

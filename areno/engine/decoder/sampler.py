@@ -243,10 +243,7 @@ class SlotSampler:
         return sampled_logprobs(local_BV, tokens_B, self.tensors.temperature[slots_B], first=first, all_reduce=reduce)
 
     def record_tokens(self, tokens_B: Tensor, slots_B: Tensor, drawn_on_this_rank: slice, flags: SamplingFlags) -> None:
-        """Store and count the tokens that tensor-parallel ranks have drawn for each other.
-
-        The tokens of `drawn_on_this_rank` are already counted.
-        """
+        """Store and count the drawn tokens of all ranks. Those of `drawn_on_this_rank` are already counted."""
         self.tensors.last_token[slots_B] = tokens_B
         if flags.penalized:
             assert self.tensors.counts is not None

@@ -380,10 +380,7 @@ class Scheduler:
         return self.n_running * _BULK <= n_sequences * (_BULK - 1) or self._step - step >= _LONGEST_WAIT
 
     def _add_chunk(self, chunks: list[Chunk], prefill: Prefill, budget: int) -> int:
-        """Append the next chunk of a prompt, and return what is left of `budget` for other prompts.
-
-        It is 0 if the prompt is still incomplete, so that no other prompt starts.
-        """
+        """Append a chunk, and return the budget for other prompts: 0 while this prompt is incomplete."""
         leader = prefill.leader
         end = min(len(leader.tokens), leader.n_kv + budget)
         if self.blocks.has_windows:
@@ -398,10 +395,7 @@ class Scheduler:
         return budget if end == len(leader.tokens) else 0
 
     def _max_prefill_end(self, leader: Sequence) -> int:
-        """Return how many leading positions of a prompt can have blocks now, with sliding windows.
-
-        Some blocks are reserved for the running sequences.
-        """
+        """Return how many leading positions can have blocks now. Running sequences keep a reserve."""
         spare = self.blocks.n_available - len(self.running) * self.blocks.blocks_over_all_groups
         return (
             leader.block_tables.capacity

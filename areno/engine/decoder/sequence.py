@@ -51,10 +51,7 @@ class StopStrings:
         return can_end
 
     def _fits(self, text: str) -> bool:
-        """Return whether the text of a token contains a stop string or begins with the end of one.
-
-        Also True for an incomplete UTF-8 character, whose text is not known yet.
-        """
+        """Return whether a token's text may end a stop string. True for an incomplete UTF-8 character."""
         if _PART_OF_A_CHARACTER in text:
             return True
         return any(

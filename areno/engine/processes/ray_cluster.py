@@ -181,10 +181,7 @@ def _is_there(address: str) -> bool:
 
 
 def _check_token(address: str) -> None:
-    """Raise ConnectionError if the cluster rejects this process's authentication token.
-
-    Ray itself would retry for long without a message.
-    """
+    """Raise ConnectionError if the cluster rejects our token. Ray itself would retry for long without a message."""
     try:
         from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
         from ray.exceptions import AuthenticationError

@@ -190,10 +190,7 @@ class RayProcesses:
             self._threads.append(thread)
 
     def _report(self, node: _Node, asked: Any) -> NodeReport:
-        """Wait for the report of a node. Raises EngineError if areno cannot be started there.
-
-        If the node was lost or its memory ran out, Ray's own exception is raised instead.
-        """
+        """Wait for the report of a node. Raises EngineError, or Ray's error if the node or its memory was lost."""
         try:
             deadline, is_lost = time.monotonic() + _START_S, False
             while not self._ray.wait([asked], timeout=1.0)[0] and time.monotonic() < deadline:

@@ -83,10 +83,7 @@ class SpawnedGroup:
             self.heartbeats.together = False
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
-        """Send a command to one data-parallel rank without waiting. Any thread may call this.
-
-        A later `poll` or `call` raises the error if the command fails.
-        """
+        """Send a command without waiting, from any thread. A later `poll` or `call` raises its error."""
         self._send(self._layout.leaders[dp_rank], Command(method, pack(method, args), None))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:

@@ -90,18 +90,12 @@ class Heartbeat:
         self._counters[self._at + _DONE] += 1
 
     def set_decoding(self, decodes: bool) -> None:
-        """Say whether this worker decodes, and so must make progress.
-
-        It need not while it only waits until the driver reads a message.
-        """
+        """Say whether this worker decodes and so must make progress, unless it waits for the driver to read."""
         self._counters[self._at + _DECODES] = decodes
 
 
 class Watched(Protocol):
-    """The interface that the watchdog needs from a group of workers.
-
-    `command` is the method that a worker inside the driver's process executes now, or empty.
-    """
+    """The interface that the watchdog needs. `command` is the method that a worker in this process executes, if any."""
 
     command: str
 

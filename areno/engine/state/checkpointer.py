@@ -100,10 +100,7 @@ class StateCheckpointer:
                 optimizer.before_step.append(self._wait_for_files)
 
     def written(self) -> bool:
-        """Return whether the last `save` is complete on disk, with the files of all ranks.
-
-        Raises CheckpointError once if writing failed.
-        """
+        """Return whether all ranks have written the last `save`. Raises CheckpointError once if writing failed."""
         if self._thread is not None and self._thread.is_alive():
             return False
         self._thread, failure, self._failure = None, self._failure, None
@@ -257,10 +254,7 @@ class StateCheckpointer:
             self._failure = error
 
     def _on_all_ranks(self, step: Callable[[], None]) -> bool:
-        """Run `step` on all ranks, and return whether it succeeded on every other rank.
-
-        An exception of `step` on this rank is raised.
-        """
+        """Run `step` on all ranks, raise its error on this rank, and return whether no other rank failed."""
         failure = None
         try:
             step()

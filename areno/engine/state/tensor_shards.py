@@ -143,10 +143,7 @@ def vector(
 
 
 def shards_to_write(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[str, list[TensorShard]]:
-    """Select the shards that this rank writes, by buffer, of those that all ranks of `dp` hold.
-
-    The parts are of about equal size and consist of neighbouring shards.
-    """
+    """Select this rank's part of the shards that all ranks of `dp` hold: neighbours, of about equal size."""
     by_buffer: dict[str, list[TensorShard]] = {}
     for shard in shards:
         if not shard.repeated:

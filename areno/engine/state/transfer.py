@@ -140,10 +140,7 @@ warnings.filterwarnings("ignore", message=r"torch\.distributed is .*uninitialize
 def save(
     folder: Path, files: Sequence[HostFile], planner: ShardSavePlanner, check: Callable[[], None], group: Any
 ) -> None:
-    """Write the files of this rank, and return when all ranks have written theirs. All ranks must call this.
-
-    Raises CheckpointError on every rank if writing failed on some rank.
-    """
+    """Write the files of all ranks, which must all call this. Raises CheckpointError on every rank if one fails."""
     try:
         dcp.save(
             {}, storage_writer=Writer(folder, files, check), planner=planner, process_group=group, no_dist=not group

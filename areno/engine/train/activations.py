@@ -21,10 +21,7 @@ logger = logging.getLogger("areno")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can be allocated on a CUDA device, with 6 % of the device left as a reserve.
-
-    Memory that torch has reserved but does not use counts as free.
-    """
+    """Return the bytes that can be allocated, less a reserve of 6 %. Idle memory of torch counts as free."""
     free, total = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, free + idle - int(RESERVE * total))
@@ -70,10 +67,7 @@ class KeptLayers:
         return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
 
     def keep_less(self) -> bool:
-        """Free memory after an out-of-memory error, and return whether the step can be repeated.
-
-        It cannot if no layer has kept its products, so that nothing more can be freed.
-        """
+        """Free memory, and return whether the step can be repeated with fewer layers that keep products."""
         if not self._last or not self._alone:
             return False
         self._share *= 0.75

@@ -311,10 +311,7 @@ class TrainBackend:
     def _logprobs(
         self, packed: PackedTokens, sampling: SamplingConfig, pack: DataPack | None = None, update: Any = None
     ) -> tuple[Tensor, ...]:
-        """Compute log-probability, entropy and, if `update` has one, divergence, (U,) float32 each.
-
-        They are 0 at tokens that are not predicted.
-        """
+        """Compute log-probability, entropy and perhaps divergence, (U,) each, 0 at tokens not predicted."""
         tp, head = self.model.tp, self.model.output
         divergence: Divergence | None = None if update is None else update.divergence
         # The teacher comes first: its activations are gone when those of this model are stored.

@@ -65,10 +65,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of one segment that this rank owns, small enough for one elementwise operation.
-
-    Slices are as in Bucket.
-    """
+    """A range of one segment that this rank owns, for one elementwise operation. Slices are as in Bucket."""
 
     place: slice
     local: slice
@@ -161,10 +158,7 @@ class FlatParameters:
                     master.copy_(param)
 
     def new_state(self, dtype: torch.dtype, n: int | None = None, *, per_block: bool = False) -> Buffer:
-        """Return zeros for masters or moments, on the device or in host memory.
-
-        `n` defaults to the parameters that this rank owns. `per_block`: an element belongs to BLOCK parameters.
-        """
+        """Return zeros for masters or moments. `per_block`: an element belongs to BLOCK parameters."""
         n = self.n_local if n is None else n
         if self.in_host:
             return HostBuffer(n, dtype, pinned=self.params.is_cuda, per_block=per_block)

@@ -162,10 +162,7 @@ class ReducedGradients(Gradients):
 
 
 class StepStats:
-    """Sums the statistics of micro-batches on the device.
-
-    All data-parallel ranks must add the same names in the same order.
-    """
+    """Sums the statistics of micro-batches. All data-parallel ranks must add the same names in order."""
 
     def __init__(self, device: torch.device):
         self.device = device

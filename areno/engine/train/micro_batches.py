@@ -67,11 +67,7 @@ class StepMicroBatches:
 
 @dataclass(slots=True)
 class TrainResult:
-    """The result of one rank's optimizer steps.
-
-    `old_logprobs` are (N,) float32 for the N tokens in the rank's micro-batches of each step. None if they were not
-    recomputed.
-    """
+    """The result of one rank's optimizer steps. `old_logprobs` are (N,) of each step, None if not recomputed."""
 
     stats: dict[str, float]  # equal on all ranks
     old_logprobs: list[np.ndarray | None]

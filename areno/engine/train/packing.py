@@ -358,10 +358,7 @@ class LocalTokens:
         return len(self.packed.tokens_N)
 
     def before(self, hidden_nD: Tensor, indices_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Select the tokens that this rank predicts because it computes the hidden state of the token before.
-
-        Returns their indices, and the hidden states of the tokens before them.
-        """
+        """Select the tokens for which this rank computes the token before, and its hidden states."""
         shared = self.packed.shared
         return self.select(hidden_nD, indices_T, indices_T - 1 if shared is None else shared.previous_N[indices_T])
 

@@ -272,10 +272,7 @@ def _n_computed_of(units: Sequence[Rows]) -> Iterator[int]:
 
 
 def pieces(units: Sequence[Rows], most: int) -> list[Piece]:
-    """Divide units into pieces whose units share prefixes, of at most size `most` if they have several.
-
-    The first row of a unit stands for it.
-    """
+    """Divide units into pieces that share prefixes. The first row stands for a unit. `most` limits the size."""
     return _pieces(_additions(units), most)
 
 
@@ -347,10 +344,7 @@ def linked_pieces(
 
 
 def _linked(additions: Sequence[_Addition], most: int) -> LinkedPieces | None:
-    """Return linked pieces of size `most`, together with the prefixes that stay in memory.
-
-    None if these would take too much memory, or one is empty.
-    """
+    """Return linked pieces of size `most` with their prefixes. None if one is empty or memory is too small."""
 
     def cut(room: int) -> LinkedPieces:
         """Return pieces of at most a size. The first of the passes is that of the prefixes."""

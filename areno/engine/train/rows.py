@@ -305,10 +305,7 @@ def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_
 
 
 def _read_mask(prompt_mask: Any, name: str) -> np.ndarray:
-    """Convert a prompt mask to an (n,) bool array.
-
-    Only True and False, or 1 and 0, are accepted, because any text would count as True.
-    """
+    """Convert a mask of True and False, or 1 and 0, to bool. Any text would count as True."""
     try:
         mask = np.asarray(prompt_mask)
     except ValueError:  # lists of different lengths inside
@@ -415,10 +412,7 @@ class ModelFacts(Protocol):
 def read_training_rows(
     rows: Sequence[TrainSequence], info: ModelFacts, name: str, with_teacher: bool = False
 ) -> FlatRows:
-    """Check and convert rows as `read_rows`, with their routes and what a teacher reads.
-
-    Prompts and lists of a teacher are ignored unless a divergence is computed.
-    """
+    """Check and convert rows with their routes and, for a divergence, what a teacher reads."""
     checked = read_rows(rows, info.vocab_size, info.context_len, name)
     add_routes(checked, rows, info.routes, name)
     if with_teacher:
