@@ -324,7 +324,7 @@ class Decoder:
         plain_slots = slots_B[plain]
         table.stage(plain_slots, tokens_B[plain], logprobs_B[plain], self._in_flight_version)
         self._n_generated += len(plain)
-        touched = self._sequences_to_update(pending, plain, table.has_stopped(plain_slots, tokens_B[plain]), streams)
+        touched = self._find_touched(pending, plain, table.has_stopped(plain_slots, tokens_B[plain]), streams)
         by_host = np.flatnonzero(by_host_B).tolist()
         top, raw = (pending.top(), pending.raw()) if by_host else ([], [])
         for row in by_host:
@@ -336,7 +336,7 @@ class Decoder:
                 sequence.accept(int(tokens_B[row]), float(logprobs_B[row]), self._in_flight_version, top[row], raw[row])
         return self._after_accepted(touched, streams)
 
-    def _sequences_to_update(
+    def _find_touched(
         self, pending: PendingTokens, plain: np.ndarray, stops: np.ndarray, streams: _Streams
     ) -> dict[int, Sequence]:
         """Find the sequences that end, fill a block or their part of the slot table, or report tokens.
@@ -402,9 +402,7 @@ class Decoder:
         self._n_generated += int(counts_B.sum())
         self._n_drafted += int((inputs_BR[wanted, 1:] >= 0).sum())
         self._n_accepted += int((right_BJ & (number[:-1] < counts_B[:, None])).sum())
-        return self._after_accepted(
-            self._sequences_to_update(pending, plain, stops_B[plain], streams) | by_host, streams
-        )
+        return self._after_accepted(self._find_touched(pending, plain, stops_B[plain], streams) | by_host, streams)
 
     def _accept_tokens(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, n: int) -> int:
         """Give a sequence up to `n` tokens, until it ends. Return how many it got."""
