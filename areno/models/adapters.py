@@ -31,13 +31,21 @@ from areno.models.folder import (
     RawConfig,
     copy_tokenizer_files,
     listing,
-    opened,
+    open_safetensors,
     read_json,
     resolve,
     write_json,
 )
 from areno.models.transformer import Transformer
-from areno.models.weights import Entry, Stored, fill, gathered, order_in, reached, write_tensors
+from areno.models.weights import (
+    Entry,
+    Stored,
+    copies_event,
+    gather_tensors,
+    load_shard,
+    module_head_order,
+    write_tensors,
+)
 
 PREFIX = "base_model.model."  # the prefix of every tensor name in a peft folder
 
@@ -112,7 +120,7 @@ def stored_adapters(model: Transformer) -> dict[str, Stored]:
         inner = ".".join(module.split(".")[-2:])
         stored = found.setdefault(entry.name.replace(inner, whole.get(inner, inner)), Stored([], []))
         stored.entries.append(entry)
-        stored.orders.append(order_in(inner, order, config) if kind == "B.weight" else None)
+        stored.orders.append(module_head_order(inner, order, config) if kind == "B.weight" else None)
     return found
 
 
@@ -241,7 +249,7 @@ def _targets(folder: Path, model: TransformerConfig, given: object) -> tuple[str
 
     `given` is the field target_modules of adapter_config.json, a list of names or a regular expression.
     """
-    with opened(_weights_file(folder)) as tensors:
+    with open_safetensors(_weights_file(folder)) as tensors:
         names = list(tensors.keys())
     known = linear_shapes(model)
     of_module = {name: name.removeprefix(PREFIX).removesuffix(_A).removesuffix(_B) for name in names}
@@ -279,7 +287,7 @@ def load_adapters(model: Transformer, path: str | Path) -> None:
     """
     folder = resolve(path)
     file, table = _weights_file(folder), stored_adapters(model)
-    with opened(file) as tensors:
+    with open_safetensors(file) as tensors:
         names = list(tensors.keys())
         if missing := [name for name in table if name not in names]:
             text = "every layer of the model has the same adapters; it may be of another model, or of some layers only"
@@ -287,7 +295,7 @@ def load_adapters(model: Transformer, path: str | Path) -> None:
         if extra := [name for name in names if name not in table]:
             raise CheckpointError(f"{folder}: the weights hold {listing(extra)}, which the model has no place for")
         source = f"the shape of the model and r of {ADAPTER_CONFIG}"
-        damaged = [name for name in names if not fill(name, table[name], tensors.get_slice(name), file, source)]
+        damaged = [name for name in names if not load_shard(name, table[name], tensors.get_slice(name), file, source)]
     if damaged:
         wrong = f"{folder}: {listing(damaged)}: numbers that are nan or infinite; "
         raise CheckpointError(wrong + "expected finite weights: download or save the adapters again")
@@ -320,10 +328,10 @@ def adapter_writes(
         return
     folder = Path(folder)
     table = stored_adapters(model)
-    tensors = gathered(table, model, 0, model.embed.weight.dtype, pin_memory)
+    tensors = gather_tensors(table, model, 0, model.embed.weight.dtype, pin_memory)
     if model.tp.rank == 0:
         yield partial(_write_other_files, folder, source, _config(adapters, base))
-        yield partial(write_tensors, tensors, table, folder / WEIGHTS, reached(model.device))
+        yield partial(write_tensors, tensors, table, folder / WEIGHTS, copies_event(model.device))
 
 
 def _config(adapters: AdapterSpec, base: str) -> dict[str, Any]:

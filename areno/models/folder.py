@@ -214,7 +214,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         try:
             if not file.is_file():
                 raise CheckpointError(f"{file} is missing, though {INDEX} lists it; download the model again")
-            with opened(file) as tensors:
+            with open_safetensors(file) as tensors:
                 file_of.update(dict.fromkeys(tensors.keys(), file))
         except CheckpointError as error:
             problems += error.problems
@@ -229,7 +229,7 @@ def same_weights(folder: Path, other: Path) -> bool:
     for name, file in files.items():
         if name not in others:
             return False
-        with opened(file) as own, opened(others[name]) as theirs:
+        with open_safetensors(file) as own, open_safetensors(others[name]) as theirs:
             tensor = own.get_tensor(name)
             if not tensor.equal(theirs.get_tensor(name).to(tensor.dtype)):
                 return False
@@ -254,7 +254,7 @@ def _is_plain(name: str) -> bool:
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[Any]:
+def open_safetensors(file: Path) -> Iterator[Any]:
     """Open a safetensors file for a `with` block, which gets the object of `safetensors.safe_open`."""
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:

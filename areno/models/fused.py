@@ -41,7 +41,7 @@ def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split
     dropped to save memory; and other tensors that the backward pass needs.
     """
     if layer.attention is not None:
-        return _attended(layer.attention, x_ND, angles, attend, split, whole)
+        return _attention(layer.attention, x_ND, angles, attend, split, whole)
     assert layer.delta is not None
     proj_NP = layer.delta.in_proj(x_ND, split)
     mixed_NI = layer.delta.mixed(proj_NP, attend, layer.delta.weights(layer.delta.norm.weight))
@@ -77,7 +77,7 @@ def mix_tokens_backward(
         return product(x_ND)
 
     if isinstance(module, Attention):
-        grad_NX = _attended_backward(module, grad_ND, recompute, needed, angles, attend)
+        grad_NX = _attention_backward(module, grad_ND, recompute, needed, angles, attend)
     else:
         module.out.accumulate(grad_ND, needed[0])
         grad_NX = module.mixed_backward(module.out.input_gradient(grad_ND), recompute(), attend)
@@ -91,7 +91,7 @@ def _input_product(module: Attention | GatedDelta) -> Any:
     return module.qkv if isinstance(module, Attention) else module.in_proj
 
 
-def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
+def _attention(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
     both_NX = attention.qkv(x_ND, split)
     qkv_NX, gate_NQ = attention.split_gate(both_NX)
     heads = to_heads(attention, qkv_NX, angles)
@@ -104,7 +104,7 @@ def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend
     return out_ND, both_NX, (out_NHC, *saved)
 
 
-def _attended_backward(
+def _attention_backward(
     attention: Attention,
     grad_ND: Tensor,
     recompute: Any,

@@ -67,7 +67,7 @@ MISSING: dict[str, str] = {
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MAX_PARAMETERS = 10**14  # a hundred times the largest that exists
-_OF_HEAD: dict[HeadName, tuple[str, str, str, str]] = {
+_HEAD_TEXTS: dict[HeadName, tuple[str, str, str, str]] = {
     "value": ("value head", "a reward model", "one label", "a critic or reward model gives one number"),
     "step": ("head for steps", "a process reward model", "two labels", "a step is wrong or right"),
 }
@@ -103,7 +103,7 @@ def parse_config(
 ) -> TransformerConfig:
     """Read the shape of a model from the content of its files, as `load_config` does."""
     outer = RawConfig(dict(values), origin)
-    raw = _text_of(outer)
+    raw = _text_section(outer)
     family, own_head = _find_family(raw)
     if head != "lm" and (own_head != "lm" or needs_head or head not in family.classes):
         _check_scores(raw, family, own_head, head)
@@ -129,7 +129,7 @@ def head_of(folder: Path) -> HeadName:
     """Return the kind of head of the model in a folder, "lm" if it has no `config.json`."""
     if not (folder / "config.json").is_file():
         return "lm"
-    return _find_family(_text_of(RawConfig(read_json(folder / "config.json"), str(folder / "config.json"))))[1]
+    return _find_family(_text_section(RawConfig(read_json(folder / "config.json"), str(folder / "config.json"))))[1]
 
 
 def layout_problems(config: TransformerConfig, layout: Layout, whose: str = "the model") -> list[Problem]:
@@ -183,7 +183,7 @@ def build_model(
     return Transformer(config, WeightSpec(dtype, device, tp, placed))
 
 
-def _text_of(raw: RawConfig) -> RawConfig:
+def _text_section(raw: RawConfig) -> RawConfig:
     """Return the fields in `text_config` for an image-text model of a supported family, otherwise `raw`."""
     for family in FAMILIES.values():
         if family.around and family.around in raw.get("architectures", list, []):
@@ -227,7 +227,7 @@ def _check_scores(raw: RawConfig, family: Family, own: HeadName, head: HeadName)
         text = "{}: transformers has no ...ForTokenClassification for the model type {!r}, so it could not load a "
         text += "process reward model of this type; choose another model in {}"
         raise CheckpointError(text, raw.origin, family.name, MODEL)
-    lacks, wants, labels, gives = _OF_HEAD[head]
+    lacks, wants, labels, gives = _HEAD_TEXTS[head]
     if own != head:
         names = ", ".join(each.classes[head] for each in FAMILIES.values() if head in each.classes)
         text = "{}: architectures is {!r}, which has no trained {}; expected {} in {}: {}, with {}"

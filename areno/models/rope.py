@@ -40,7 +40,7 @@ def read_rope(
         other = _read_section(parameters, raw, max_positions, partial, unused=unused)
         if other.theta != rope.theta or (other.kind != "default" and other != rope):
             expected = "expected one of them, with rope_theta in it"
-            raw.wrong(f"rope_scaling says {_spelled(rope)}, and rope_parameters says {_spelled(other)}; {expected}")
+            raw.wrong(f"rope_scaling says {_rope_text(rope)}, and rope_parameters says {_rope_text(other)}; {expected}")
     return replace(rope, interleaved=interleaved)
 
 
@@ -156,5 +156,5 @@ _KINDS: dict[str, Callable[[RawConfig, int, int], dict[str, Any]]] = {
 }
 
 
-def _spelled(rope: Rope) -> str:
+def _rope_text(rope: Rope) -> str:
     return f"rope_type={rope.kind}, rope_theta={rope.theta}, factor={rope.factor}"

@@ -35,7 +35,7 @@ from areno.models.folder import (
     add_ends,
     copy_tokenizer_files,
     listing,
-    opened,
+    open_safetensors,
     resolve,
     tensor_files,
     write_json,
@@ -92,11 +92,11 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
             name = name.replace(inner, stacked[inner])
         stored = found.setdefault(name, Stored([], []))
         stored.entries.append(entry)
-        stored.orders.append(order_in(inner, order, config))
+        stored.orders.append(module_head_order(inner, order, config))
     return found
 
 
-def order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
+def module_head_order(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
     """Return `order`, a result of `head_order`, for the queries' and keys' projections and norms, else None."""
     if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
         return None
@@ -123,7 +123,7 @@ class _Matched(NamedTuple):
 
 def _matched(model: Transformer, folder: Path) -> _Matched:
     found, family = tensor_files(folder), FAMILIES[model.config.family]
-    stored_as = {_own_name(name, family): name for name in found}
+    stored_as = {_text_model_name(name, family): name for name in found}
     file_of = {name: found[stored] for name, stored in stored_as.items()}
     if problem := _layers_problem(file_of, model.config.num_layers):
         raise CheckpointError(f"{folder}: {problem}")
@@ -148,7 +148,7 @@ def check_weights(model: Transformer, folder: Path) -> str:
     table, stored_as, file_of = _matched(model, folder)
     problems, files = [], sorted(set(file_of.values()))
     for file in files:
-        with opened(file) as tensors:
+        with open_safetensors(file) as tensors:
             for name in (name for name in table if file_of[name] == file):
                 if wrong := _header_problem(name, table[name], tensors.get_slice(stored_as[name]), "config.json"):
                     problems.append(Problem("", f"{file}: {wrong}"))
@@ -176,10 +176,10 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
         name = next(names, None)
         while name is not None:
             # Pages read from a file stay mapped until it is closed, and count as memory of this process.
-            with opened(file) as tensors:
+            with open_safetensors(file) as tensors:
                 mapped = 0
                 while name is not None and mapped < MAPPED_BYTES:
-                    if not fill(name, table[name], tensors.get_slice(stored_as[name]), file):
+                    if not load_shard(name, table[name], tensors.get_slice(stored_as[name]), file):
                         damaged.append(name)
                     mapped += math.prod(table[name].shape) * model.embed.weight.element_size()
                     name = next(names, None)
@@ -244,16 +244,18 @@ def file_writes(
     )
     if dp.rank == model.tp.rank == 0:
         yield partial(_write_other_files, model, folder, source, dtype, plan, ends)
-    shares = _shares({file: sum(sizes[n] for n in names) for file, names in plan.filename_to_tensors.items()}, n_ranks)
+    shares = _divide_files(
+        {file: sum(sizes[n] for n in names) for file, names in plan.filename_to_tensors.items()}, n_ranks
+    )
     # Each copy of the model gathers its own files, one for each of its ranks at a time, and the ranks write together.
     for files in zip_longest(*shares[dp.rank * model.tp.size :][: model.tp.size]):
         write = None
         for owner, file in enumerate(files):
             if file is not None:
                 named = {name: table[name] for name in plan.filename_to_tensors[file]}
-                tensors = gathered(named, model, owner, dtype, pin_memory)
+                tensors = gather_tensors(named, model, owner, dtype, pin_memory)
                 if owner == model.tp.rank:
-                    write = partial(write_tensors, tensors, named, folder / file, reached(model.device))
+                    write = partial(write_tensors, tensors, named, folder / file, copies_event(model.device))
                 del tensors  # only `write` holds them, as long as the caller holds `write`
         if write is not None:
             yield write
@@ -278,7 +280,7 @@ def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
         raise CheckpointError(text, folder, failure, Key("saver.path")) from failure
 
 
-def _shares(sizes: dict[str, int], n: int) -> list[list[str]]:
+def _divide_files(sizes: dict[str, int], n: int) -> list[list[str]]:
     """Divide files (name -> bytes) over n ranks: the largest first, each to the rank with the fewest bytes so far."""
     shares: list[list[str]] = [[] for _ in range(n)]
     loads = [0] * n
@@ -289,7 +291,7 @@ def _shares(sizes: dict[str, int], n: int) -> list[list[str]]:
     return shares
 
 
-def gathered(
+def gather_tensors(
     named: Mapping[str, Stored], model: Transformer, owner: int, dtype: torch.dtype, pin_memory: bool
 ) -> dict[str, Tensor]:
     """Gather tensors into host memory of the tensor-parallel rank `owner`, others get none. A collective call.
@@ -320,13 +322,13 @@ def gathered(
     return {name: flat.view(stored.shape) for (name, stored), flat in zip(named.items(), tensors, strict=True)}
 
 
-def reached(device: torch.device) -> Any:
+def copies_event(device: torch.device) -> Any:
     """Record a CUDA event after all work queued on a device, for `write_tensors`. None for a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file: Path, copied: Any) -> None:
-    """Write the tensors that `gathered` returned to a safetensors file, and sync the file to disk.
+    """Write the tensors that `gather_tensors` returned to a safetensors file, and sync the file to disk.
 
     The function waits for the event `copied` first. The rows of heads are put into the file's order, in place.
     """
@@ -380,7 +382,7 @@ def _layers_problem(names: Iterable[str], num_layers: int) -> str | None:
     return wrong + "set num_hidden_layers to that, or download the model again"
 
 
-def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "config.json") -> bool:
+def load_shard(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "config.json") -> bool:
     """Copy this rank's shard of a tensor from a safetensors slice, and return whether all values are finite.
 
     `shaped_by` is the file that sets the expected shape, for messages.
@@ -409,7 +411,7 @@ def _header_problem(name: str, target: Stored, source: Any, shaped_by: str) -> s
     return None
 
 
-def _own_name(name: str, family: Family) -> str:
+def _text_model_name(name: str, family: Family) -> str:
     """Return the name that a tensor has in a text model. Files of an image-text model have other prefixes."""
     for within, own in family.beginnings.items():
         if name.startswith(within):
