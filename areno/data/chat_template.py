@@ -13,6 +13,7 @@ from areno.types import Message
 
 Prompt = str | Sequence[Message]
 
+_CACHED = "_reads_only_parts"  # attribute of a tokenizer
 THINK, END_THINK = "<think>", "</think>"
 
 
@@ -75,7 +76,7 @@ def render(
         DataError: The template raises an error for the messages.
     """
     options = {"tools": tools, "tokenize": False, "add_generation_prompt": opened, **variables}
-    apply = partial(tokenizer.apply_chat_template, messages, **options)
+    apply = partial(tokenizer.apply_chat_template, in_parts(tokenizer, messages), **options)
     try:
         if thinking is not None:
             # The `apply_chat_template` of some tokenizers does not have this argument, which then has no effect.
@@ -85,3 +86,28 @@ def render(
     except Exception as error:  # a template may raise any error
         text = f"the chat template refuses these messages: {type(error).__name__}: {error}"
         raise DataError(text.replace(BREAK, "")) from None  # anyone who knows a break could write control tokens
+
+
+def in_parts(tokenizer: Any, messages: list[Any]) -> list[Any]:
+    """Write contents that are texts as lists of parts, for templates that read nothing else."""
+    cached = vars(tokenizer).get(_CACHED)
+    if cached is None or cached[0] != tokenizer.chat_template:
+        cached = vars(tokenizer)[_CACHED] = tokenizer.chat_template, _reads_only_parts(tokenizer)
+    if not cached[1]:
+        return messages
+    return [{**each, "content": _as_part(each["content"])} if "content" in each else each for each in messages]
+
+
+def _as_part(content: Any) -> Any:
+    return [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
+
+
+def _reads_only_parts(tokenizer: Any) -> bool:
+    """Return whether the template writes the text of a part, but not a content that is text."""
+    written = []
+    for content in (BREAK, _as_part(BREAK)):
+        text = ""
+        with contextlib.suppress(Exception):  # a template may raise any error
+            text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        written.append(BREAK in text)
+    return written == [False, True]

@@ -19,7 +19,8 @@ from areno.data.chat_template import Prompt, render_generation_prompt
 from areno.data.control_tokens import BREAK
 from areno.data.encode import Draft
 from areno.data.joints import sequence_draft
-from areno.data.messages import check_rendered, template_messages
+from areno.data.left_out import check_rendered
+from areno.data.messages import template_messages
 from areno.data.row_schema import Tie, json_problem, labelled_answer, prompt_and_answers, ranked_answers, with_text
 from areno.data.turns import training_texts
 from areno.errors import DataError, Key

@@ -1,7 +1,7 @@
 """Messages in the form that a chat template reads, for training and serving alike.
 
 Templates differ in what they accept. `template_messages` finds out by rendering a few short conversations, once for
-each template, and then writes all messages in that form. `check_rendered` refuses messages that a template leaves out.
+each template, and then writes all messages in that form.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import json
 import secrets
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areno.data.chat_template import render
@@ -19,11 +19,10 @@ from areno.errors import DataError, Key
 from areno.types import Message
 
 _ALIASES = {"developer": "system", "function": "tool"}  # role -> role for templates that do not render it
-_ROLES = ("system", "user", "assistant", "tool")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_NOT_RENDERED = {"weight", "function_call", "tool_calls", *_REASONING}
+ROLES = ("system", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+_NOT_RENDERED = {"weight", "function_call", "tool_calls", *REASONING}
 _MAX_VARIANTS = 64  # of a tokenizer, for rows that set variables of the template
-_MAX_SHAPES = 10_000  # of conversations, for each template
 _MARK = str(secrets.randbits(80) + 10**25)  # digits, which templates neither trim nor escape
 
 
@@ -70,7 +69,7 @@ def template_messages(tokenizer: Any, messages: Sequence[Any]) -> list[Message]:
     Returns:
         Copies of the messages.
     """
-    form = _form_of(tokenizer)
+    form = form_of(tokenizer)
     return [_message(tokenizer, form, message) for message in messages]
 
 
@@ -81,7 +80,7 @@ def _message(tokenizer: Any, form: _Form, given: Mapping[str, Any]) -> Message:
     if isinstance(content, list):
         content = form.join(tokenizer, message["role"], [part["text"] for part in content])
     message["content"] = content or ""
-    if reasoning := next((given[name] for name in _REASONING if given.get(name) is not None), None):
+    if reasoning := next((given[name] for name in REASONING if given.get(name) is not None), None):
         message[form.reasoning] = reasoning
     if calls := given.get("tool_calls") or ([given["function_call"]] if given.get("function_call") else []):
         message["tool_calls"] = [_call(call, form.calls_are_text) for call in calls]
@@ -92,11 +91,9 @@ def _call(given: Any, as_text: bool) -> Any:
     """Write a tool call as {type, function: {name, arguments}}. Other values are returned unchanged."""
     if not isinstance(given, Mapping) or not isinstance(function := given.get("function", given), Mapping):
         return given
-    arguments = function.get("arguments")
-    if not as_text:
-        arguments = decoded_arguments(arguments)
-    elif not isinstance(arguments, str):
-        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    arguments = decoded_arguments(function.get("arguments"))
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     if function is given:
         given, function = {key: given[key] for key in given if key == "id"}, {"name": given.get("name")}
     return {"type": "function", **given, "function": {**function, "arguments": arguments}}
@@ -119,69 +116,7 @@ def decoded_arguments(arguments: Any) -> Any:
     return found if isinstance(found, dict) and bad_text(found) is None else arguments
 
 
-def check_rendered(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Any = None,
-    thinking: bool | None = None,
-    opened: bool = False,
-    /,
-    **variables: Any,
-) -> None:
-    """Check that the chat template renders every message, by rendering marks in place of their contents.
-
-    The result is cached for conversations of the same shape. A message of the assistant that the template only drops
-    once more messages follow is no fault.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        messages: Messages from `template_messages`.
-        tools: Tool definitions in OpenAI's format, or None.
-        thinking: Value of the variable enable_thinking. None keeps the template's default.
-        opened: Whether the text ends with the start of the assistant's next turn.
-        **variables: Further variables of the template.
-
-    Raises:
-        DataError: A message is not rendered.
-    """
-    form = _form_of(tokenizer)
-    if form.template is None:
-        return
-    shape = hash((tuple(map(_shape, messages)), bool(tools), thinking, opened, repr(variables)))
-    at = form.missing.get(shape, -1)
-    if at == -1:
-        if len(form.missing) >= _MAX_SHAPES:
-            form.missing.clear()
-        at = form.missing[shape] = _missing(tokenizer, messages, tools, thinking, opened, **variables)
-    if at is not None:
-        known = [role for role in _ROLES if _MARK in (_rendered(tokenizer, _around(role, _MARK)) or "")]
-        text = f"the chat template does not render messages[{at}], whose role is {messages[at]['role']!r}"
-        raise DataError(f"{text}; give it a role that the template renders here ({', '.join(known)}), or leave it out")
-
-
-def _shape(message: Message) -> Hashable:
-    return message["role"], bool(message["content"].strip()), bool(message.get("tool_calls"))
-
-
-def _missing(tokenizer: Any, messages: Sequence[Message], /, *how: Any, **variables: Any) -> int | None:
-    """Return the index of the first message that is not rendered. None without one, or if marks are refused."""
-    marks = {at: f"{_MARK}{at:05}" for at, message in enumerate(messages) if _is_text(message)}
-    marked = [{**each, "content": marks.get(at, each["content"])} for at, each in enumerate(messages)]
-    text = _rendered(tokenizer, marked, *how, **variables)
-    for at, mark in marks.items():
-        if text is None or mark in text:
-            continue
-        if messages[at]["role"] != "assistant" or mark not in (_rendered(tokenizer, marked[: at + 1], how[0]) or mark):
-            return at
-    return None
-
-
-def _is_text(message: Message) -> bool:
-    """Return whether a message has a text and nothing else that shows that it is rendered."""
-    return bool(message["content"].strip()) and not message.get("tool_calls")
-
-
-def _rendered(
+def rendered_or_none(
     tokenizer: Any,
     messages: Sequence[Message],
     tools: Any = None,
@@ -202,18 +137,18 @@ class _Form:
 
     def __init__(self, tokenizer: Any):
         self.template = tokenizer.chat_template
-        self.missing: dict[int, int | None] = {}  # hash of a conversation's shape -> message that is not rendered
+        self.left_out: dict[int, Any] = {}  # hash of a conversation's shape -> what left_out.py found
         self._roles: dict[str, str] = {}
         self._separators: dict[str, tuple[str, bool]] = {}
-        self.reasoning, self.calls_are_text = _REASONING[0], False
+        self.reasoning, self.calls_are_text = REASONING[0], False
         if self.template is not None:
             self._probe(tokenizer)
 
     def _probe(self, tokenizer: Any) -> None:
         question = {"role": "user", "content": "a"}
-        for name in _REASONING:
+        for name in REASONING:
             answer = {"role": "assistant", "content": "b", name: _MARK}
-            if _MARK in (_rendered(tokenizer, [question, answer]) or ""):
+            if _MARK in (rendered_or_none(tokenizer, [question, answer]) or ""):
                 self.reasoning = name
                 break
         self.calls_are_text = not self._takes_calls(tokenizer, False) and self._takes_calls(tokenizer, True)
@@ -224,7 +159,7 @@ class _Form:
         function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
         call = {"type": "function", "id": "call00000", "function": function}
         calls = {"role": "assistant", "content": "", "tool_calls": [call]}
-        text = _rendered(tokenizer, [{"role": "user", "content": "a"}, calls]) or ""
+        text = rendered_or_none(tokenizer, [{"role": "user", "content": "a"}, calls]) or ""
         return _MARK in text and f'\\"{_MARK}' not in text  # a text that is encoded once more has its quotes escaped
 
     def role(self, tokenizer: Any, role: str) -> str:
@@ -232,7 +167,7 @@ class _Form:
         if role not in _ALIASES or self.template is None:
             return _ALIASES.get(role, role)
         if role not in self._roles:
-            is_rendered = _MARK in (_rendered(tokenizer, _around(role, _MARK)) or "")
+            is_rendered = _MARK in (rendered_or_none(tokenizer, _around(role, _MARK)) or "")
             self._roles[role] = role if is_rendered else _ALIASES[role]
         return self._roles[role]
 
@@ -262,7 +197,7 @@ def _separator(tokenizer: Any, role: str) -> tuple[str, bool]:
     """Return (text that the template writes between two parts of a content, whether it trims parts)."""
     first, second = f"{_MARK}1", f"{_MARK}2"
     parts = [{"type": "text", "text": f"\t{mark}\t"} for mark in (first, second)]
-    text = _rendered(tokenizer, _around(role, parts)) or ""
+    text = rendered_or_none(tokenizer, _around(role, parts)) or ""
     _, found, rest = text.partition(first)
     between, also_found, _ = rest.partition(second)
     if not found or not also_found or "'" in between or '"' in between:
@@ -274,7 +209,7 @@ def _separator(tokenizer: Any, role: str) -> tuple[str, bool]:
 _forms: weakref.WeakKeyDictionary[Any, _Form] = weakref.WeakKeyDictionary()
 
 
-def _form_of(tokenizer: Any) -> _Form:
+def form_of(tokenizer: Any) -> _Form:
     form = _forms.get(tokenizer)
     if form is None or form.template != tokenizer.chat_template:
         form = _forms[tokenizer] = _Form(tokenizer)

@@ -7,18 +7,20 @@ more messages follow (Qwen3 drops its reasoning). The setting `changed_turns` sa
 
 from __future__ import annotations
 
+import copy
 import itertools
-import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from areno.config.datasets import ChangedTurns
-from areno.data.chat_template import END_THINK, THINK, render
-from areno.data.control_tokens import BREAK, control_names, control_tokens
-from areno.data.messages import check_rendered, template_messages
-from areno.data.row_schema import is_trained, shared_length
+from areno.data.chat_template import END_THINK, THINK, in_parts, render
+from areno.data.control_tokens import control_names, control_tokens
+from areno.data.left_out import LeftOut, check_rendered, missing_text, reasoning_of, words_of
+from areno.data.messages import REASONING, template_messages
+from areno.data.row_schema import VARIABLES, is_trained, shared_length
 from areno.data.turn_ends import end_of_controls, first_control, is_model_end, turn_ends
 from areno.errors import DataError, Key
 
@@ -26,7 +28,7 @@ Spans = list[tuple[int, int]]
 """(start, end) of each trained part of a text, as character indices."""
 
 _MARK = f"\ue000areno-end-{secrets.randbits(128)}\ue001"  # random, so that no message contains it
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+_NO_SWITCHES = {"messages", "tools", "add_generation_prompt"}
 _AS_PAIRS = "give the rows as {prompt, response}"
 
 
@@ -71,8 +73,9 @@ def training_texts(
         raise DataError(text, Key("tokenizer_path"))
     trained = [at for at in range(first, len(messages)) if is_trained(messages[at])]
     messages = template_messages(tokenizer, messages)
-    check_rendered(tokenizer, messages, tools, thinking)
-    talk = _Conversation(tokenizer, messages, thinking, tools)
+    kept_whole = () if changed == "as_rendered" else trained
+    left_out = check_rendered(tokenizer, messages, tools, thinking, False, kept_whole)
+    talk = _Conversation(tokenizer, messages, thinking, tools, left_out)
     turn_of = talk.rendered if changed == "as_rendered" else talk.turn
     turns = {at: turn_of(at, talk.messages[at]) for at in trained}
     last = turns.get(len(messages) - 1)
@@ -86,12 +89,17 @@ def training_texts(
         text = "the chat template writes messages[{}] differently once more messages follow, which {}=error forbids"
         raise DataError(text, at, Key("train_dataset.changed_turns"))
     elif changed != "split":
-        spans = talk.spans(talk.render(talk.messages))
+        text = talk.render(talk.messages)
+        spans = talk.spans(text)
+        end = max(spans[at][1] for at in trained if at + 1 < len(messages))
+        if text[:end] != whole[:end]:
+            raise _no_start(len(messages) - 1)  # its prompt has another thinking mode
         if last is not None:
             spans[len(messages) - 1] = last.span
         for at in trained if changed is None else ():
-            if missing := missing_text(talk.messages[at], whole[slice(*spans[at])], at):
-                raise DataError(f"{_left_out(missing)} once more messages follow; end the answer with that message")
+            turn = whole[slice(*spans[at])]
+            if missing := left_out.in_talk.get(at) or missing_text(talk.messages[at], turn, at):
+                raise DataError(f"{_leaves_out(missing)} once more messages follow; end the answer with that message")
         return [(whole, talk.marked(len(messages), whole, {at: spans[at] for at in trained}))]
     return [(turns[at].text, talk.marked(at + 1, turns[at].text, {at: turns[at].span})) for at in trained]
 
@@ -99,63 +107,124 @@ def training_texts(
 class _Conversation:
     """The messages of a row, with breaks in the control tokens of their contents, and the template's renderings."""
 
-    def __init__(self, tokenizer: Any, messages: Sequence[Any], thinking: bool | None, tools: Any):
+    def __init__(
+        self,
+        tokenizer: Any,
+        messages: Sequence[Any],
+        thinking: bool | None,
+        tools: Any,
+        left_out: LeftOut | None,  # in this thinking mode
+    ):
         control = control_tokens(tokenizer)
         self.tokenizer, self.messages, self._tools = tokenizer, control.escape_messages(messages), control.escape(tools)
-        self._thinking, self._ends = thinking, turn_ends(tokenizer)
+        self._thinking, self._ends, self._left_out = thinking, turn_ends(tokenizer), left_out
 
     def render(self, messages: list[Any]) -> str:
         return render(self.tokenizer, messages, self._tools, self._thinking)
 
     def turn(self, at: int, message: Any) -> Turn:
         """Return the turn of messages[at] with all its words. Raises DataError if the template leaves some out."""
-        found = self.rendered(at, message)
-        missing = missing_text(message, found.answer, at)
-        reasons = END_THINK in message["content"] or _reasoning_of(message)
-        if missing and reasons and not self._ends.reads_reasoning:
-            for found in self._with_tags(at, message):
-                if (missing := missing_text(message, found.answer, at)) is None:
-                    break
-        if missing:
-            raise DataError(f"{_left_out(missing)}; leave it out, or use a template that has it")
-        return found
+        first = None
+        for talk in self._modes():
+            for found, missing in talk._forms(at, message):
+                if missing is None:
+                    return found
+                first = first or missing
+        if first is None:
+            raise self._no_prompt(at, message)
+        raise DataError(f"{_leaves_out(first)}; leave it out, or use a template that has it")
 
     def rendered(self, at: int, message: Any) -> Turn:
         """Return the turn of messages[at] as the template writes it."""
-        text = self.render([*self.messages[:at], message])
-        stop, end, closing = self._end(text, at, message)
-        prompt, answer = self._divided(text[:stop], at)
-        return Turn(prompt, answer + (end or self._borrowed_end(at, message, text[:stop])), closing)
+        if (found := next(filter(None, (talk._divided(at, message) for talk in self._modes())), None)) is None:
+            raise self._no_prompt(at, message)
+        return found
 
-    def _with_tags(self, at: int, message: Any) -> Iterator[Turn]:
-        """Yield the turn with its reasoning in think tags, as the server reads it from models of any template."""
+    def _modes(self) -> Iterator[_Conversation]:
+        """Yield the conversation in the thinking modes of its prompts: the one that is set, or else all of them."""
+        yield self
+        for thinking in (True, False) if self._thinking is None else ():
+            other = copy.copy(self)
+            other._thinking, other._left_out = thinking, None
+            yield other
+
+    def _forms(self, at: int, message: Any) -> Iterator[tuple[Turn, str | None]]:
+        """Yield the turn of messages[at] with the name of a part that it lacks, as rendered and with think tags."""
+        if (found := self._divided(at, message)) is None:
+            return
+        yield found, self._missing(at, message, found)
         content = message["content"]
+        if self._ends.reads_reasoning or not (END_THINK in content or reasoning_of(message)):
+            return
+        # The server reads reasoning in think tags from models of any template.
         if END_THINK not in content:
-            content = f"{THINK}\n{_reasoning_of(message)}\n{END_THINK}\n\n{content}"
-        kept = {key: value for key, value in message.items() if key not in _REASONING}
-        yield self.rendered(at, {**kept, "content": content})
+            content = f"{THINK}\n{reasoning_of(message)}\n{END_THINK}\n\n{content}"
+        tagged = {**{key: value for key, value in message.items() if key not in REASONING}, "content": content}
+        if (found := self._divided(at, tagged)) is not None:
+            yield found, self._missing(at, tagged, found) or missing_text(message, found.answer, at)
         if not message.get("tool_calls"):  # the template drops what is in tags
             prompt = self._prompt(at, self._thinking)
             answer = _continuation(prompt, _opening(prompt)[0] + content)
-            end = self._ends.end or self._borrowed_end(at, message, "")
             if answer is not None:
-                yield Turn(prompt, answer + end, self._ends.closing[len(self._ends.end) :])
+                end = self._ends.end or self._borrowed_end(at, message, "")
+                closing = self._ends.closing[len(self._ends.end) :]
+                yield Turn(prompt, answer + end, closing), missing_text(message, answer, at)
+
+    def _missing(self, at: int, message: Any, found: Turn) -> str | None:
+        left_out = self._left_out
+        if left_out is None or message is not self.messages[at]:
+            talk = [*self.messages[:at], message]
+            left_out = check_rendered(self.tokenizer, talk, self._tools, self._thinking, False, (at,))
+        return left_out.as_last.get(at) or missing_text(message, found.answer, at)
 
     def _prompt(self, at: int, thinking: bool | None) -> str:
         return render(self.tokenizer, self.messages[:at], self._tools, thinking, True)
 
-    def _divided(self, text: str, at: int) -> tuple[str, str]:
-        """Divide a text into the prompt before messages[at] and the answer. The run's thinking mode is preferred."""
-        prompts = []
-        for thinking in dict.fromkeys((self._thinking, None, True, False) if at else ()):
-            prompts.append(self._prompt(at, thinking))
-            if (answer := _continuation(prompts[-1], text)) is not None:
-                return prompts[-1], answer
-        # Every prompt has an empty block of reasoning, but the turn has reasoning of its own.
-        if prompts and text.startswith(_opening(prompts[0])[0]):
-            start = shared_length(prompts[0], text)
-            return text[:start], text[start:]
-        raise _no_start(at)
+    def _divided(self, at: int, message: Any) -> Turn | None:
+        """Return the turn of messages[at] after the prompt of this thinking mode. None if the two do not fit."""
+        if not at:
+            return None
+        talk, prompt = [*self.messages[:at], message], self._prompt(at, self._thinking)
+        text = self.render(talk)
+        stop, end, closing = self._end(text, at, message)
+        answer = _continuation(prompt, text[:stop])
+        if answer is None and self.messages[at - 1]["content"].strip():
+            # Some templates write earlier messages differently after an answer, but not the text after the last one.
+            (*_, before), (*_, after) = (
+                self._split_after(each, [at - 1], self._thinking, opened)
+                for each, opened in ((self.messages[:at], True), (talk, False))
+            )
+            stop_after = len(after) - (len(text) - stop)
+            if prompt.endswith(before) and text.endswith(after) and stop_after > 0:
+                answer = _continuation(before, after[:stop_after])
+        if answer is None:
+            return None
+        return Turn(prompt, answer + (end or self._borrowed_end(at, message, text[:stop])), closing)
+
+    def _no_prompt(self, at: int, message: Any) -> DataError:
+        if not at or not (END_THINK in message["content"] or reasoning_of(message)):
+            return _no_start(at)
+        text = f"the chat template ends the reasoning in the prompt before messages[{at}], which has reasoning"
+        switch = self._reasoning_switch(at, message)
+        if switch == "enable_thinking":
+            return DataError(f"{text}; set {{}} to true, or the row's {VARIABLES}.{switch}", Key(f"rollout.{switch}"))
+        advice = f"set {VARIABLES}.{switch} of the row to true" if switch else f"change {VARIABLES} or the template"
+        return DataError(f"{text}; {advice}, or leave the reasoning out")
+
+    def _reasoning_switch(self, at: int, message: Any) -> str | None:
+        """Return the name of a variable of the template that lets the model reason, None without one."""
+        from jinja2 import Environment
+
+        mode = {} if self._thinking is None else {"enable_thinking": self._thinking}
+        source = Environment().lex(self.tokenizer.chat_template)
+        for name in sorted({value for _, kind, value in source if kind == "name"} - _NO_SWITCHES):
+            how = {**mode, name: True}
+            with suppress(DataError):  # names of other things may make the template fail
+                prompt = render(self.tokenizer, self.messages[:at], self._tools, None, True, **how)
+                text = render(self.tokenizer, [*self.messages[:at], message], self._tools, **how)
+                if _continuation(prompt, text) is not None:
+                    return name
+        return None
 
     def _end(self, text: str, at: int, message: Any) -> tuple[int, str, str]:
         """Return (index in `text` after the words of messages[at], the last; the end of the turn; the rest)."""
@@ -269,7 +338,7 @@ class _Conversation:
         rendered: Any
         blocks: Any
         (rendered,), (blocks,) = render_jinja_template(
-            [self.messages[:n_messages]],
+            [in_parts(self.tokenizer, self.messages[:n_messages])],
             tools=self._tools,
             chat_template=self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
@@ -280,7 +349,7 @@ class _Conversation:
         found: Spans = []
         for at, (start, end) in spans.items():
             parts = [(max(start, first), min(end, last)) for first, last in blocks if first < end and start < last]
-            words = [word for word in _words_of(self.messages[at]) if word]
+            words = [word for word in words_of(self.messages[at]) if word]
             if parts and not any(word in text[parts[-1][1] : end] for word in words):
                 parts[-1] = parts[-1][0], end
             found += parts
@@ -323,49 +392,5 @@ def _no_start(at: int) -> DataError:
     return DataError(f"the start of messages[{at}] cannot be found in the chat template's output; {_AS_PAIRS}")
 
 
-def _reasoning_of(message: Mapping[str, Any]) -> str:
-    return next((message[name] for name in _REASONING if isinstance(message.get(name), str)), "")
-
-
-def _words_of(message: Mapping[str, Any]) -> list[str]:
-    """Return the parts of the content between think tags, and the reasoning."""
-    content = message["content"].replace(END_THINK, THINK).split(THINK)
-    return [part.strip() for part in (*content, _reasoning_of(message))]
-
-
-def _left_out(name: str) -> str:
+def _leaves_out(name: str) -> str:
     return f"the chat template leaves out {name}, which should be trained"
-
-
-def missing_text(message: Mapping[str, Any], answer: str, at: int) -> str | None:
-    """Return the name of a part of an assistant's message whose text is not in the trained text, None if all are.
-
-    White space and think tags do not count.
-    """
-
-    def is_missing(text: str) -> bool:
-        return "".join(text.replace(BREAK, "").split()) not in written
-
-    written = "".join(answer.replace(BREAK, "").split())
-    *content, reasoning = _words_of(message)
-    if any(map(is_missing, content)):
-        return f"a part of messages[{at}].content"
-    if is_missing(reasoning):
-        return f"the reasoning of messages[{at}]"
-    for leaf in _leaves_of([call.get("function", call) for call in message.get("tool_calls") or ()]):
-        if all(map(is_missing, (leaf, json.dumps(leaf)[1:-1], json.dumps(leaf, ensure_ascii=False)[1:-1]))):
-            return f"the tool calls of messages[{at}]"
-    return None
-
-
-def _leaves_of(calls: Sequence[Any]) -> Iterator[str]:
-    """Yield the names of tool calls, and the keys and texts in their arguments."""
-    values = [part for call in calls for part in (call.get("name", ""), call.get("arguments"))]
-    while values:
-        value = values.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, Mapping):
-            values += [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple):
-            values += value

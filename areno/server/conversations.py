@@ -21,7 +21,8 @@ from typing import Any
 
 from areno.data.chat_template import render
 from areno.data.control_tokens import BREAK, control_tokens, note_unknown
-from areno.data.messages import check_rendered, template_messages
+from areno.data.left_out import check_rendered
+from areno.data.messages import template_messages
 from areno.data.row_schema import bad_text
 from areno.data.turn_ends import turn_ends
 from areno.errors import DataError

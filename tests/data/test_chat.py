@@ -123,8 +123,8 @@ def test_reasoning_of_earlier_turns_is_trained(chatml):
 
 
 @pytest.mark.parametrize("name", ["tiny", "minimind"])
-def test_template_that_keeps_all_reasoning(tokenizer_of, name):
-    """Its generation prompt opens with a block of reasoning, of which the first line is shared with the turn."""
+def test_template_whose_prompt_ends_the_reasoning(tokenizer_of, name):
+    """Its generation prompt opens with an empty block of reasoning, after which no model reasons."""
     tokenizer = tokenizer_of(name)
     if name == "tiny":
         opened = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -132,10 +132,8 @@ def test_template_that_keeps_all_reasoning(tokenizer_of, name):
             "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
             f"{{% if add_generation_prompt %}}{opened}{{% endif %}}"
         )
-    assert trained_text(tokenizer, {"messages": REASONED}) == [
-        "early\n</think>\n\nb<|im_end|>",
-        "late\n</think>\n\nd<|im_end|>",
-    ]
+    with pytest.raises(DataError, match=r"ends the reasoning in the prompt before messages\[1\], which has reasoning"):
+        sft_item(tokenizer, {"messages": REASONED})
     assert trained_text(tokenizer, {"messages": turns("a", "b", "c", "d")}) == ["b<|im_end|>", "d<|im_end|>"]
 
 
@@ -194,7 +192,7 @@ def test_end_of_turn_that_is_not_the_end_token(tokenizer_of, name):
     ("template", "message"),
     [
         (
-            "{{ messages|length }}{% for m in messages %}<{{ m.content }}>{% endfor %}",
+            "{% for m in messages %}<{{ m.content }}{{ loop.revindex }}>{% endfor %}",
             r"the start of messages\[1\] cannot be found",
         ),
         ("{% for m in messages %}<{{ m.content|upper }}>{% endfor %}", "rewrites assistant messages"),

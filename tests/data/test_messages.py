@@ -9,15 +9,16 @@ import pytest
 
 from areno.config.datasets import DatasetConfig
 from areno.data.chat_template import render
+from areno.data.left_out import check_rendered
 from areno.data.loader import row_loader
-from areno.data.messages import check_rendered, decoded_arguments, template_messages
+from areno.data.messages import decoded_arguments, template_messages
 from areno.data.row_schema import VARIABLES
 from areno.data.sources import check_dataset
 from areno.errors import DataError
 from areno.server.conversations import PromptBuilder
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
-from tests.helpers.encoded_rows import prompt_item, sft_sequence
+from tests.helpers.encoded_rows import prompt_item, sft_item, sft_sequence
 from tests.helpers.tokenizers import load_tokenizer, plain_values
 
 trl = pytest.importorskip("trl", reason="trl is not installed; it is in the dev extra")
@@ -69,6 +70,13 @@ def test_arguments_as_text_are_those_as_objects(name):
     assert "Zürich" in items[0].text
     assert r"\"city" not in items[0].text  # not encoded twice
     assert items[0].messages == as_text  # as agents get them
+    for text in ('{"city":"Z\\u00fcrich","days":[1,2]}', "no JSON", "[1]"):  # spelled otherwise than by json.dumps
+        talk = [*called(text), *ANSWERED]
+        try:
+            sent = served(tokenizer, talk)
+        except DataError:
+            continue
+        assert prompt_item(tokenizer, {"prompt": talk}, 0).text == sent
     if name in ("qwen2_5", "qwen3_5_think"):
         turns = [{"from": "human", "value": "Hot?"}, {"from": "function_call", "value": ""}]
         turns[1]["value"] = json.dumps({"name": "weather", "arguments": json.dumps(ARGUMENTS)})
@@ -140,6 +148,22 @@ def test_parts_are_the_same_in_rows_and_requests(name, separator):
     assert item.text == served(tokenizer, messages)
     assert item.text.count(f"one {separator} two") == 4
     assert {message["content"] for message in item.messages} == {f"one {separator} two"}
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm", "llava_next", "llava_next_training"])
+def test_a_template_that_reads_only_parts_gets_parts(name):
+    tokenizer = tokenizer_with(name)
+    for content in ("one \n two", PARTS):
+        messages = [{"role": "system", "content": content}, user(content), assistant(content), user(content)]
+        item = prompt_item(tokenizer, {"prompt": messages}, 0)
+        assert item.text == served(tokenizer, messages)
+        assert item.text.count("one ") == item.text.count(" two") == 4
+        [only] = sft_item(tokenizer, {"messages": messages[:3]}).rows
+        assert tokenizer.decode(only.tokens).startswith(served(tokenizer, messages[:2]))
+    as_parts = [{**user(""), "content": [{"type": "text", "text": "Hi"}]}]
+    assert served(tokenizer, [user("Hi")]) == tokenizer.apply_chat_template(
+        as_parts, tokenize=False, add_generation_prompt=True
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from areno.data.drafts import labelled_draft, ranked_draft
+from areno.data.messages import with_variables
 from areno.data.turn_ends import set_model_ends, stop_token_ids
 from areno.errors import DataError
 from areno.server.conversations import PromptBuilder
@@ -20,7 +21,7 @@ from tests.helpers.tokenizers import load_tokenizer, plain_values
 
 MARKERS = re.compile(
     r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>|</?s>|\[/?INST\]|\[gMASK\]|<sop>|<\|[^<>|\s]{1,20}>"
-    r"|<[a-z_]{1,20}\|>"
+    r"|<[a-z_]{1,20}\|>|<end_of_utterance>"
 )
 # Templates of two families that no installed package ships.
 OWN = {
@@ -36,7 +37,6 @@ FAMILIES = [
     *["qwen2_5", "qwen3", "qwen3_5_think", "qwen3_5_nothink", "llama3_1", "llama3_2", "gemma3", "phi3", "glm4moe"],
     *["deepseek_r1_distill", "gptoss", "qwen3_training", "glm4moe_training", "gptoss_training", "llama3_training"],
 ]
-TAKES_PARTS = ("idefics3", "llava_next", "smolvlm")  # drop a content that is text, so rows are refused
 
 
 def shipped() -> dict[str, Path]:
@@ -108,6 +108,9 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
+REASONED = ROWS["reasoning"]["messages"]
+
+
 def runs_of(sequences: list[Any]) -> list[tuple[list[int], list[int]]]:
     """(tokens before, trained tokens) of each trained stretch, in order."""
     found = []
@@ -149,7 +152,7 @@ def check_row(tokenizer: Any, row: dict[str, Any]) -> None:
 
 LEFT_OUT = (
     r"leaves out (the tool calls|the reasoning) of messages\[1\]|refuses these messages|rewrites assistant|"
-    "does not render"
+    "does not render messages.2., whose role is 'tool'"
 )
 
 
@@ -160,7 +163,7 @@ def check_template(name: str, base: str) -> None:
             continue  # reasons although the template's default forbids it: see the test of thinking modes
         if name == "diffusion_gemma_training" and row_name == "tool calls":
             continue  # its marks leave out what the model writes first after the result of a tool
-        can_be_refused = row_name in ("tool calls", "reasoning", "think tags") or name.startswith(TAKES_PARTS)
+        can_be_refused = row_name in ("tool calls", "reasoning", "think tags")
         try:
             check_row(tokenizer, row)
         except DataError as error:
@@ -186,6 +189,23 @@ def test_turns_with_other_tokenizers(name: str, base: str) -> None:
     check_template(name, base)
 
 
+@pytest.mark.parametrize("name", ["deepseekv3", "qwen2_5", "qwen3", "glm4moe", "gptoss"])
+def test_arguments_as_text_are_trained_as_the_server_writes_them(name: str) -> None:
+    tokenizer = with_template(name)
+    server = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    for text, written in (('{"x":1}', '{"x": 1}'), ('{"x":"\\u00df"}', '{"x": "\u00df"}'), ("no JSON", "no JSON")):
+        call = {**CALL, "function": {"name": "add", "arguments": text}}
+        talk = [user("Q"), assistant("", tool_calls=[call]), *ROWS["tool calls"]["messages"][2:]]
+        try:
+            prompts = [server.prompt(read_messages(talk[:stop]), None).tokens for stop in (1, 3)]
+        except DataError:
+            assert written == "no JSON"
+            continue
+        runs = runs_of(sft_item(tokenizer, {"messages": talk}).rows)
+        assert [head for head, _ in runs] == prompts
+        assert name == "glm4moe" or written in tokenizer.decode(runs[0][1])
+
+
 # The thinking mode ---------------------------------------------------------------------------------------------------
 
 
@@ -209,9 +229,62 @@ def test_a_turn_that_reasons_follows_a_prompt_that_lets_it() -> None:
     assert tokenizer.decode(run) == "why not\n</think>\n\nOne.<|im_end|>"
 
 
-# Turns that are rendered differently once more messages follow -------------------------------------------------------
+MODES = ["qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_8", "glm4moe", "nemotron_3_nano"]
 
-REASONED = ROWS["reasoning"]["messages"]
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("thinking", [None, True, False])
+@pytest.mark.parametrize("changed", ["split", "as_rendered"])
+def test_a_turn_follows_a_prompt_that_the_server_sends(name: str, thinking: bool | None, changed: Any) -> None:
+    tokenizer = with_template(name)
+    row: dict[str, Any] = {"messages": REASONED[:2]}
+    server = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    modes = [{}, {"enable_thinking": True}] if thinking is None else [{"enable_thinking": thinking}]
+    if thinking is False:
+        shown = r"ends the reasoning in the prompt before messages.1., which has reasoning; set rollout.enable_thinking"
+        with pytest.raises(DataError, match=shown):
+            sft_item(tokenizer, row, enable_thinking=False, changed=changed)
+        row = {"messages": [REASONED[0], assistant("One.")]}
+    [(head, run)] = runs_of(sft_item(tokenizer, row, enable_thinking=thinking, changed=changed).rows)
+    assert head in [server.prompt(read_messages(row["messages"][:1]), None, mode).tokens for mode in modes]
+    assert "One." in tokenizer.decode(run)
+
+
+def test_the_error_names_the_switch_of_the_template() -> None:
+    tokenizer, row = load_tokenizer("minimind"), {"messages": REASONED[:2]}
+    for thinking in (None, True, False):
+        for changed in ("split", "as_rendered"):
+            with pytest.raises(DataError, match=r"set chat_template_kwargs.open_thinking of the row to true, or leave"):
+                sft_item(tokenizer, row, enable_thinking=thinking, changed=changed)
+    opened = with_variables(tokenizer, {"open_thinking": True})
+    server = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    [(head, run)] = runs_of(sft_item(opened, row).rows)
+    assert head == server.prompt(read_messages(row["messages"][:1]), None, {"open_thinking": True}).tokens
+    assert tokenizer.decode(run) == "why not\n</think>\n\nOne.<|im_end|>"
+    closed = with_variables(with_template("qwen3"), {"enable_thinking": False})
+    with pytest.raises(DataError, match=r"change chat_template_kwargs or the template, or leave the reasoning out"):
+        sft_item(closed, row)
+
+
+def test_a_system_prompt_that_moves_to_the_last_question() -> None:
+    tokenizer = with_template("mistral")
+    tokenizer.chat_template = (
+        "<s>{% set talk = messages[1:] %}{% for m in talk %}{% if m.role == 'user' %}[INST] "
+        "{% if loop.last %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    row = {"messages": [{"role": "system", "content": "Brief."}, *ROWS["two turns"]["messages"]]}
+    server = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    runs = runs_of(sft_item(tokenizer, row).rows)
+    assert [head for head, _ in runs] == [
+        server.prompt(read_messages(row["messages"][:stop]), None).tokens for stop in (2, 4)
+    ]
+    assert [tokenizer.decode(run) for _, run in runs] == [" Answer one.</s>", "   Second <b></s>"]
+    with pytest.raises(DataError, match=r"does not render messages\[0\], whose role is 'system'"):
+        sft_item(tokenizer, row, changed="as_rendered")
+
+
+# Turns that are rendered differently once more messages follow -------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "deepseek_r1_distill", "gptoss"])
@@ -238,9 +311,11 @@ def test_a_text_that_the_template_knows_but_leaves_out_is_refused() -> None:
 
 def test_an_answer_of_a_pair_loses_no_words() -> None:
     tokenizer = with_template("qwen3")
-    row = {"prompt": REASONED[:1], "chosen": REASONED[1:], "rejected": [assistant("No.")]}
-    with pytest.raises(DataError, match=r"leaves out the reasoning of messages\[1\].*once more messages follow"):
-        pair_item(tokenizer, row, 0)
+    repeated = assistant("One: why not.", reasoning_content="why not")  # the reasoning is found in the content
+    for first in (REASONED[1], repeated):
+        row = {"prompt": REASONED[:1], "chosen": [first, *REASONED[2:]], "rejected": [assistant("No.")]}
+        with pytest.raises(DataError, match=r"leaves out the reasoning of messages\[1\].*once more messages follow"):
+            pair_item(tokenizer, row, 0)
     last = {"prompt": REASONED[:3], "chosen": REASONED[3:], "rejected": [assistant("No.")]}
     [(_, run)] = runs_of([pair_item(tokenizer, last, 0).chosen])
     assert tokenizer.decode(run) == "<think>\nbecause\n</think>\n\nTwo<|im_end|>"
