@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
+from areno.engine.reports import RolloutStats
 from areno.engine.requests import OnProgress, RequestLimits
-from areno.engine.spec import RolloutSpec, RolloutStats
 from areno.errors import ArenoError, EngineError
 from areno.plan.arguments import check_count
 from areno.plan.plan import TrainerPlan
+from areno.specs.rollout import RolloutSpec
 from areno.types import GenerationOutput, GenerationRequest, RolloutResult, RolloutSequence, SamplingParams
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from areno.config.teacher import Divergence
 from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine
+from areno.engine.reports import EngineInfo
 from areno.engine.requests import OnProgress
-from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, ConfigError, DataError, EngineError, Rename, keys_renamed
 from areno.files.durable import as_checkpoint_error, atomic_write_folder
 from areno.models.folder import is_replaceable
@@ -38,6 +38,8 @@ from areno.plan.arguments import (
 from areno.plan.backend import Areno, ArenoConfig, argument_of, plan_of_arguments, read_arguments
 from areno.plan.facts import log_memory_after, log_model
 from areno.plan.plan import TrainerPlan, plan_of_experiment
+from areno.specs.role import RoleSpec
+from areno.specs.update import OldLogprobs, UpdateSpec
 from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import RunLog
 from areno.types import (

@@ -35,9 +35,9 @@ from areno.bench.speculation import run_speculation, speculation_page
 from areno.bench.states import run_states, states_page
 from areno.bench.timing import log_progress, measure
 from areno.bench.work import model_folder
+from areno.cost.flops import Cost
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files import interrupts
-from areno.models.cost import Cost
 from areno.models.registry import load_config
 
 _STANDALONE = {

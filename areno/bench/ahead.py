@@ -26,9 +26,9 @@ from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
 from areno.engine.engine import Engine
 from areno.engine.requests import requests_of_rest
-from areno.engine.spec import RolloutSpec
 from areno.run.groups import DECISION_STEPS, Admission, Choice, Group, n_tokens
 from areno.run.in_flight import InFlight
+from areno.specs.rollout import RolloutSpec
 from areno.types import GenerationOutput, GenerationRequest, PromptItem, SamplingParams
 
 _SIGMA = 0.8  # of the logarithm of a length

@@ -24,16 +24,19 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig
 from areno.config.run import EngineConfig
 from areno.config.teacher import SAMPLED, Divergence
+from areno.cost.flops import Cost
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
-from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec, RolloutSpec, UpdateSpec
 from areno.errors import ConfigError, Problem
 from areno.layers.config import AdapterSpec
 from areno.loss_fns import distillation_loss_fn, gspo_loss_fn
 from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import TransformerConfig
-from areno.models.cost import Cost
 from areno.models.registry import load_config
+from areno.specs.engine import EngineSpec
+from areno.specs.role import LoraSpec, RoleSpec
+from areno.specs.rollout import RolloutSpec
+from areno.specs.update import UpdateSpec
 from areno.trainers.rows import prompt_masks, token_rows, trained, trained_mask
 from areno.types import GenerationRequest, SamplingParams, TrainSequence
 

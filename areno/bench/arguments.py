@@ -17,8 +17,8 @@ from typing import Any, Literal, NoReturn, get_args
 from areno.bench.work import Work
 from areno.config.models import OptimizerType
 from areno.config.teacher import SAMPLED, DivergenceKind
-from areno.engine.spec import SharePrefixes
 from areno.errors import ConfigError, Problem
+from areno.specs.engine import SharePrefixes
 
 Compared = Literal["rollout", "train", "step", "logprob"]
 """Kinds of work that take --against."""

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from areno.bench.work import Work
-from areno.models.cost import Cost, forward_flops, mean_pairs, train_flops
-from areno.models.speed import Rates
+from areno.cost.flops import Cost, forward_flops, mean_pairs, train_flops
+from areno.cost.time import Rates
 
 
 def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int = 1) -> float:

@@ -24,16 +24,18 @@ from unittest import mock
 from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
 from areno.bench.work import Texts, Work
+from areno.cost.flops import Cost
+from areno.cost.token_budget import SCORE, TRAIN
 from areno.engine import engine as engine_module
 from areno.engine.processes.messages import Outputs, pack
+from areno.engine.reports import EngineInfo, RolloutStats
 from areno.engine.requests import RequestLimits
-from areno.engine.spec import EngineInfo, EngineSpec, RolloutSpec, RolloutStats
-from areno.engine.token_budget import SCORE, TRAIN
 from areno.engine.train.micro_batches import TrainResult
 from areno.launch.compose import load
-from areno.models.cost import Cost
 from areno.models.registry import load_config
 from areno.recipes.gspo import GSPOConfig
+from areno.specs.engine import EngineSpec
+from areno.specs.rollout import RolloutSpec
 from areno.tracking.reader import RunReader
 from areno.trainers.policy_only import PolicyOnlyTrainer
 from areno.types import GenerationOutput, GenerationRequest

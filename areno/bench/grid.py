@@ -23,12 +23,12 @@ from areno.config.datasets import DatasetConfig
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig, GenerationConfig, RolloutConfig, TuneConfig
 from areno.config.run import EngineConfig
-from areno.engine.spec import RolloutSpec
 from areno.errors import EngineError
 from areno.files.paths import find_file
 from areno.plan.tune import AT_ONCE, BATCH, BUDGET, DROP, RECOMPUTE
 from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
 from areno.run.tuning import choose
+from areno.specs.rollout import RolloutSpec
 
 BUDGETS = (4096, 8192, 16384, 32768, 65536)
 """Numbers of tokens in a micro-batch, on the grid."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from areno.bench.arguments import PLAIN, Settings
 from areno.bench.device import device_name, floors
-from areno.models.cost import Cost
-from areno.models.speed import Rates
+from areno.cost.flops import Cost
+from areno.cost.time import Rates
 
 _PHASES = ("rollout", "train", "logprob", "step")
 _SHOWN = [

@@ -22,11 +22,12 @@ from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
 from areno.bench.trl_contender import prompts_of
 from areno.engine.engine import Engine
-from areno.engine.spec import DraftCounts, RolloutSpec
+from areno.engine.reports import DraftCounts
 from areno.errors import ConfigError, Problem
 from areno.launch.compose import load
 from areno.plan.plan import sampling_params
 from areno.recipes import grpo
+from areno.specs.rollout import RolloutSpec
 from areno.types import GenerationRequest, SamplingParams
 
 _EPOCHS = 3  # rollouts of all prompts before the timed ones

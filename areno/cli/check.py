@@ -61,7 +61,7 @@ def _findings_of(part: str, work: Callable[[], str]) -> Iterator[Finding]:
 def _checked_model(folder: Path, config: list[TransformerConfig]) -> str:
     """Return a description of a model, and append its configuration to `config`."""
     from areno.models.adapters import base_of, is_adapter
-    from areno.models.cost import parameters
+    from areno.models.parameters import parameters
     from areno.models.registry import head_of, load_config
 
     if is_adapter(folder):
@@ -75,7 +75,7 @@ def _checked_model(folder: Path, config: list[TransformerConfig]) -> str:
 
 def _special_layers(config: TransformerConfig) -> Iterator[Finding]:
     """Yield a Finding if layers have sliding-window attention, and one if layers have a recurrent state."""
-    from areno.models.cost import state_bytes
+    from areno.cost.memory import state_bytes
 
     windows = sorted({kind.window for kind in config.kinds if kind.window is not None})
     if windows:

@@ -268,12 +268,12 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
     from areno.config.rollout import DecoderConfig
     from areno.config.run import EngineConfig
     from areno.engine.engine import Engine
-    from areno.engine.spec import RolloutSpec
     from areno.plan.devices import find_devices
     from areno.plan.lora import own_tokenizer, with_model
     from areno.plan.plan import open_actor
     from areno.server.app import build_server
     from areno.server.threads import ServerThread
+    from areno.specs.rollout import RolloutSpec
     from areno.types import SamplingParams
 
     engine_config = EngineConfig.of(arguments, dummy_load=arguments.random_weights)

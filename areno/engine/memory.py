@@ -1,28 +1,18 @@
-"""Memory: how much of a device a worker may use, garbage collection, and advice after an allocation has failed.
-
-Each advice function yields the setting changes that would lower the need for memory, the most useful first, without
-settings that are already in effect. `out_of_memory_hint` puts them into an error message. Importing this module does
-not import torch.
-"""
+"""Memory of a process and its device: how much it may use, garbage collection, errors that name what helps."""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from areno.config.models import MicroBatchSpec
-from areno.config.rollout import DecoderConfig
-from areno.engine.decoder.cache_size import may_draft
-from areno.engine.spec import EngineSpec, RoleSpec
+from areno.cost.remedies import Option, either, in_training
 from areno.errors import EngineError, Key
-
-RESERVE = 0.06
-"""Share of a device that is left for memory that is not counted: workspaces, fragments, graphs."""
 
 # New objects after which garbage is collected in a rollout. A thousand samples are tens of thousands of objects, and
 # none of them is garbage. With Python's own number, a device would wait for tens of collections.
@@ -219,69 +209,6 @@ def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]
         ) from error
 
 
-def either(texts: Sequence[str]) -> str:
-    """Join texts as "a, b or c".
-
-    Args:
-        texts: The texts, at least one.
-    """
-    return " or ".join([", ".join(texts[:-1])] * (len(texts) > 1) + [*texts[-1:]])
-
-
-Option = tuple[Any, ...]
-"""A change that lowers the need of memory: (text with a {} for each value, *values). Values are Keys or others."""
-
-MORE_DEVICES: Option = ("divide the model over more devices ({})", Key("engine.tp_size"))
-
-RESTING = ("ref", "teacher", "reward", "reward.judge", "critic")
-"""Configuration sections whose models may rest in host memory while they are not used."""
-
-
-def section_of(key: str) -> str:
-    """Return the configuration section of a model, such as "teacher".
-
-    Args:
-        key: The setting with its path, such as "teacher.path", or "teacher.models.math" for one of several.
-    """
-    return key.removesuffix(".path").partition(".models.")[0]
-
-
-def may_stream(role: RoleSpec) -> bool:
-    """Return whether actor.offload would free device memory: the role is an actor that trains all its weights."""
-    return role.key == "actor.path" and role.optimizer is not None and role.lora is None and not role.offload
-
-
-def in_loading(
-    spec: EngineSpec, role: RoleSpec, others: Iterable[RoleSpec], *, has_bf16: bool, can_offload: bool
-) -> Iterator[Option]:
-    """Yield setting changes to suggest if memory runs out while a model is loaded.
-
-    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
-
-    Args:
-        spec: The engine.
-        role: The role to load.
-        others: The roles that are already loaded.
-        has_bf16: Whether the device computes in bfloat16.
-        can_offload: Whether models can rest in host memory, which is true for devices with memory of their own.
-    """
-    if spec.layout.dp_size > 1:
-        yield ("raise {} to divide the model over more devices", Key("engine.tp_size"))
-    else:
-        yield ("divide the model over more devices with {} and {}", Key("engine.world_size"), Key("engine.tp_size"))
-    if spec.dtype == "float32" and has_bf16:
-        yield ("set {}=bfloat16", Key("actor.dtype"))
-    if can_offload:
-        for each in (role, *others):
-            section = section_of(each.key)
-            if (section in RESTING and not each.offload) or may_stream(each):
-                yield ("set {}=true", Key(f"{section}.offload"))
-    yield from _smaller_optimizer(role)
-    if role.key == spec.actor.key and may_have_adapters(spec):
-        yield ("train adapters alone with {}=true", Key("actor.use_lora"))
-    yield ("choose a smaller model ({})", Key(role.key))
-
-
 def training_hint(
     section: str,
     mb_spec: MicroBatchSpec,
@@ -317,101 +244,3 @@ def training_hint(
         size[1],
         fitting,
     )
-
-
-def in_training(
-    section: str,
-    mb_spec: MicroBatchSpec,
-    *,
-    recomputes: bool,
-    beside: Iterable[Option],
-    in_adam: bool,
-    may_offload: bool = False,
-) -> Iterator[Option]:
-    """Yield setting changes to suggest if memory runs out in forward or backward passes.
-
-    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
-
-    Args:
-        section: Configuration section of the model, such as "actor".
-        mb_spec: Size of the micro-batches.
-        recomputes: Whether the backward pass recomputes activations. If False, the advice includes gradient
-            checkpointing.
-        beside: Setting changes that make the KV cache smaller.
-        in_adam: Whether the optimizer is Adam with float32 moments. If True, the advice includes 8-bit moments.
-        may_offload: Whether masters and moments could be moved to host memory. If True, the advice includes this.
-    """
-    if mb_spec.max_tokens_per_mb is not None:
-        yield ("lower {}", Key(f"{section}.mb_spec.max_tokens_per_mb"))
-    elif mb_spec.mini_bs != 1:
-        yield ("lower {}", Key(f"{section}.mb_spec.mini_bs"))
-    if not recomputes:
-        yield ("set {}=true", Key(f"{section}.gradient_checkpointing"))
-    yield from beside
-    if may_offload:
-        yield ("set {}=true", Key(f"{section}.offload"))
-    if in_adam:
-        yield ("set {}=adam_8bit", Key(f"{section}.optimizer.type"))
-    yield MORE_DEVICES
-
-
-def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
-    """Yield setting changes to suggest if memory runs out in a rollout.
-
-    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
-
-    Args:
-        decoder: Settings of the decoder.
-        on_cuda: Whether the device is a GPU, where CUDA graphs take memory.
-    """
-    yield from smaller_cache(decoder)
-    yield ("lower {}", Key("rollout.max_prefill_tokens"))
-    yield FEWER_AT_ONCE
-    if may_draft(decoder, on_cuda=on_cuda):
-        yield ("set {}=off, so that a step computes the logits of fewer tokens", Key("rollout.speculation"))
-    if on_cuda and not decoder.eager_decode:
-        yield ("set {}=true to do without CUDA graphs", Key("rollout.eager_decode"))
-
-
-def beside_training(decoder: DecoderConfig) -> Iterator[Option]:
-    """Yield setting changes with which the KV cache leaves more memory to training.
-
-    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
-    """
-    yield ("free the KV cache between rollouts with {}=true", Key("rollout.drop_rollout_state"))
-    yield from smaller_cache(decoder)
-
-
-def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
-    """Yield setting changes that make the KV cache smaller.
-
-    Each change is an Option: a tuple (text, *values), where the text has a {} for each value. If `max_kv_tokens` is
-    set, lowering it is the only change, because `mem_fraction` then has no effect.
-    """
-    if decoder.max_kv_tokens is None:
-        yield ("lower {}", Key("rollout.mem_fraction"))
-        yield ("set {}", Key("rollout.max_kv_tokens"))
-    else:
-        yield ("lower {}", Key("rollout.max_kv_tokens"))
-
-
-FEWER_AT_ONCE: Option = ("lower {}", Key("rollout.max_concurrent_rollouts"))
-
-
-def may_have_adapters(spec: EngineSpec, within: str = "") -> bool:
-    """Return whether error messages may suggest LoRA for the actor.
-
-    False if the actor is frozen, has adapters already, starts from random weights, or is a part of a larger model.
-
-    Args:
-        spec: The engine.
-        within: Kind of the larger model, such as an image-text model, that contains the actor. "" if the actor is a
-            whole model.
-    """
-    actor = spec.actor
-    return actor.optimizer is not None and actor.lora is None and not actor.random_init and not within
-
-
-def _smaller_optimizer(role: RoleSpec) -> Iterator[Option]:
-    if role.optimizer is not None and role.optimizer.type == "adam":
-        yield ("set {}=adam_8bit", Key(f"{role.section}.optimizer.type"))

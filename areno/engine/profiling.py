@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from areno import trace
-from areno.engine.spec import ProfilingSpec
+from areno.specs.engine import ProfilingSpec
 
 logger = logging.getLogger("areno")
 

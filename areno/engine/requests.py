@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from areno import trace
-from areno.engine.spec import RolloutStats
+from areno.engine.reports import RolloutStats
 from areno.errors import ConfigError, EngineError, Key, Problem, non_finite_logits
 from areno.schema.fields import partial_section, problems_between, settings
 from areno.schema.values import InvalidValue, show

@@ -20,15 +20,17 @@ import torch
 from torch import Tensor
 
 from areno.config.teacher import Divergence
+from areno.cost import remedies
+from areno.cost.footprint import Footprint, footprint_of
+from areno.cost.kv_cache import WantedCache
+from areno.cost.remedies import check_fits, check_host_memory
+from areno.cost.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.engine import memory
-from areno.engine.decoder.cache_size import WantedCache
+from areno.engine.chosen_budgets import TokenBudgets
 from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.exact import make_exact
-from areno.engine.footprint import Footprint, check_fits, check_host_memory, footprint_of
 from areno.engine.memory import device_bytes, out_of_memory_hint, total_bytes
 from areno.engine.processes.process_groups import ParallelContext
-from areno.engine.spec import EngineSpec, RoleSpec
-from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, choose_token_budget
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.host_memory import PINNED_BYTES
 from areno.engine.train.teacher import TeacherPasses
@@ -49,6 +51,9 @@ from areno.models.config import TransformerConfig
 from areno.models.registry import build_model, layout_problems, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
+from areno.specs.shared_models import is_base_of_actor, roles_to_load, same_folder, share_base
 
 
 class Offload:
@@ -173,7 +178,7 @@ class Roles:
         spec: EngineSpec,
         context: ParallelContext,
         attn_backend: str,
-        beside: Callable[[], Iterable[memory.Option]],
+        beside: Callable[[], Iterable[remedies.Option]],
     ):
         self.spec, self.context, self.attn_backend, self._beside = spec, context, attn_backend, beside
         self._roles: dict[str, Role] = {}
@@ -243,8 +248,13 @@ class Roles:
         return found
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
+<<<<<<< HEAD
         """Return the footprint of roles together. Raises EngineError if they do not fit the machine."""
         roles = self.spec.with_own_weights(roles)
+=======
+        """Compute the memory footprint of several roles together. Raises EngineError if they do not fit the machine."""
+        roles = roles_to_load(roles, self.spec.actor)
+>>>>>>> 175d7e83 (Specs of an engine and what models cost have rooms of their own, below the engine)
         configs = {}
         for name, role in roles.items():
             with model_setting(role.key):
@@ -283,14 +293,19 @@ class Roles:
         return max(sum(p.numel() for p in role.backend.model.parameters()) for role in self._roles.values())
 
     def _load(self, spec: RoleSpec) -> Role:
-        if self.spec.is_base_of_actor(spec):
+        if is_base_of_actor(spec, self.spec.actor):
             return Role(spec, self._roles["actor"].backend, Offload(), is_base=True, owner="actor")
         for name, role in self._roles.items():
+<<<<<<< HEAD
             if self.spec.has_base_of(spec, role.spec):
                 return _with_own_adapters(role.owner or name, role, spec)
+=======
+            if share_base(spec, role.spec):
+                return _beside(role.owner or name, role, spec)
+>>>>>>> 175d7e83 (Specs of an engine and what models cost have rooms of their own, below the engine)
         context, is_actor = self.context, not self._roles
         key = Key(spec.key)
-        options = memory.in_loading(
+        options = remedies.in_loading(
             self.spec,
             spec,
             [role.spec for role in self._roles.values()],
@@ -368,7 +383,7 @@ class Roles:
         the actor's weights yet. An actor with adapters never changes its weights. If the role has a head that gives
         scores, which the actor lacks, this head is set to zero.
         """
-        own, actor = self.spec.has_folder_of_actor(spec), self._roles.get("actor")
+        own, actor = same_folder(spec, self.spec.actor), self._roles.get("actor")
         optimizer = actor.backend.optimizer if actor else None
         if spec.random_init:
             model.init_weights(self.spec.seed)

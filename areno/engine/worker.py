@@ -22,12 +22,17 @@ import torch
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec
 from areno.config.teacher import Divergence
+from areno.cost import remedies
+from areno.cost.flops import Cost
+from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
+from areno.cost.prefix_sharing import Sharing
 from areno.engine import memory, profiling
-from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
+from areno.engine.chosen_budgets import TokenBudgets
 from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.draft_length import step_costs
 from areno.engine.decoder.drafts import NgramDrafter
+<<<<<<< HEAD
 from areno.engine.deterministic import Threads, naming_nondeterministic_operations, without_deterministic_mode
 from areno.engine.memory import (
     free_unused,
@@ -37,12 +42,14 @@ from areno.engine.memory import (
     take_peak_bytes,
     use_expandable_segments,
 )
+=======
+from areno.engine.deterministic import Threads, nondeterministic_operations_named, without_deterministic_mode
+>>>>>>> 175d7e83 (Specs of an engine and what models cost have rooms of their own, below the engine)
 from areno.engine.processes.process_groups import ParallelContext
+from areno.engine.reports import EngineInfo, RolloutStats
 from areno.engine.requests import RequestLimits
 from areno.engine.roles import Roles
-from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, Sharing, UpdateSpec
 from areno.engine.state.checkpointer import StateCheckpointer
-from areno.engine.token_budget import TokenBudgets
 from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepMicroBatches, TrainResult
 from areno.engine.train.rows import TOP, RouteShape
@@ -51,9 +58,12 @@ from areno.errors import EngineError
 from areno.kernels.attention import choose_backend
 from areno.kernels.backend import check_dtype
 from areno.models.adapters import adapter_table, adapter_writes, refresh_adapters
-from areno.models.cost import Cost
 from areno.models.transformer import Transformer
 from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
+from areno.specs.rollout import RolloutSpec
+from areno.specs.update import UpdateSpec
 from areno.types import GenerationOutput, GenerationRequest
 
 _STREAM_EVERY_S = 0.02  # a small model samples faster than a person reads, and each output takes host time
@@ -65,7 +75,7 @@ class Worker:
     def __init__(self, spec: EngineSpec, context: ParallelContext):
         self.spec, self.context = spec, context
         if context.device.type == "cuda":
-            use_expandable_segments()
+            memory.use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
         check_dtype(self.dtype, [context.device])
         self._peaks = {"step": 0.0, "phase": 0.0}  # GiB, since the last call of memory_gib and of phase_memory_gib
@@ -145,10 +155,10 @@ class Worker:
         return self.roles[spec.role].backend.model
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
-        options = [*memory.smaller_cache(spec.decoder), memory.FEWER_AT_ONCE]
+        options = [*remedies.smaller_cache(spec.decoder), remedies.FEWER_AT_ONCE]
         wanted, model, vocabulary = self._wanted_cache(spec), self._model(spec), self.roles.vocabulary(spec.role)
         reserved = self.roles.footprint.most_extra_in_use if spec.keeps_cache else 0
-        with out_of_memory_hint("making the KV cache", lambda: options):
+        with memory.out_of_memory_hint("making the KV cache", lambda: options):
             return Decoder(
                 model,
                 n_blocks=kv_cache_blocks(
@@ -220,7 +230,7 @@ class Worker:
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.context.device)[0]
-        return host_bytes_free() // self.spec.n_ranks_on_machine(self.context.rank)
+        return memory.host_bytes_free() // self.spec.n_ranks_on_machine(self.context.rank)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests. Raises EngineError outside a rollout phase, or if a request cannot be served."""
@@ -287,13 +297,22 @@ class Worker:
         return self._step(self.decoder, self._decoder_spec)
 
     def _step(self, decoder: Decoder, spec: RolloutSpec) -> list[GenerationOutput]:
-        advice = partial(memory.in_rollout, spec.decoder, on_cuda=self.context.device.type == "cuda")
-        with out_of_memory_hint("in rollout", advice), without_deterministic_mode():
+        advice = partial(remedies.in_rollout, spec.decoder, on_cuda=self.context.device.type == "cuda")
+        with memory.out_of_memory_hint("in rollout", advice), without_deterministic_mode():
             return decoder.step()
 
+<<<<<<< HEAD
     def _kv_cache_advice(self) -> list[memory.Option]:
         """Return setting changes with which the KV cache leaves more memory to training."""
         return [] if self._decoder_spec is None else [*memory.beside_training(self._decoder_spec.decoder)]
+=======
+    def _kv_cache_advice(self) -> list[remedies.Option]:
+        """Return setting changes with which the KV cache leaves more memory to training, as Options.
+
+        Empty if there is no KV cache.
+        """
+        return [] if self._decoder_spec is None else [*remedies.beside_training(self._decoder_spec.decoder)]
+>>>>>>> 175d7e83 (Specs of an engine and what models cost have rooms of their own, below the engine)
 
     def rollout_stats(self) -> RolloutStats:
         return RolloutStats() if self.decoder is None else self.decoder.stats
@@ -306,7 +325,7 @@ class Worker:
         self.decoder.clear()
         if drop:
             self.decoder = self._decoder_spec = None
-            free_unused()  # runner and graphs refer to each other, so only the collector frees them
+            memory.free_unused()  # runner and graphs refer to each other, so only the collector frees them
 
     def tidy(self) -> None:
         """Release the KV blocks that the samples of an ended rollout phase still hold.
@@ -387,12 +406,12 @@ class Worker:
                 except EngineError as error:
                     budget, cause = mb_spec.max_tokens_per_mb, error.__cause__
                     may_halve = may_halve and backend.is_alone and budget is not None and budget > longest
-                    if not (may_halve and isinstance(cause, RuntimeError) and is_out_of_memory(cause)):
+                    if not (may_halve and isinstance(cause, RuntimeError) and memory.is_out_of_memory(cause)):
                         raise
                     for each in (error, cause):
                         traceback.clear_frames(each.__traceback__)  # they hold the tensors of the pass that failed
                 mb_spec = MicroBatchSpec(max_tokens_per_mb=(budget or 2) // 2)
-                free_unused()
+                memory.free_unused()
         raise AssertionError("the loop has no end")
 
     def complete(self, spec: RolloutSpec, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
@@ -416,7 +435,7 @@ class Worker:
                     heartbeat.beat()
             finally:
                 decoder = None
-                free_unused()  # before an offloaded model leaves, since graphs refer to the runner and its weights
+                memory.free_unused()  # before an offloaded model leaves, as graphs refer to the runner and its weights
                 if not in_phase:
                     gc.unfreeze()
         return outputs
@@ -482,7 +501,7 @@ class Worker:
         return self._peak_since("phase")
 
     def _peak_since(self, event: str) -> float:
-        peak = take_peak_bytes(self.context.device) / 2**30
+        peak = memory.take_peak_bytes(self.context.device) / 2**30
         self._peaks = {name: max(before, peak) for name, before in self._peaks.items()}
         found, self._peaks[event] = self._peaks[event], 0.0
         return found

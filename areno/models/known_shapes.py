@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from areno.config.experiments import HeadName
+from areno.files.paths import existing_path, model_setting
+from areno.models.config import TransformerConfig
+from areno.models.folder import resolve
+from areno.models.registry import load_config, parse_config
+
 _SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -135,3 +141,23 @@ def known_shape(name: str) -> dict[str, Any] | None:
         return None
     family = max((prefix for prefix in _FAMILIES if found.startswith(prefix)), key=len)
     return {**_FAMILIES[family], **dict(zip(_SIZES, SHAPES[found], strict=True)), "hidden_act": "silu"}
+
+
+def shape_of(path: str, key: str, head: HeadName = "lm", needs_head: bool = False) -> TransformerConfig:
+    """Return the shape of a model: from its folder, or from the table of published models.
+
+    Args:
+        path: Model folder or hub id.
+        key: The setting that holds `path`, for messages.
+        head: Kind of the model's head.
+        needs_head: As in `load_config`.
+
+    Raises:
+        CheckpointError: The folder holds no model that areno can run, or the hub id is unknown and cannot be
+            downloaded.
+    """
+    local = existing_path(path)
+    if local is None and (values := known_shape(path)) is not None:
+        return parse_config(values, path, head)  # of a published model, whose head may be of another kind
+    with model_setting(key):
+        return load_config(resolve(local or path), head, needs_head=needs_head)

@@ -14,9 +14,9 @@ from areno.config.experiments import HeadName
 from areno.config.run import Layout
 from areno.errors import CheckpointError, ConfigError, Key, Problem
 from areno.models.config import N_LABELS, UNUSED, Family, TransformerConfig
-from areno.models.cost import kv_heads, parameters
 from areno.models.families import FAMILIES
 from areno.models.folder import MODEL, RawConfig, read_json, resolve
+from areno.models.parameters import kv_heads, parameters
 
 if TYPE_CHECKING:
     import torch

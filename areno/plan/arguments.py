@@ -16,10 +16,10 @@ from areno.config.run import is_no_folder
 from areno.config.teacher import Divergence
 from areno.data.row_schema import bad_text, messages_problem
 from areno.engine.requests import check_params
-from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.rows import read_tokens
 from areno.errors import ConfigError, DataError, Problem
 from areno.schema.values import text_problem
+from areno.specs.update import OldLogprobs, UpdateSpec
 from areno.types import SamplingParams, TrainSequence
 
 

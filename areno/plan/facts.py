@@ -11,8 +11,8 @@ from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.engine.engine import Engine
-from areno.engine.spec import LoraSpec, RoleSpec
 from areno.plan.plan import TrainerPlan
+from areno.specs.role import LoraSpec, RoleSpec
 from areno.tracking.run_log import IN_FULL
 
 logger = logging.getLogger("areno")

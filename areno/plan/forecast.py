@@ -2,7 +2,7 @@
 
 The memory of a phase is the sum of its terms: the models that are on the device, the KV cache, and the activations of
 the largest micro-batch. The same functions choose the sizes of micro-batches and of the KV cache in the engine. The
-time comes from `areno/models/speed.py`.
+time comes from `areno/cost/time.py`.
 """
 
 from __future__ import annotations
@@ -10,22 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from areno.config.experiments import ExperimentConfig, HeadName, ReferencedExperimentConfig
+from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
-from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
-from areno.engine.footprint import Footprint, Model, footprint_of
-from areno.engine.memory import RESERVE
-from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec, Sharing
-from areno.engine.token_budget import SCORE, TRAIN, choose_token_budget
-from areno.errors import ConfigError
-from areno.files.paths import existing_path, model_setting
-from areno.models.config import TransformerConfig
-from areno.models.cost import Cost, PassBytes
-from areno.models.folder import resolve
-from areno.models.known_shapes import known_shape
-from areno.models.registry import layout_problems, load_config, parse_config
-from areno.models.speed import (
+from areno.cost.flops import Cost
+from areno.cost.footprint import RESERVE, Footprint, Model, footprint_of
+from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
+from areno.cost.memory import PassBytes
+from areno.cost.prefix_sharing import Sharing
+from areno.cost.time import (
     PassWork,
     Rates,
     RolloutWork,
@@ -36,6 +29,11 @@ from areno.models.speed import (
     sampled_seconds,
     update_seconds,
 )
+from areno.cost.token_budget import SCORE, TRAIN, choose_token_budget
+from areno.errors import ConfigError
+from areno.models.config import TransformerConfig
+from areno.models.known_shapes import shape_of
+from areno.models.registry import layout_problems
 from areno.plan.hardware import Hardware
 from areno.plan.lora import lora_of
 from areno.plan.phases import (
@@ -50,6 +48,10 @@ from areno.plan.phases import (
 )
 from areno.plan.plan import actor_of, longest_sequence
 from areno.plan.roles import experiment_roles
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
+from areno.specs.rollout import RolloutSpec
+from areno.specs.shared_models import roles_to_load
 
 _PROCESS_BYTES = int(0.35 * 2**30)  # of a Python process with torch, which counts as the memory of a CPU run
 _GRAPH_BYTES = int(0.15 * 2**30)  # of CUDA graphs and the buffers of sampling
@@ -110,26 +112,6 @@ class Forecast:
         return sum(phase.seconds for phase in self.phases)
 
 
-def shape_of(path: str, key: str, head: HeadName = "lm", needs_head: bool = False) -> TransformerConfig:
-    """Return the shape of a model: from its folder, or from the table of published models.
-
-    Args:
-        path: Model folder or hub id.
-        key: The setting that holds `path`, for messages.
-        head: Kind of the model's head.
-        needs_head: As in `load_config`.
-
-    Raises:
-        CheckpointError: The folder holds no model that areno can run, or the hub id is unknown and cannot be
-            downloaded.
-    """
-    local = existing_path(path)
-    if local is None and (values := known_shape(path)) is not None:
-        return parse_config(values, path, head)  # of a published model, whose head may be of another kind
-    with model_setting(key):
-        return load_config(resolve(local or path), head, needs_head=needs_head)
-
-
 def forecast(
     config: ExperimentConfig,
     hardware: Hardware,
@@ -168,7 +150,7 @@ def forecast(
     roles = {"actor": spec.actor, **experiment_roles(config, lambda path, key: path)}
     roles = {name: replace(role, path=role.path or config.actor.path) for name, role in roles.items()}
     shapes = {name: shape_of(role.path, role.key, role.head, role.needs_head) for name, role in roles.items()}
-    apart = spec.with_own_weights(roles)
+    apart = roles_to_load(roles, spec.actor)
     footprint = footprint_of(spec, {name: shapes[name] for name in apart}, apart, itemsize, hardware.is_cuda)
     lengths = Lengths.of(config, model.max_position_embeddings, prompt_tokens, answer_tokens)
     step = _Step(config, hardware, spec, footprint, lengths, roles)

@@ -7,10 +7,9 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from areno.engine.footprint import GIB
-from areno.engine.memory import RESERVE
+from areno.cost.footprint import GIB, RESERVE
+from areno.cost.time import H100, Rates
 from areno.errors import ConfigError, Problem, did_you_mean
-from areno.models.speed import H100, Rates
 
 _CONTEXT_BYTES = int(0.68 * 2**30)
 _COPY, _PRODUCTS, _LINK = 0.88, 0.78, 0.44  # shares of the rates of a data sheet that an H100 and an H200 reach

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from areno.config.models import ALL_LINEAR, FROM_FOLDER, LoraConfig, ModelConfig
-from areno.engine.spec import LoraSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean, keys_renamed
 from areno.files.paths import existing_path, model_setting
 from areno.layers.config import AdapterSpec
@@ -16,6 +15,7 @@ from areno.models.adapter_shapes import OF_EXPERTS, fused_names, linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.folder import HUB_ID, TOKENIZER, resolve
 from areno.schema.values import show
+from areno.specs.role import LoraSpec
 
 KEY = "actor.init_lora_from"
 _WITHIN = (

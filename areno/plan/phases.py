@@ -14,8 +14,8 @@ from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.run import Layout
 from areno.config.teacher import is_teacher
-from areno.engine.spec import SharedDecoder
 from areno.models.config import TransformerConfig
+from areno.specs.rollout import SharedDecoder
 
 STEP = "step"
 _CHARS_PER_TOKEN = 4  # of the text of a judge's question

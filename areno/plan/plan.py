@@ -17,7 +17,6 @@ from areno.data.control_tokens import allow_control_tokens
 from areno.data.steps import separator_of
 from areno.data.turn_ends import set_model_ends, stop_token_ids, template_end_ids
 from areno.engine.decoder.grammar import text_ranges
-from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec, SharedDecoder
 from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
 from areno.files.paths import existing_path, model_setting
 from areno.models.config import TransformerConfig
@@ -27,6 +26,9 @@ from areno.plan.devices import devices_of
 from areno.plan.lora import KEY as LORA_KEY
 from areno.plan.lora import lora_of
 from areno.plan.phases import shared_decoder
+from areno.specs.engine import EngineSpec
+from areno.specs.role import LoraSpec, RoleSpec
+from areno.specs.rollout import SharedDecoder
 from areno.types import SamplingParams
 
 

@@ -17,12 +17,13 @@ from areno.config.experiments import ExperimentConfig, HeadName, ReferencedExper
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.teacher import ROLE, is_teacher
 from areno.engine.decoder.grammar import ranges_of
-from areno.engine.spec import RoleSpec
 from areno.errors import CheckpointError, ConfigError, Problem, all_of
 from areno.files.paths import model_setting
 from areno.models.registry import head_of, load_config
 from areno.plan.lora import teacher_adapters
 from areno.plan.plan import TrainerPlan, check_copies, load_tokenizer, whole_model
+from areno.specs.role import RoleSpec
+from areno.specs.shared_models import same_folder
 from areno.types import ModelRole
 
 
@@ -119,7 +120,7 @@ def _with_common_ids(role: RoleSpec, plan: TrainerPlan) -> RoleSpec:
 
     Raises ConfigError if a token has different ids in the two tokenizers, or the teacher lacks ids of the actor.
     """
-    if not role.path or plan.spec.has_folder_of_actor(role):
+    if not role.path or same_folder(role, plan.spec.actor):
         return role
     with model_setting(role.key):
         theirs, ours = (load_config(path).vocab_size for path in (role.path, plan.spec.actor.path))

@@ -9,9 +9,10 @@ from areno.config.experiments import ExperimentConfig
 from areno.config.models import ROWS_COUNTED, OptimizerConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
-from areno.engine.spec import EngineSpec, RoleSpec
 from areno.plan.plan import TrainerPlan
 from areno.schema.fields import changed
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
 
 _EARLY, _LATE = 0.9, 2.0  # lr_decay_steps outside of this range, relative to the updates, causes a warning
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
-from areno.engine.footprint import gib
+from areno.cost.footprint import gib
 from areno.errors import ConfigError, Problem
-from areno.plan.forecast import Forecast, forecast, shape_of
+from areno.models.known_shapes import shape_of
+from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import Hardware
 from areno.plan.phases import Lengths
 from areno.plan.plan import longest_sequence

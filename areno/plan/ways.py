@@ -10,7 +10,7 @@ from typing import Any
 
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
-from areno.engine.memory import RESTING
+from areno.cost.footprint import RESTING
 from areno.errors import ArenoError
 from areno.plan.forecast import Forecast
 

@@ -15,7 +15,6 @@ from areno.api.algorithms import Algorithm, algorithm_of
 from areno.config.experiments import LossFn
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
-from areno.engine.spec import RoleSpec
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.plan.lora import with_model
 from areno.plan.plan import TrainerPlan, plan_of_experiment, whole_model
@@ -23,6 +22,7 @@ from areno.plan.roles import experiment_roles, with_common_ids
 from areno.report.recorded import RecordedRow, check_sample, recorded_row
 from areno.run.setup import with_teacher
 from areno.schema.values import value_at
+from areno.specs.role import RoleSpec
 from areno.tracking.reader import RunReader
 from areno.trainers.rows import sample_rewards
 from areno.trainers.update import correct_rows, pack_of

@@ -26,7 +26,6 @@ from areno.data.steps import StepReader, check_separator, separator_problem
 from areno.data.teacher_rows import teacher_rows
 from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.engine import Engine
-from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, WorkerLost, all_of, keys_renamed
 from areno.files.paths import model_setting
 from areno.models.folder import same_weights
@@ -54,6 +53,8 @@ from areno.run.outputs import RunTexts
 from areno.run.run import Run
 from areno.run.states import folder_fingerprint, rows_fingerprint
 from areno.schema.fields import unused
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
 from areno.tracking.recorder import check_services
 from areno.tracking.run_log import RunLog
 from areno.tracking.tracker import Tracker

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from areno import trace
 from areno.config.experiments import ExperimentConfig
 from areno.engine.requests import version_range
-from areno.engine.spec import ProfilingSpec
+from areno.specs.engine import ProfilingSpec
 from areno.tracking.trace_file import FOLDER, SessionFile, TraceFile, writing
 from areno.types import ScoredSample
 

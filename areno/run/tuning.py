@@ -25,9 +25,8 @@ from areno.config.models import MicroBatchSpec
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.rollout import DecoderConfig
 from areno.config.teacher import Divergence
+from areno.cost.footprint import GIB, gib
 from areno.engine.engine import Engine
-from areno.engine.footprint import GIB, gib
-from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
 from areno.errors import ConfigError, EngineError, Problem
 from areno.files.durable import atomic_write_text
 from areno.loss_fns import distillation_loss_fn, gspo_loss_fn, value_loss_fn
@@ -51,6 +50,9 @@ from areno.plan.tune import (
 from areno.plan.ways import set_values, shown
 from areno.schema.fields import changed
 from areno.schema.values import value_at
+from areno.specs.engine import EngineSpec
+from areno.specs.rollout import RolloutSpec
+from areno.specs.update import UpdateSpec
 from areno.tracking.run_folder import TUNED, folder_of, is_described, settings_of
 from areno.types import GenerationRequest, TrainSequence
 
@@ -60,8 +62,7 @@ LIMIT_S = 90.0
 """Seconds of all trials together. No trial begins whose expected end is later."""
 _START_S = {True: 25.0, False: 8.0}  # expected time to start an engine on a GPU, and on a CPU, before one was measured
 _PREFILL_S, _ROLLOUT_S, _TRAIN_S = 1.0, 3.0, 4.0  # expected times of a trial's parts, to which its work is limited
-_WARM_UP_TOKENS = 8  # of a prompt, and of an answer
-_RANDOM_LOGPROB = -10.0
+_WARM_UP_TOKENS, _RANDOM_LOGPROB = 8, -10.0  # tokens of a prompt, and of an answer; a log-probability
 
 
 @dataclass(frozen=True, kw_only=True)

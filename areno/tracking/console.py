@@ -14,7 +14,7 @@ from areno.tracking.tracker import Tracker
 from areno.types import GenerationOutput
 
 if TYPE_CHECKING:
-    from areno.engine.spec import RolloutStats
+    from areno.engine.reports import RolloutStats
 
 logger = logging.getLogger("areno")
 active_progress: list[Progress] = []
@@ -93,7 +93,7 @@ class RolloutProgress(Progress):
         self.n_samples, self.dp_size, self.reward = n_samples, dp_size, reward
         self._samples = 0
         self._since = time.monotonic()
-        from areno.engine.spec import RolloutStats
+        from areno.engine.reports import RolloutStats
 
         self._before = [RolloutStats()] * dp_size
 

@@ -30,8 +30,8 @@ from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTr
 from areno.api.trainer import Trainer
 from areno.config.rollout import GenerationConfig, SamplingConfig
 from areno.engine.engine import Engine
+from areno.engine.reports import RolloutStats
 from areno.engine.requests import OnProgress
-from areno.engine.spec import RolloutStats
 from areno.errors import DataError
 from areno.plan.plan import sampling_params
 from areno.run.groups import AgentSample, Choice, Group

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from areno.api.session import request_seed
+from areno.engine.reports import RolloutStats
 from areno.engine.requests import requests_of_rest
-from areno.engine.spec import RolloutStats
 from areno.plan.plan import sampling_params
 from areno.run.groups import DECISION_STEPS, Admission, Choice, Group, n_tokens
 from areno.run.setup import PolicySetup

@@ -13,7 +13,7 @@ from areno.api.metrics import evaluation_metrics, rewards_by_group, rollout_metr
 from areno.config.models import KLConfig, PolicyConfig
 from areno.config.rollout import GenerationConfig
 from areno.data.loader import BatchLoader
-from areno.engine.spec import DraftCounts, RolloutStats
+from areno.engine.reports import DraftCounts, RolloutStats
 from areno.loss_fns.kl import kl_array
 from areno.plan.plan import sampling_params
 from areno.plan.schedule import n_updates

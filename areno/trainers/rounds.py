@@ -15,7 +15,7 @@ import numpy as np
 
 from areno.api.metrics import rewards_by_group
 from areno.api.session import request_seed
-from areno.engine.spec import RolloutStats
+from areno.engine.reports import RolloutStats
 from areno.plan.plan import sampling_params
 from areno.run.groups import DECISION_STEPS
 from areno.run.setup import PolicySetup

@@ -17,13 +17,13 @@ from areno.config.models import MicroBatchSpec
 from areno.config.ratio import RatioConfig
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence, TeacherConfig
-from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.packing import StepBatches
 from areno.engine.train.rows import read_rows
 from areno.loss_fns.correction import behave_weights, m2_keep
 from areno.loss_fns.pack import DataPack
 from areno.run.setup import PolicySetup, Setup
+from areno.specs.update import OldLogprobs, UpdateSpec
 from areno.tracking.console import log_stage
 from areno.trainers.collect import Rollout
 from areno.trainers.rows import (

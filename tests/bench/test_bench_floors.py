@@ -11,9 +11,9 @@ import pytest
 from areno.bench.device import decode_s, floors, prefill_s
 from areno.bench.timing import Timed, measure
 from areno.bench.work import Work, model_folder, row, rows_of_outputs
-from areno.models.cost import Cost, forward_flops, pairs, train_flops
+from areno.cost.flops import Cost, forward_flops, pairs, train_flops
+from areno.cost.time import Rates
 from areno.models.registry import load_config
-from areno.models.speed import Rates
 from areno.trainers.rows import token_rows
 from areno.types import GenerationOutput, TrainSequence
 from tests.helpers.bench_runs import H200

@@ -10,9 +10,9 @@ from areno.bench.__main__ import main
 from areno.bench.arguments import parse
 from areno.bench.device import decode_s, prefill_s
 from areno.bench.work import Work
+from areno.cost.flops import Cost
+from areno.cost.time import Rates
 from areno.errors import ConfigError
-from areno.models.cost import Cost
-from areno.models.speed import Rates
 
 COST = Cost(n_params=100, body_params=70, head_params=30, kv_bytes=10, attn_flops=4, itemsize=2)
 

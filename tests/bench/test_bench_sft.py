@@ -9,7 +9,7 @@ import pytest
 
 from areno.bench.__main__ import main
 from areno.bench.work import model_folder
-from areno.models.cost import Cost
+from areno.cost.flops import Cost
 from areno.models.registry import load_config
 from areno.user_processes.pool import usable_cores
 

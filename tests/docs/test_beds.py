@@ -240,7 +240,7 @@ def test_the_shape_is_the_one_that_the_script_makes(task: str, size: str, folder
 
 @pytest.mark.parametrize(("student", "teacher"), [("model_student", "model"), ("model_student_cpu", "model_cpu")])
 def test_a_student_has_a_third_of_the_parameters(student: str, teacher: str) -> None:
-    from areno.models.cost import parameters
+    from areno.models.parameters import parameters
     from areno.models.registry import load_config
 
     sizes = [parameters(load_config(ROOT / f"examples/countdown/{name}")) for name in (student, teacher)]

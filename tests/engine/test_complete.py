@@ -18,9 +18,9 @@ from areno.engine import worker as worker_module
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.engine import Engine
 from areno.engine.roles import _offload
-from areno.engine.spec import RoleSpec
 from areno.errors import ConfigError, DataError, EngineError, GrammarError
 from areno.rewards.judge_readers import json_grammar
+from areno.specs.role import RoleSpec
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.helpers.critics import critic
 from tests.helpers.judge_model import char_judge, written_by_hand

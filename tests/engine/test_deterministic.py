@@ -24,12 +24,13 @@ from areno.engine.deterministic import begin_deterministic, end_deterministic
 from areno.engine.engine import Engine
 from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.workers import InlineGroup
+from areno.engine.reports import RolloutStats
 from areno.engine.requests import Dispatcher
-from areno.engine.spec import RolloutStats, UpdateSpec
 from areno.engine.train.activations import KeptLayers
 from areno.engine.worker import Worker
 from areno.errors import ConfigError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
+from areno.specs.update import UpdateSpec
 from areno.types import GenerationOutput, TrainSequence
 from tests.helpers.policy_runs import MODEL, Played, classifier, play
 from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, rollout, spec, train_rows

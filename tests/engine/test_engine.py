@@ -15,11 +15,14 @@ import transformers
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
+from areno.engine.reports import RolloutStats
 from areno.engine.worker import Worker
 from areno.errors import CheckpointError, DataError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
+from areno.specs.role import RoleSpec
+from areno.specs.rollout import RolloutSpec
+from areno.specs.update import UpdateSpec
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 from tests.helpers.tiny_engine import (
     MIXED,

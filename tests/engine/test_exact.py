@@ -19,7 +19,6 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig, SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.exact import make_exact
-from areno.engine.spec import RolloutSpec, UpdateSpec
 from areno.errors import EngineError
 from areno.kernels.attention import varlen_attention
 from areno.kernels.fixed_order import SPAN, reference
@@ -27,6 +26,8 @@ from areno.kernels.paged import PagedBatch, decode_attention
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
+from areno.specs.rollout import RolloutSpec
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.tiny_engine import (

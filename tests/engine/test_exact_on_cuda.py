@@ -18,8 +18,8 @@ import pytest
 from areno.bench.work import model_folder
 from areno.config.rollout import DecoderConfig, SamplingConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import RolloutSpec
 from areno.kernels.fixed_order import SPAN
+from areno.specs.rollout import RolloutSpec
 from areno.types import GenerationRequest
 from tests.helpers.parked import in_pieces, told
 from tests.helpers.tiny_engine import Outputs, engine_spec, logprobs_of, request, tokens_of, train_rows

@@ -16,7 +16,6 @@ from areno.config.models import MicroBatchSpec, ModelConfig, PolicyConfig
 from areno.config.rollout import DecoderConfig
 from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import RolloutSpec, UpdateSpec
 from areno.errors import DataError, EngineError
 from areno.layers.config import Experts
 from areno.layers.mlp import ExpertMLP
@@ -25,6 +24,8 @@ from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.registry import load_config
 from areno.plan.plan import expert_problems
+from areno.specs.rollout import RolloutSpec
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.moe_models import moe_folder
 from tests.helpers.processes import worker_of

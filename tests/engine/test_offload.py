@@ -16,7 +16,6 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.roles import Offload, _offload
-from areno.engine.spec import RolloutSpec
 from areno.engine.train import host_memory
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.host_memory import HostBuffer
@@ -25,6 +24,7 @@ from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models import weights
 from areno.models.registry import build_model, load_config
+from areno.specs.rollout import RolloutSpec
 from tests.helpers.critics import OPTIMIZER, ROWS, critic, critic_rows, large_shape, reference
 from tests.helpers.processes import worker_of
 from tests.helpers.states import content, same, saved
@@ -143,10 +143,10 @@ def test_offloaded_roles_leave_the_device_and_keep_their_results(tmp_path: Path)
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     from areno.engine.processes.process_groups import join_groups
-    from areno.engine.spec import UpdateSpec
     from areno.engine.train.micro_batches import share_steps
     from areno.engine.train.rows import read_rows
     from areno.engine.worker import Worker
+    from areno.specs.update import UpdateSpec
 
     shape = large_shape(tmp_path / "shape")
     build = dataclasses.replace(spec(shape, dtype="bfloat16"), devices=["cuda:0"])

@@ -16,10 +16,12 @@ import torch
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
 from areno.engine.processes.local import LocalProcesses
-from areno.engine.spec import RolloutSpec, RolloutStats, UpdateSpec
+from areno.engine.reports import RolloutStats
 from areno.errors import DataError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
+from areno.specs.rollout import RolloutSpec
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.processes import worker_pids
 from tests.helpers.tiny_engine import (

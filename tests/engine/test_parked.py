@@ -15,8 +15,9 @@ from areno.config.rollout import SamplingConfig
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestRefused, requests_of_rest
-from areno.engine.spec import RolloutSpec, UpdateSpec
 from areno.loss_fns.grpo import grpo_loss_fn
+from areno.specs.rollout import RolloutSpec
+from areno.specs.update import UpdateSpec
 from areno.types import Begun, GenerationOutput, GenerationRequest
 from tests.helpers.parked import in_pieces, told, whole
 from tests.helpers.tiny_engine import model_folder, request, spec, train_rows

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from areno.engine.engine import Engine
-from areno.engine.spec import RoleSpec
 from areno.models.registry import build_model, load_config
 from areno.models.weights import MAPPED_BYTES, save_weights
+from areno.specs.role import RoleSpec
 from tests.helpers.layouts import folder_with
 from tests.helpers.processes import worker_pids
 from tests.helpers.tiny_engine import spec, wait_saved

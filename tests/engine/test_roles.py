@@ -15,13 +15,14 @@ import transformers
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
-from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.errors import CheckpointError, ConfigError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models import weights
 from areno.models.registry import build_model, load_config
+from areno.specs.role import RoleSpec
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.critics import OPTIMIZER, ROWS, critic, critic_rows, reference
 from tests.helpers.tiny_engine import ROLLOUT, VOCAB, model_folder, rollout, scored, spec, train_rows, values

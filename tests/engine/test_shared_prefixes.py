@@ -13,12 +13,13 @@ import pytest
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.engine.train import backend as backend_module
 from areno.engine.train.backend import TrainBackend
 from areno.loss_fns.dpo import dpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
+from areno.specs.role import RoleSpec
+from areno.specs.update import UpdateSpec
 from tests.helpers.family_cases import random_model
 from tests.helpers.layouts import folder_with
 from tests.helpers.lora_models import lora

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from areno.engine.engine import Engine
-from areno.engine.spec import RolloutSpec
 from areno.engine.streams import FairLock, joined
 from areno.errors import ConfigError, DataError, EngineError
+from areno.specs.rollout import RolloutSpec
 from areno.types import GenerationOutput, GenerationRequest
 from tests.helpers import warm_python
 from tests.helpers.processes import worker_pids

@@ -13,10 +13,11 @@ import pytest
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import RolloutSpec, UpdateSpec
 from areno.engine.streams import Consumer, RunningClock, TimeLimit
 from areno.errors import EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
+from areno.specs.rollout import RolloutSpec
+from areno.specs.update import UpdateSpec
 from areno.types import GenerationOutput, GenerationRequest
 from tests.helpers.tiny_engine import model_folder, request, rollout, spec, train_rows
 from tests.helpers.waiting import until

@@ -13,10 +13,11 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence
 from areno.engine.engine import Engine
-from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.errors import DataError, EngineError
 from areno.loss_fns.distillation import distillation_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
+from areno.specs.role import RoleSpec
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.layouts import folder_with
 from tests.helpers.lora_models import lora

@@ -17,10 +17,12 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence
 from areno.engine.engine import Engine
-from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.engine.train.teacher import Teachers
 from areno.errors import DataError, EngineError
 from areno.loss_fns.distillation import distillation_loss_fn
+from areno.specs.role import RoleSpec
+from areno.specs.shared_models import roles_to_load
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.layouts import folder_with
 from tests.helpers.lora_models import engine_of, lora, train
@@ -200,7 +202,7 @@ def test_adapters_of_one_base_share_it(offload: bool, tmp_path: Path, monkeypatc
         away(monkeypatch)
     with Engine(spec(base, random_init=False), "inline") as engine:
         engine.ensure_roles({name: replace(role, offload=offload) for name, role in roles.items()})
-        assert list(engine.spec.with_own_weights({"actor": engine.spec.actor, **roles})) == ["actor", NAMES[0]]
+        assert list(roles_to_load({"actor": engine.spec.actor, **roles}, engine.spec.actor)) == ["actor", NAMES[0]]
         for name in (*NAMES, *reversed(NAMES)):
             for one, other in zip(engine.logprobs(name, rows, SAMPLING), alone[name], strict=True):
                 np.testing.assert_array_equal(one, other)

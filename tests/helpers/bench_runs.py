@@ -9,7 +9,7 @@ import pytest
 
 from areno.bench import __main__ as bench
 from areno.bench.arguments import Settings, parse
-from areno.models.speed import Rates
+from areno.cost.time import Rates
 
 TINY_ROLLOUT = "--device cpu --prompts 2 --samples 3 --prompt-len 6 --new-tokens 5 --repeats 2"
 TINY = f"{TINY_ROLLOUT} --tokens-per-mb 64"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from areno.config.models import OptimizerConfig
-from areno.engine.spec import RoleSpec
+from areno.specs.role import RoleSpec
 from areno.types import TrainSequence
 from tests.helpers.tiny_engine import VOCAB, model_folder
 

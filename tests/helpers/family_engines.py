@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
-from areno.engine.spec import UpdateSpec
 from areno.loss_fns.gspo import gspo_loss_fn
+from areno.specs.update import UpdateSpec
 from tests.helpers.tiny_engine import request, rollout, scored, train_rows
 
 REQUESTS = [request(0, n_samples=3, length=20), request(1, length=40), request(2, n_samples=2)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from areno.engine.footprint import Model
+from areno.cost.footprint import Model
 from areno.layers.config import Rope
 from areno.models.config import TransformerConfig
 

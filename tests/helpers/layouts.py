@@ -12,11 +12,12 @@ import pytest
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
-from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.loss_fns.dpo import dpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
+from areno.specs.role import RoleSpec
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.tiny_engine import (
     MIXED,

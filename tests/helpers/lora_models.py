@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from areno.engine.engine import Engine
-from areno.engine.spec import LoraSpec
 from areno.layers.config import AdapterSpec
 from areno.loss_fns.grpo import grpo_loss_fn
+from areno.specs.role import LoraSpec
 from tests.helpers.in_float64 import InFloat64
 from tests.helpers.tiny_engine import (
     request,

@@ -8,7 +8,7 @@ from typing import Any
 
 from areno.engine.engine import Engine
 from areno.engine.requests import requests_of_rest
-from areno.engine.spec import RolloutSpec
+from areno.specs.rollout import RolloutSpec
 from areno.types import GenerationOutput, GenerationRequest
 
 

@@ -16,7 +16,18 @@ from pathlib import Path
 REPO = Path(__file__).parents[2]
 STAIRCASE = (  # a module imports from its own step or from those after it; names in one tuple never import each other
     *("areno", "cli", "bench", "report", "recipes", "launch", "trainers", "run", "api", "agents", "server"),
-    *(("rewards", "plan"), "user_processes", ("data", "tracking"), "engine", "models", "layers", "kernels", "loss_fns"),
+    *(
+        ("rewards", "plan"),
+        "user_processes",
+        ("data", "tracking"),
+        "engine",
+        "cost",
+        "specs",
+        "models",
+        "layers",
+        "kernels",
+        "loss_fns",
+    ),
     *("types", "config", ("services", "reward_fns"), "schema", "sandbox", "files", "errors", ("heartbeat", "trace")),
 )
 STEPS = {name: at for at, step in enumerate(STAIRCASE) for name in ([step] if isinstance(step, str) else step)}

@@ -16,13 +16,16 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec, UpdateSpec
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows
 from areno.models.registry import build_model, load_config
 from areno.models.weights import save_weights
 from areno.schema.fields import settings
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
+from areno.specs.rollout import RolloutSpec
+from areno.specs.update import UpdateSpec
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams, TrainSequence
 from tests.helpers.waiting import until
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
-from areno.engine.spec import UpdateSpec
 from areno.engine.train import flat as flat_module
 from areno.engine.train import gradients
 from areno.engine.train.backend import TrainBackend
@@ -27,6 +26,7 @@ from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models.registry import build_model, load_config
+from areno.specs.update import UpdateSpec
 from tests.helpers import warm
 from tests.helpers.zero_ranks import ALONE, OPTIMIZER, assert_like, assert_same_in_host, rows, small_windows
 

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from areno.cost import memory
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_rows_backward, delta_step
 from areno.kernels.delta.parts import CHUNK
 from areno.layers.config import Delta
-from areno.models import cost
 from tests.helpers.delta_loop import (
     N_HEADS,
     VALUE_DIM,
@@ -234,7 +234,7 @@ def compare_memory() -> None:
         delta_rows_backward(grad_NI, given, weights, chunks_of([n], chunk=CHUNK))
     # The estimate counts the gradient that goes in, and leaves the one that comes out to the products.
     at_work = found.peak + grad_NI.nbytes - given.nbytes
-    assert 1.0 <= at_work / (n * cost._rule_bytes(delta, dtype.itemsize)) < 1.05
+    assert 1.0 <= at_work / (n * memory._rule_bytes(delta, dtype.itemsize)) < 1.05
 
 
 @pytest.mark.slow

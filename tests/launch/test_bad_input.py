@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from areno.api import get_algorithm
-from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.plan.plan import check_copies
 from areno.recipes import gspo, sft
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
 from areno.tracking.reader import list_runs
 from tests.helpers.command_runs import MODEL, fails, files, run, write
 

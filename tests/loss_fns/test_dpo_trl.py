@@ -16,10 +16,11 @@ import torch
 
 from areno.api.trainer import Trainer
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.files.paths import find_file
 from areno.loss_fns import dpo_loss_fn
 from areno.plan.plan import TrainerPlan
+from areno.specs.role import RoleSpec
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.encoded_rows import pair_item
 from tests.helpers.tiny_engine import engine_spec

@@ -19,8 +19,10 @@ import transformers
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
 from areno.loss_fns import gspo_loss_fn, sft_loss_fn
+from areno.specs.engine import EngineSpec
+from areno.specs.rollout import RolloutSpec
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers import tiny_shape
 from tests.helpers.family_cases import CASES, SHAPE, TWO_ROPES

@@ -13,15 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from areno.cost import memory
 from areno.engine.engine import Engine
-from areno.engine.spec import LoraSpec, RoleSpec
 from areno.errors import CheckpointError
 from areno.layers.config import AdapterSpec
 from areno.layers.rotary import permute_heads
-from areno.models import cost
+from areno.models import parameters
 from areno.models.adapter_shapes import adapter_parameters, linear_shapes
 from areno.models.adapters import add_adapters, is_adapter, load_adapters, read_adapter_config, stored_adapters
 from areno.models.registry import load_config
+from areno.specs.role import LoraSpec, RoleSpec
 from tests.helpers.family_cases import CASES, SHAPE, random_model
 from tests.helpers.in_float64 import InFloat64
 from tests.helpers.lora_models import ALL, REQUESTS, ROWS, SOME, apart, engine_of, lora, of_peft, train
@@ -125,13 +126,13 @@ def test_only_adapters_have_gradients_masters_and_moments(trained: Engine, folde
     assert n == sum(2 * adapters.rank * sum(shapes[name]) for name in adapters.targets)  # of two layers
     assert n == trained.info.n_adapter_params
     assert sum(p.numel() for p in backend.model.parameters() if p.requires_grad) == n
-    held = cost.model_bytes(config, 4, "adam", adapters=adapters)
+    held = memory.model_bytes(config, 4, "adam", adapters=adapters)
     assert (held.gradients, held.masters, held.moments) == (4 * n, 0, 8 * n)
-    assert held.weights == 4 * (cost.parameters(config) + n)
+    assert held.weights == 4 * (parameters.parameters(config) + n)
     flat, moments = backend.flat, backend.optimizer.moments
     assert flat.grads.numel() == flat.params.numel() == pytest.approx(n, abs=16 * len(flat.places))
     assert sum(buffer.nbytes for buffer in moments.values()) == pytest.approx(held.moments, rel=0.01)
-    in_bf16 = cost.model_bytes(config, 2, "adam", adapters=adapters)
+    in_bf16 = memory.model_bytes(config, 2, "adam", adapters=adapters)
     assert (in_bf16.gradients, in_bf16.masters, in_bf16.moments) == (4 * n, 4 * n, 8 * n)
 
 

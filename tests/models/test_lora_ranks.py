@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from areno.config.models import OptimizerConfig
 from areno.config.run import Layout
 from areno.engine.engine import Engine
-from areno.engine.spec import RoleSpec
 from areno.engine.train.flat import FlatParameters
 from areno.kernels.adapters import AdapterSlice, add_lora, add_lora_stacked, reference, swiglu_stacked, tiles
 from areno.kernels.attention import choose_backend
@@ -34,6 +33,7 @@ from areno.models.adapters import add_adapters, init_adapters, refresh_adapters,
 from areno.models.config import TransformerConfig
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
+from areno.specs.role import RoleSpec
 from areno.types import GenerationRequest
 from tests.helpers.family_cases import random_model
 from tests.helpers.fused_layers import DELTA, LENGTHS, LIKE_QWEN, SMALL

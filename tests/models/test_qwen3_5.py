@@ -16,12 +16,12 @@ from areno.bench.device import decode_s, prefill_s
 from areno.bench.work import Work, model_folder
 from areno.config.models import OptimizerConfig
 from areno.config.run import EngineConfig, Layout
+from areno.cost.flops import Cost
+from areno.cost.time import Rates
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
-from areno.models.cost import Cost
 from areno.models.registry import layout_problems, load_config
-from areno.models.speed import Rates
 from areno.plan.plan import state_problems
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.delta_loop import random_tokens, random_weights

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from areno.config.run import Layout
+from areno.cost.memory import kv_bytes
 from areno.layers.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
 from areno.models.adapter_shapes import adapter_parameters, linear_shapes
 from areno.models.adapters import add_adapters
-from areno.models.cost import kv_bytes, parameters
+from areno.models.parameters import parameters
 from areno.models.registry import build_model, layout_problems, load_config
 from tests.helpers.layouts import compare as compare_engines
 from tests.helpers.layouts import folder_with, policy_steps

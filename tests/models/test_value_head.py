@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from areno.config.models import MicroBatchSpec
 from areno.engine.train.backend import TrainBackend
 from areno.errors import CheckpointError
-from areno.models.cost import parameters
+from areno.models.parameters import parameters
 from areno.models.registry import build_model, head_of, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import checkpoint_table, load_weights, save_weights

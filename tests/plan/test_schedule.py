@@ -9,7 +9,6 @@ import pytest
 
 import areno
 from areno.config.models import OptimizerConfig
-from areno.engine.spec import EngineSpec, RoleSpec
 from areno.engine.train.optimizer import DECAY_STEPS, learning_rate
 from areno.errors import ConfigError
 from areno.launch.compose import load
@@ -18,6 +17,8 @@ from areno.recipes.dpo import DPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.recipes.sft import SFTConfig
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
 from areno.tracking.reader import RunReader
 from tests.helpers.policy_runs import classifier, play
 

@@ -47,10 +47,10 @@ SMALL_FOLDERS: dict[str, str] = {}
 MUTUAL_FOLDERS = {
     ("areno", "areno.config"): "errors.py is below the configuration, and types.py above it",
     ("areno", "areno.schema"): "errors.py is below the schema, and types.py above it",
-    ("areno.engine", "areno.engine.decoder"): "worker.py runs the decoder, which reads the records of spec.py",
+    ("areno.engine", "areno.engine.decoder"): "worker.py runs the decoder, which reads the records of reports.py",
     ("areno.engine", "areno.engine.processes"): "engine.py starts processes, and these run worker.py",
     ("areno.engine", "areno.engine.state"): "worker.py saves states, which hold the models of roles.py",
-    ("areno.engine", "areno.engine.train"): "worker.py runs the backend, which reads the records of spec.py",
+    ("areno.engine", "areno.engine.train"): "worker.py runs the backend, whose errors memory.py words",
     ("areno.models", "areno.models.families"): "registry.py looks families up, which make the records of config.py",
 }
 
@@ -69,8 +69,8 @@ def test_no_modules_import_each_other() -> None:
     hold(structure.circles(TREE), set())
 
 
-def test_configuration_recipes_and_launch_load_without_torch() -> None:
-    hold(structure.heavy_at_start(TREE, {"config", "recipes", "launch"}), set())
+def test_configuration_costs_recipes_and_launch_load_without_torch() -> None:
+    hold(structure.heavy_at_start(TREE, {"config", "cost", "recipes", "launch", "specs"}), set())
 
 
 def test_the_tree_of_the_design_page_is_that_of_the_code() -> None:

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from areno import SamplingParams, Trainer
 from areno.agents.proxy import SessionProxy
-from areno.engine.decoder.cache_size import KV_BLOCK
+from areno.cost.kv_cache import KV_BLOCK
 from tests.helpers.agent_model import EOS
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]

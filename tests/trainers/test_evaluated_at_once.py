@@ -10,12 +10,14 @@ import pytest
 from areno.api import get_algorithm
 from areno.config.models import OptimizerConfig
 from areno.config.run import Layout
-from areno.engine.decoder.cache_size import WantedCache
+from areno.cost.kv_cache import WantedCache
 from areno.engine.decoder.decoder import Decoder
-from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec, SharedDecoder
 from areno.launch.compose import load
 from areno.models.registry import load_config
 from areno.plan.phases import shared_decoder
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
+from areno.specs.rollout import RolloutSpec, SharedDecoder
 from areno.tracking.reader import RunReader
 from areno.trainers.loop import PolicyEvaluation
 from tests.helpers.policy_runs import MODEL

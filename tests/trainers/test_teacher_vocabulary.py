@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areno.api import get_algorithm
-from areno.engine.spec import RoleSpec
 from areno.launch.compose import load
 from areno.plan.plan import plan_of_experiment
 from areno.plan.roles import with_common_ids
+from areno.specs.role import RoleSpec
 from areno.tracking.reader import RunReader
 
 MODEL = Path(__file__).parents[2] / "examples/quickstart/model"

@@ -13,9 +13,9 @@ import torch
 
 from areno import trace
 from areno.engine.engine import Engine
-from areno.engine.spec import ProfilingSpec
 from areno.errors import ConfigError, EngineError
 from areno.report.trace_summary import summarise
+from areno.specs.engine import ProfilingSpec
 from areno.tracking.trace_file import TraceFile, read_trace
 from tests.helpers import agent_runs
 from tests.helpers.policy_runs import MODEL, play

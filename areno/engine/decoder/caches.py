@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from areno.config.run import Layout
-from areno.engine.decoder.block_manager import KVLayout
-from areno.engine.decoder.cache_size import WantedCache
-from areno.engine.spec import EngineSpec
+from areno.cost.kv_cache import WantedCache
+from areno.cost.kv_layout import KVLayout
 from areno.errors import EngineError, Key
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.layers.routing import Routing
-from areno.models.cost import kv_heads
+from areno.models.parameters import kv_heads
 from areno.models.transformer import Transformer
+from areno.specs.engine import EngineSpec
 
 
 def kv_cache_blocks(

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from areno.engine.decoder.block_manager import BlockManager, KVLayout
+from areno.cost.kv_layout import KVLayout
+from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.caches import PendingRoutes
 from areno.engine.decoder.drafts import NgramDrafter
 from areno.engine.decoder.grammar import Grammar
@@ -19,8 +20,8 @@ from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Detokenize, Sequence, StopStrings
 from areno.engine.decoder.slots import STAGED
 from areno.engine.decoder.verification import Drafter, Drafts, TableDrafts, accepted_rows, n_right_tokens
+from areno.engine.reports import RolloutStats
 from areno.engine.requests import RequestLimits
-from areno.engine.spec import RolloutStats
 from areno.errors import EngineError, non_finite_logits
 from areno.kernels.sampling import sample_keys
 from areno.models.transformer import Transformer

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.engine.decoder.block_manager import BlockManager, KVGroup
+from areno.cost.kv_layout import KVGroup
+from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.graphs import Captures, GraphCache
 from areno.engine.decoder.scheduler import Chunk
 

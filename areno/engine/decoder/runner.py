@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.attention_split import PrefixGroups, split_attention
-from areno.engine.decoder.block_manager import BlockManager, BlockTables, KVLayout
+from areno.engine.decoder.block_manager import BlockManager, BlockTables
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
 from areno.engine.decoder.graphs import Captures, DecodeGraphs, GraphCache, bucket_sizes
 from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillTensors

@@ -18,7 +18,7 @@ import numpy as np
 from areno import trace
 from areno.engine import profiling
 from areno.engine.processes.child import dumps
-from areno.engine.spec import RolloutStats
+from areno.engine.reports import RolloutStats
 from areno.errors import ArenoError, EngineError, Key
 from areno.types import GenerationOutput
 

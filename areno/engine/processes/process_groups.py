@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areno.engine.spec import EngineSpec
 from areno.kernels.symmetric_memory import open_symmetric_memory
 from areno.layers.parallel import ParallelGroup
+from areno.specs.engine import EngineSpec
 
 _NOTHING = b""
 

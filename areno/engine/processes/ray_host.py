@@ -20,7 +20,7 @@ from typing import Any
 
 from areno import __version__
 from areno.engine.processes.local import Arrived, LocalProcesses
-from areno.engine.spec import LOOPBACK, EngineSpec
+from areno.specs.engine import LOOPBACK, EngineSpec
 
 VERSIONS_OF = ("torch", "transformers")
 _SIOCGIFADDR = 0x8915

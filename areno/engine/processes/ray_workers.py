@@ -25,8 +25,8 @@ from areno.engine.processes.local import Arrived
 from areno.engine.processes.messages import Command
 from areno.engine.processes.ray_host import NodeReport, create_probe_file, start_actor, versions
 from areno.engine.processes.watchdog import FIELDS
-from areno.engine.spec import EngineSpec
 from areno.errors import CheckpointError, ConfigError, EngineError, Key, Problem, WorkerLost
+from areno.specs.engine import EngineSpec
 
 logger = logging.getLogger("areno")
 

@@ -14,13 +14,14 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from areno import heartbeat, trace
-from areno.engine.memory import MORE_DEVICES, out_of_memory_hint, resident_bytes
+from areno.cost.remedies import MORE_DEVICES
+from areno.engine.memory import out_of_memory_hint, resident_bytes
 from areno.engine.processes.child import follow_parent
 from areno.engine.processes.messages import Command, Outputs, Reply, execute, portable
 from areno.engine.processes.stack_traces import StackTraceServer
 from areno.engine.processes.watchdog import Heartbeat
-from areno.engine.spec import EngineSpec
 from areno.errors import ArenoError, Key, WorkerLost
+from areno.specs.engine import EngineSpec
 
 _STATS_EVERY_S = 0.5
 _OUTPUTS_AT_ONCE = 256  # of a step in a message, so that the driver reads one while the worker packs the next

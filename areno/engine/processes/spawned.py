@@ -17,8 +17,9 @@ from areno import heartbeat, trace
 from areno.engine.processes.local import Processes, on_this_machine
 from areno.engine.processes.messages import Command, Outputs, Reply, WorkerFailure, pack
 from areno.engine.processes.watchdog import Watchdog, WorkerHeartbeats
-from areno.engine.spec import EngineSpec, RolloutStats
+from areno.engine.reports import RolloutStats
 from areno.errors import ArenoError, CheckpointError, EngineError, WorkerLost
+from areno.specs.engine import EngineSpec
 from areno.types import GenerationOutput
 
 _DEATH_WAIT_S = 2.0  # longest wait for the exit code of a process whose connection has ended

@@ -15,8 +15,9 @@ from areno import heartbeat
 from areno.engine.processes.messages import execute
 from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.watchdog import Watchdog
-from areno.engine.spec import EngineSpec, RolloutStats
+from areno.engine.reports import RolloutStats
 from areno.errors import EngineError, Key, WorkerLost
+from areno.specs.engine import EngineSpec
 from areno.types import GenerationOutput
 
 if TYPE_CHECKING:

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from areno import heartbeat
 from areno.engine.roles import Role
-from areno.engine.spec import LoraSpec
 from areno.engine.state.storage import HostFile, Reader, Writer
 from areno.engine.state.tensor_shards import (
     COUNTERS,
@@ -51,6 +50,7 @@ from areno.layers.parallel import ParallelGroup
 from areno.models.adapters import add_adapters
 from areno.models.registry import build_model
 from areno.models.transformer import Transformer
+from areno.specs.role import LoraSpec
 
 
 class ShardSavePlanner(DefaultSavePlanner):

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import torch
 
 from areno.config.run import Layout
-from areno.engine.memory import RESERVE, free_unused
-from areno.models.cost import PassBytes
+from areno.cost.footprint import RESERVE
+from areno.cost.memory import PassBytes
+from areno.engine.memory import free_unused
 from areno.models.transformer import Transformer
 
 logger = logging.getLogger("areno")

@@ -17,9 +17,11 @@ from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence
-from areno.engine.memory import Option, free_unused, is_out_of_memory, training_hint
+from areno.cost.memory import LOGITS_KEPT
+from areno.cost.prefix_sharing import Sharing
+from areno.cost.remedies import Option
+from areno.engine.memory import free_unused, is_out_of_memory, training_hint
 from areno.engine.profiling import phase
-from areno.engine.spec import SharePrefixes, Sharing, UpdateSpec
 from areno.engine.train.activations import KeptLayers, free_bytes
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, join_steps
@@ -52,8 +54,9 @@ from areno.layers.attention import PrefixKeys
 from areno.layers.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.pack import DataPack, checked_result
-from areno.models.cost import LOGITS_KEPT
 from areno.models.transformer import Transformer
+from areno.specs.engine import SharePrefixes
+from areno.specs.update import UpdateSpec
 
 TokenRows = Sequence[np.ndarray]
 LossFn = Callable[[DataPack, Tensor], tuple[Tensor, dict[str, Tensor]]]

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from areno.cost.memory import BUCKET
 from areno.engine.train.host_memory import Buffer, HostBuffer, pieces, within_parts
 from areno.layers.parallel import ParallelGroup, wait_for
-from areno.models.cost import BUCKET
 
 ALIGN = 16  # elements; every parameter starts at a multiple, so that vector loads are aligned in every dtype
 CHUNK = 2**24  # elements worked on at once, which bounds the temporaries of the optimizer to 64 MiB each

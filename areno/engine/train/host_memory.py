@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from areno.cost.memory import WINDOW, WINDOWS
 from areno.kernels.adam import BLOCK
-from areno.models.cost import WINDOW, WINDOWS
 
 PINNED_BYTES = 2**28
 """Bytes of pinned memory to allocate at once. torch rounds up to a power of two, which could double a large tensor."""

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.spec import EngineInfo, Sharing, UpdateSpec
+from areno.cost.flops import Cost, forward_flops, train_flops
+from areno.cost.prefix_sharing import Sharing
+from areno.engine.reports import EngineInfo
 from areno.engine.train.prefixes import LinkedPieces, Rows, linked_pieces, n_computed, order_to_share, pieces
 from areno.engine.train.rows import FlatRows, read_tokens
 from areno.errors import DataError, EngineError, Key
-from areno.models.cost import Cost, forward_flops, train_flops
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 
 NO_SHARING = Sharing("off")

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.engine.spec import OldLogprobs
 from areno.engine.train.gradients import StepStats
 from areno.engine.train.packing import PackedTokens
 from areno.loss_fns.pack import DataPack
+from areno.specs.update import OldLogprobs
 
 Batches = Sequence[tuple[PackedTokens, DataPack]]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areno.engine.spec import FASTER, Sharing
+from areno.cost.prefix_sharing import FASTER, Sharing
 
 LEAST = 16  # tokens in which rows must agree to share them; fewer would save less than the copies of keys cost
 _LEAST_OF_SHORT = 4  # the same where all rows are short

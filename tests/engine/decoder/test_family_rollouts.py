@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from areno.cost.kv_layout import KVGroup, KVLayout
 from areno.engine.decoder.attention_split import split_attention
-from areno.engine.decoder.block_manager import BlockManager, BlockTables, KVGroup, KVLayout
+from areno.engine.decoder.block_manager import BlockManager, BlockTables
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
 from areno.layers.parallel import ParallelGroup

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from areno.cost.kv_layout import KVGroup, KVLayout
 from areno.engine.decoder.attention_split import split_attention
-from areno.engine.decoder.block_manager import BlockManager, BlockTables, KVGroup, KVLayout
+from areno.engine.decoder.block_manager import BlockManager, BlockTables
 from areno.engine.decoder.scheduler import Scheduler, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
 from areno.models.config import TransformerConfig

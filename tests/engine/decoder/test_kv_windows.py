@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from areno.engine.decoder.block_manager import KVLayout
+from areno.cost.kv_layout import KVLayout
+from areno.cost.memory import kv_bytes
 from areno.engine.decoder.decoder import Decoder
 from areno.errors import EngineError
-from areno.models.cost import kv_bytes
 from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.helpers.family_cases import random_model

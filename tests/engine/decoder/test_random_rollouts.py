@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from areno.engine.decoder.block_manager import KVLayout
+from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.decoder import Decoder
 from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams

@@ -23,11 +23,11 @@ from areno.engine.processes import ray_workers
 from areno.engine.processes.ray_cluster import Node, described, has_room, no_room, shares_left
 from areno.engine.processes.ray_host import NodeReport, create_probe_file, interface_of, versions
 from areno.engine.processes.ray_workers import check_folders, check_versions
-from areno.engine.spec import RoleSpec
 from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
 from areno.launch.compose import load
 from areno.plan import devices
 from areno.run.setup import Setup
+from areno.specs.role import RoleSpec
 from tests.helpers.pages import blocks, run_here
 from tests.helpers.ray_cluster import ENVIRONMENT, needs_ray
 from tests.helpers.tiny_engine import engine_spec

@@ -19,9 +19,9 @@ import pytest
 from areno.engine.engine import Engine
 from areno.engine.processes import ray_cluster as of_ray
 from areno.engine.processes import ray_workers
-from areno.engine.spec import EngineSpec
 from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
 from areno.loss_fns.sft import sft_loss_fn
+from areno.specs.engine import EngineSpec
 from tests import kill_runs
 from tests.helpers.processes import reads_proc, started, until_ended
 from tests.helpers.ray_cluster import TwoNodes, needs_ray, two_nodes

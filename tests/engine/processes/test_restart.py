@@ -16,10 +16,11 @@ from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.processes.serving import _failure
-from areno.engine.spec import RoleSpec, RolloutSpec
 from areno.errors import CheckpointError, EngineError, WorkerLost
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
+from areno.specs.role import RoleSpec
+from areno.specs.rollout import RolloutSpec
 from tests.helpers.processes import worker_pids
 from tests.helpers.tiny_engine import (
     MIXED,

@@ -22,10 +22,10 @@ from areno import heartbeat
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
 from areno.engine.processes import stack_traces, watchdog
-from areno.engine.spec import UpdateSpec
 from areno.errors import EngineError, WorkerLost
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.processes import worker_pids
 from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, scored, spec

@@ -25,12 +25,13 @@ from areno.engine.processes.messages import Command, pack
 from areno.engine.processes.serving import _fill
 from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.workers import InlineGroup, WorkerGroup, start_workers
-from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows
 from areno.errors import CheckpointError, EngineError
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
+from areno.specs.role import RoleSpec
+from areno.specs.update import UpdateSpec
 from areno.types import GenerationOutput, TrainSequence
 from tests.helpers.tiny_engine import MIXED, ROLLOUT, VOCAB, engine_spec, model_folder, request, spec
 

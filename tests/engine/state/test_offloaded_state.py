@@ -14,8 +14,8 @@ import torch
 
 from areno.config.experiments import SupervisedExperimentConfig
 from areno.config.models import OptimizerConfig
+from areno.cost.footprint import Footprint, footprint_of
 from areno.engine.engine import Engine
-from areno.engine.footprint import Footprint, footprint_of
 from areno.engine.state import checkpointer, storage
 from areno.engine.train import host_memory
 from areno.engine.train.host_memory import HostBuffer

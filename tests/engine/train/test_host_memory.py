@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from areno.cost.memory import WINDOW, WINDOWS
 from areno.engine.train import host_memory
 from areno.engine.train.host_memory import HostBuffer, StateStream, pieces, within_parts
 from areno.kernels.adam import BLOCK
-from areno.models.cost import WINDOW, WINDOWS
 from tests.helpers import tp_ranks, zero_ranks
 from tests.helpers.layouts import folder_with
 from tests.helpers.tiny_engine import model_folder

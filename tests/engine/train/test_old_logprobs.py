@@ -13,7 +13,6 @@ from areno.bench.work import model_folder
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import LoraSpec, UpdateSpec
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.micro_batches import keep_old_logprobs, share_steps
 from areno.engine.train.rows import read_rows
@@ -21,6 +20,8 @@ from areno.errors import EngineError
 from areno.layers.config import AdapterSpec
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn, sft_loss_fn, value_loss_fn
 from areno.models.registry import build_model
+from areno.specs.role import LoraSpec
+from areno.specs.update import UpdateSpec
 from tests.helpers.tiny_backend import OPTIMIZER, WHOLE, make, make_rows
 from tests.helpers.tiny_engine import request, rollout, spec, train_on, train_rows
 

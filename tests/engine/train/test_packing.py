@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.spec import UpdateSpec
 from areno.engine.train import packing
 from areno.engine.train.micro_batches import (
     StepMicroBatches,
@@ -23,6 +22,7 @@ from areno.engine.train.micro_batches import (
 from areno.engine.train.packing import StepBatches
 from areno.engine.train.rows import read_rows
 from areno.errors import DataError
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 
 CPU = torch.device("cpu")

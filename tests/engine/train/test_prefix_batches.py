@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.spec import Sharing, UpdateSpec
+from areno.cost.prefix_sharing import Sharing
 from areno.engine.train import prefixes
 from areno.engine.train.micro_batches import row_micro_batches, share_steps
 from areno.engine.train.packing import pack_group
 from areno.engine.train.prefixes import forest_of, n_computed, order_to_share, pieces
 from areno.engine.train.rows import read_rows
 from areno.layers.config import AdapterSpec
+from areno.specs.update import UpdateSpec
 from tests.helpers.large_shapes import QWEN3_06B, QWEN3_8B
 from tests.helpers.shared_rows import Rows, cases, group, n_nodes, train_rows, tree
 from tests.helpers.tiny_backend import VOCAB, WHOLE

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.spec import Sharing, UpdateSpec
+from areno.cost.prefix_sharing import Sharing
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows
@@ -18,6 +18,7 @@ from areno.loss_fns.ppo import value_loss_fn
 from areno.models.adapter_shapes import linear_shapes
 from areno.models.adapters import add_adapters
 from areno.models.registry import build_model, load_config
+from areno.specs.update import UpdateSpec
 from tests.helpers.layouts import folder_with
 from tests.helpers.moe_models import moe_folder
 from tests.helpers.shared_rows import group, train_rows, tree

@@ -16,8 +16,8 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
+from areno.cost.prefix_sharing import Sharing
 from areno.engine.engine import Engine
-from areno.engine.spec import Sharing, UpdateSpec
 from areno.engine.train import prefixes
 from areno.engine.train.activations import KeptLayers
 from areno.engine.train.micro_batches import row_micro_batches, share_rows, share_steps
@@ -33,6 +33,7 @@ from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models.registry import build_model
+from areno.specs.update import UpdateSpec
 from tests.helpers.family_cases import CASES, random_model
 from tests.helpers.in_float64 import InFloat64
 from tests.helpers.shared_rows import Rows, cases, group, hidden_of_rows, n_nodes, packed, train_rows, tree

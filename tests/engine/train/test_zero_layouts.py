@@ -14,12 +14,12 @@ import torch
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import UpdateSpec
 from areno.loss_fns.dpo import dpo_loss_fn
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
+from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.critics import critic, critic_rows
 from tests.helpers.states import content, same, saved

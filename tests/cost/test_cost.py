@@ -12,7 +12,8 @@ import torch
 
 from areno.config.models import OptimizerConfig
 from areno.config.run import Layout
-from areno.engine.decoder.block_manager import KVLayout
+from areno.cost import flops, memory
+from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.caches import KVCache, StateCache
 from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import Optimizer
@@ -21,7 +22,7 @@ from areno.layers.attention import PackedAttend
 from areno.layers.config import AdapterSpec, Delta, Experts, Rope
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
-from areno.models import cost
+from areno.models import parameters
 from areno.models.adapter_shapes import linear_shapes
 from areno.models.adapters import add_adapters, stack_adapters
 from areno.models.config import LayerKind, TransformerConfig
@@ -83,9 +84,9 @@ def build(config: TransformerConfig, tp_size: int = 1, dtype: torch.dtype = torc
 def test_parameters_are_those_of_the_model(changes: dict[str, Any], tp_size: int) -> None:
     config = replace(CONFIG, **changes)
     model, layout = build(config, tp_size), Layout.one_copy(tp_size)
-    assert cost.parameters(config, layout) == sum(parameter.numel() for parameter in model.parameters())
+    assert parameters.parameters(config, layout) == sum(parameter.numel() for parameter in model.parameters())
     body = [*model.layers.parameters(), *model.final_norm.parameters()]
-    assert cost.body_parameters(config, layout) == sum(parameter.numel() for parameter in body)
+    assert parameters.body_parameters(config, layout) == sum(parameter.numel() for parameter in body)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -94,7 +95,7 @@ def test_kv_bytes_are_those_of_the_cache(tp_size: int) -> None:
     n_bytes = sum(
         value.nbytes for value in vars(cache).values() if isinstance(value, torch.Tensor) and value.dim() == 6
     )
-    assert n_bytes == 5 * 8 * cost.kv_bytes(CONFIG, 2, Layout.one_copy(tp_size))
+    assert n_bytes == 5 * 8 * memory.kv_bytes(CONFIG, 2, Layout.one_copy(tp_size))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -103,10 +104,10 @@ def test_state_bytes_are_those_of_the_cache(tp_size: int) -> None:
     model, layout = build(config, tp_size, torch.bfloat16), Layout.one_copy(tp_size)
     states = StateCache(model, n_slots=5)
     n_bytes = sum(each.nbytes for layer in states.layers for each in layer)
-    assert n_bytes == 5 * cost.state_bytes(config, 2, layout)
+    assert n_bytes == 5 * memory.state_bytes(config, 2, layout)
     assert KVCache(model, 4, KVLayout.of(config, 8, 64), n_slots=3).kv_blocks.shape[0] == 1
-    assert cost.kv_bytes(config, 2, layout) * 3 == cost.kv_bytes(replace(config, delta=None), 2, layout)
-    assert cost.state_bytes(CONFIG, 2) == 0
+    assert memory.kv_bytes(config, 2, layout) * 3 == memory.kv_bytes(replace(config, delta=None), 2, layout)
+    assert memory.state_bytes(CONFIG, 2) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,14 +128,14 @@ def test_bytes_of_a_divided_optimizer(
     zero_stage: int, kind: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three data-parallel ranks, with a bucket for each layer. Padding is small beside parameters of this size."""
-    monkeypatch.setattr(cost, "BUCKET", 1)
+    monkeypatch.setattr(memory, "BUCKET", 1)
     monkeypatch.setattr("areno.engine.train.flat.BUCKET", 1)
     config = replace(CONFIG, hidden_size=256, intermediate_size=1024, vocab_size=1024, **changes)
     model = build(config, dtype=torch.bfloat16)
     stage = model.stage if zero_stage else None
     flat = FlatParameters(model, None, BLOCK, stage=stage, dp=ParallelGroup(0, 3), divide_grads=zero_stage == 2)
     optimizer = Optimizer(flat, OptimizerConfig(type=kind), ParallelGroup())
-    found = cost.model_bytes(config, 2, kind, layout=Layout(3), zero_stage=zero_stage)
+    found = memory.model_bytes(config, 2, kind, layout=Layout(3), zero_stage=zero_stage)
     assert found.weights == pytest.approx(flat.params.nbytes, rel=0.01)
     assert found.gradients == pytest.approx(flat.grads.nbytes + flat.workspace.nbytes, rel=0.01)
     assert found.masters == pytest.approx(flat.masters.nbytes, rel=0.01)
@@ -158,40 +159,40 @@ def count_activations() -> None:
             node = out.grad_fn.next_functions[0][0]  # the last layer
             cos_and_sin = 2 * n * CONFIG.head_dim // 2 * 4
             found.append(sum(saved.nbytes for saved in node.saved_tensors if saved is not None) - cos_and_sin)
-        expected = cost.activation_bytes(config, dtype.itemsize)
+        expected = memory.activation_bytes(config, dtype.itemsize)
         assert found == [n * expected.always, n * (expected.always + expected.kept)], (dtype, found, expected)
 
 
 @pytest.mark.slow
 def test_activation_bytes_are_what_a_layer_saves() -> None:
-    run_interpreted("from tests.models.test_cost import count_activations; count_activations()", timeout=200)
+    run_interpreted("from tests.cost.test_cost import count_activations; count_activations()", timeout=200)
 
 
 def test_logits_and_flops_worked_by_hand() -> None:
-    assert cost.logits_bytes(CONFIG, 10, 2) == 10 * 51 * (4 + 2)
-    assert cost.logits_bytes(CONFIG, 10, 2, Layout.one_copy(2)) == 10 * 26 * (4 + 2)
-    token = cost.Cost.of(replace(CONFIG, tie_word_embeddings=False), 2)
+    token = flops.Cost.of(replace(CONFIG, tie_word_embeddings=False), 2)
     products = 2.0 * (token.body_params + 51 * 24) * 5
-    assert cost.forward_flops(token, [2, 3]) == products + 3 * 8 * 12 * 4 * (3 + 6)
-    assert cost.train_flops(token, [2, 3], head_tokens=0) == 3 * (cost.forward_flops(token, [2, 3]) - 2.0 * 51 * 24 * 5)
+    assert flops.forward_flops(token, [2, 3]) == products + 3 * 8 * 12 * 4 * (3 + 6)
+    assert flops.train_flops(token, [2, 3], head_tokens=0) == 3 * (
+        flops.forward_flops(token, [2, 3]) - 2.0 * 51 * 24 * 5
+    )
 
 
 def test_what_adapters_cost_worked_by_hand() -> None:
     """A product of 5 tokens with a frozen matrix is computed forward, and backward for its input alone."""
     config = replace(CONFIG, tie_word_embeddings=False)
     adapters = AdapterSpec(rank=2, alpha=4.0, targets=("down_proj",))
-    whole, token = cost.Cost.of(config, 2), cost.Cost.of(config, 2, adapters)
+    whole, token = flops.Cost.of(config, 2), flops.Cost.of(config, 2, adapters)
     of_adapters = config.num_layers * 2 * (config.intermediate_size + 24)
     assert token.adapter_params == of_adapters
-    assert cost.forward_flops(token, [2, 3]) == cost.forward_flops(whole, [2, 3]) + 2.0 * of_adapters * 5
+    assert flops.forward_flops(token, [2, 3]) == flops.forward_flops(whole, [2, 3]) + 2.0 * of_adapters * 5
     of_frozen = 2.0 * (token.body_params * 5 + 51 * 24 * 2)
-    full = cost.train_flops(whole, [2, 3], head_tokens=2)
-    assert cost.train_flops(token, [2, 3], head_tokens=2) == full - of_frozen + 6.0 * of_adapters * 5
+    full = flops.train_flops(whole, [2, 3], head_tokens=2)
+    assert flops.train_flops(token, [2, 3], head_tokens=2) == full - of_frozen + 6.0 * of_adapters * 5
 
 
 def test_what_experts_cost_worked_by_hand() -> None:
     config = replace(CONFIG, **SPARSE)
-    model, token = build(config), cost.Cost.of(config, 2)
+    model, token = build(config), flops.Cost.of(config, 2)
     expert, n_layers = 3 * 20 * 24, 2
     assert token.expert_params == n_layers * expert
     body = sum(parameter.numel() for parameter in [*model.layers.parameters(), *model.final_norm.parameters()])
@@ -201,32 +202,37 @@ def test_what_experts_cost_worked_by_hand() -> None:
     met = torch.zeros(5000, 8).scatter_(1, draws.flatten(1), 1.0).sum(1).mean().item()
     assert token.moved_params(4) == pytest.approx(token.active_params + token.expert_params * (met - 3), rel=5e-3)
     assert token.moved_params(10_000) == pytest.approx(body + token.head_params)
-    dense = cost.Cost.of(CONFIG, 2)
-    assert dense.moved_params(5) == dense.active_params == cost.body_parameters(CONFIG) + 51 * 24
+    dense = flops.Cost.of(CONFIG, 2)
+    assert dense.moved_params(5) == dense.active_params == parameters.body_parameters(CONFIG) + 51 * 24
 
 
 def test_what_states_cost_worked_by_hand() -> None:
-    token = cost.Cost.of(replace(CONFIG, **RECURRENT), 2)
+    token = flops.Cost.of(replace(CONFIG, **RECURRENT), 2)
     assert token.state_bytes == 2 * (8 * 12 * 12 * 4 + 3 * (2 * 4 * 12 + 8 * 12) * 2)
     assert token.rule_flops == 2 * 8 * 6 * 12 * 12
     products = 2.0 * (token.body_params + token.head_params) * 5
-    assert cost.forward_flops(token, [2, 3]) == products + 5 * token.rule_flops + 1 * 8 * 12 * 4 * (3 + 6)
+    assert flops.forward_flops(token, [2, 3]) == products + 5 * token.rule_flops + 1 * 8 * 12 * 4 * (3 + 6)
 
 
-def test_config_and_cost_load_without_torch() -> None:
-    code = "import sys, areno.models.config, areno.models.cost; assert 'torch' not in sys.modules"
+def test_cost_and_specs_load_without_torch_and_numpy() -> None:
+    code = """if 1:
+        import importlib, pkgutil, sys, areno.cost, areno.specs
+        for room in (areno.cost, areno.specs):
+            for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
+                importlib.import_module(module.name)
+        assert not {"torch", "numpy"} & sys.modules.keys()"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_layers_with_windows_keep_and_see_their_last_tokens() -> None:
     kinds = tuple(LayerKind(CONFIG.rope, 7 if layer else None) for layer in range(CONFIG.num_layers))
     config = replace(CONFIG, kinds=kinds)
-    of_layer = cost.kv_bytes(CONFIG, 2) // CONFIG.num_layers
+    of_layer = memory.kv_bytes(CONFIG, 2) // CONFIG.num_layers
     for n in (3, 7, 40):
         kept = n + (CONFIG.num_layers - 1) * min(n, 7)
-        assert cost.kv_bytes_of_row(config, n, 2) == kept * of_layer
+        assert memory.kv_bytes_of_row(config, n, 2) == kept * of_layer
         seen = [sum(min(t, kind.window or n) for t in range(1, n + 1)) for kind in kinds]
-        found = cost.mean_pairs(cost.Cost.of(config, 2), [n, n])
+        found = flops.mean_pairs(flops.Cost.of(config, 2), [n, n])
         assert found == pytest.approx(2 * sum(seen) / CONFIG.num_layers)
 
 
@@ -242,9 +248,9 @@ def test_copies_of_a_are_counted(monkeypatch: pytest.MonkeyPatch, changes: dict[
     model, layout = build(config, tp_size), Layout.one_copy(tp_size)
     add_adapters(model, adapters)
     before = _held(model)
-    assert before == cost.model_bytes(config, 4, layout=layout, adapters=adapters).weights
+    assert before == memory.model_bytes(config, 4, layout=layout, adapters=adapters).weights
     stack_adapters(model)
-    after = cost.model_bytes(config, 4, layout=layout, adapters=adapters, copies_a=True).weights
+    after = memory.model_bytes(config, 4, layout=layout, adapters=adapters, copies_a=True).weights
     assert before < _held(model) == after
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from areno.cost.flops import Cost, mean_pairs
 from areno.models.config import TransformerConfig
-from areno.models.cost import Cost, mean_pairs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,18 +11,19 @@ import torch
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig
-from areno.engine import memory
+from areno.cost import remedies
 from areno.engine.memory import out_of_memory_hint
-from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
 from areno.errors import EngineError
 from areno.layers.config import AdapterSpec
+from areno.specs.engine import EngineSpec
+from areno.specs.role import LoraSpec, RoleSpec
 from tests.helpers.tiny_engine import engine_spec
 
 ADAM, IN_CODES = OptimizerConfig(), OptimizerConfig(type="adam_8bit")
 LORA = LoraSpec(adapters=AdapterSpec(8, 16.0, ("q_proj",)))
 
 
-def told(options: Iterable[memory.Option]) -> str:
+def told(options: Iterable[remedies.Option]) -> str:
     """What a message says of these options, beginning with the first."""
     given = list(options)
     with pytest.raises(EngineError) as caught, out_of_memory_hint("here", lambda: given):
@@ -59,14 +60,14 @@ SMALLER = "choose a smaller model (actor.path)"
     ids=["one", "two", "divided", "offloaded", "8 bits", "sgd", "adapters", "random", "frozen"],
 )
 def test_the_actor_does_not_fit(engine: EngineSpec, said: str) -> None:
-    assert told(memory.in_loading(engine, engine.actor, [], has_bf16=True, can_offload=True)) == said
+    assert told(remedies.in_loading(engine, engine.actor, [], has_bf16=True, can_offload=True)) == said
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_half_as_many_bytes(dtype: str, has_bf16: bool) -> None:
     engine = engine_spec("/m", ["cuda:0"], dtype=dtype)
-    text = told(memory.in_loading(engine, engine.actor, [], has_bf16=has_bf16, can_offload=True))
+    text = told(remedies.in_loading(engine, engine.actor, [], has_bf16=has_bf16, can_offload=True))
     assert ("set actor.dtype=bfloat16" in text) == (dtype == "float32" and has_bf16)
 
 
@@ -83,7 +84,7 @@ def test_a_role_does_not_fit_beside_others(can_offload: bool, offloaded: tuple[s
     engine = spec()
     ref = RoleSpec(path="/r", head="lm", key="ref.path", offload="ref" in offloaded)
     critic = RoleSpec(path="/c", head="value", key="critic.path", optimizer=ADAM, offload="critic" in offloaded)
-    text = told(memory.in_loading(engine, critic, [engine.actor, ref], has_bf16=True, can_offload=can_offload))
+    text = told(remedies.in_loading(engine, critic, [engine.actor, ref], has_bf16=True, can_offload=can_offload))
     assert set(re.findall(r"set (\w+)\.offload=true", text)) == keys
     assert "set critic.optimizer.type=adam_8bit" in text
     assert "use_lora" not in text
@@ -109,8 +110,8 @@ DIVIDE = "or divide the model over more devices (engine.tp_size)"
 def test_training_runs_out(
     section: str, mb_spec: Any, recomputes: bool, decoder: Any, in_adam: bool, said: str
 ) -> None:
-    beside = [] if decoder is None else memory.beside_training(DecoderConfig(**decoder))
-    options = memory.in_training(
+    beside = [] if decoder is None else remedies.beside_training(DecoderConfig(**decoder))
+    options = remedies.in_training(
         section, MicroBatchSpec(**mb_spec), recomputes=recomputes, beside=beside, in_adam=in_adam
     )
     assert told(options) == said
@@ -118,7 +119,7 @@ def test_training_runs_out(
 
 def test_masters_and_moments_may_leave_the_device() -> None:
     whole = MicroBatchSpec(mini_bs=1)
-    options = memory.in_training("critic", whole, recomputes=True, beside=[], in_adam=False, may_offload=True)
+    options = remedies.in_training("critic", whole, recomputes=True, beside=[], in_adam=False, may_offload=True)
     assert told(options) == f"set critic.offload=true {DIVIDE}"
 
 
@@ -135,7 +136,7 @@ def test_masters_and_moments_may_leave_the_device() -> None:
     ],
 )
 def test_rollout_runs_out(decoder: Any, on_cuda: bool, first: str, graphs: bool) -> None:
-    text = told(memory.in_rollout(DecoderConfig(**decoder), on_cuda=on_cuda))
+    text = told(remedies.in_rollout(DecoderConfig(**decoder), on_cuda=on_cuda))
     assert text.startswith(f"{first}, lower rollout.max_prefill_tokens")
     assert text.endswith("set rollout.eager_decode=true to do without CUDA graphs") == graphs
     drafts = decoder.get("speculation") == "on" or (decoder.get("speculation") == "auto" and on_cuda)

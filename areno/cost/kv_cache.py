@@ -1,14 +1,15 @@
-"""The size of the KV cache that a rollout wants, computed from settings and shapes. Imports no torch."""
+"""The size of the KV cache that a rollout wants, computed from settings and shapes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from areno.config.rollout import DecoderConfig
-from areno.engine.decoder.block_manager import KVLayout
-from areno.engine.spec import EngineSpec, RolloutSpec
+from areno.cost.kv_layout import KVLayout
+from areno.cost.memory import kv_bytes, state_bytes
 from areno.models.config import TransformerConfig
-from areno.models.cost import kv_bytes, state_bytes
+from areno.specs.engine import EngineSpec
+from areno.specs.rollout import RolloutSpec
 
 KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
 _MORE_FRACTION = 0.1  # of the free memory, up to which an evaluation enlarges the cache that training needs

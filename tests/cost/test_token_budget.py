@@ -13,16 +13,16 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
+from areno.cost.footprint import Footprint, Model
+from areno.cost.memory import LOGITS_CHUNK, PassBytes
+from areno.cost.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.engine.engine import Engine
-from areno.engine.footprint import Footprint, Model
-from areno.engine.spec import UpdateSpec
-from areno.engine.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.engine.train.activations import KeptLayers
 from areno.engine.worker import Worker
 from areno.kernels.logprobs import FUSED_CHUNK
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
-from areno.models.cost import LOGITS_CHUNK, PassBytes
+from areno.specs.update import UpdateSpec
 from tests.helpers.critics import critic, critic_rows, reference
 from tests.helpers.fused_layers import DELTA
 from tests.helpers.large_shapes import ACTOR, CRITIC, QWEN3_06B, QWEN3_8B, REF

@@ -1,32 +1,17 @@
-"""Memory that models take on each device, computed from their configurations before any weight is read.
-
-Models that do not fit are refused with an error, which names changes of settings that make them fit. This module
-imports no torch.
-"""
+"""Memory that models take on each device, computed from their configurations before any weight is read."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from areno.config.models import LoraConfig, OptimizerType
+from areno.config.models import OptimizerType
 from areno.config.run import ALONE, Layout
-from areno.engine.memory import RESERVE, RESTING, either, may_have_adapters, section_of
-from areno.engine.spec import EngineSpec, RoleSpec
-from areno.errors import EngineError, Key
+from areno.cost.memory import ModelBytes, PassBytes, kv_bytes, kv_bytes_of_row, model_bytes, state_bytes
 from areno.layers.config import AdapterSpec
-from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import TransformerConfig
-from areno.models.cost import (
-    ModelBytes,
-    PassBytes,
-    kv_bytes,
-    kv_bytes_of_row,
-    model_bytes,
-    state_bytes,
-)
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
 
 GIB = 2**30
 _TYPICAL_TOKENS = 1024  # of a micro-batch
@@ -354,198 +339,31 @@ def gib(n_bytes: float) -> str:
     return f"{n_bytes / GIB:.2f}" if n_bytes < 10 * GIB else f"{n_bytes / GIB:.1f}"
 
 
-Way = dict[str, Any]
-"""Changed settings: name -> new value."""
+RESERVE = 0.06
+"""Share of a device that is left for memory that is not counted: workspaces, fragments, graphs."""
+
+RESTING = ("ref", "teacher", "reward", "reward.judge", "critic")
+"""Configuration sections whose models may rest in host memory while they are not used."""
 
 
-def check_fits(footprint: Footprint, device_bytes: int) -> None:
-    """Raise an error if models cannot fit their devices.
-
-    Args:
-        footprint: The memory of the models.
-        device_bytes: Bytes that each device has for this engine.
-
-    Raises:
-        EngineError: The models do not fit. The message names changes of settings that make them fit.
-    """
-    if replace(footprint, host_bytes=None).fits(device_bytes):
-        return
-    names = " and ".join(model.name for model in footprint.models)
-    text = "{} cannot fit: each device needs {} GiB at least ({}), and has {}; "
-    args: list[Any] = [names, gib(footprint.least), footprint.layout_in_words(), gib(int((1 - RESERVE) * device_bytes))]
-    ways, in_adam = ways_to_fit(footprint, device_bytes), []
-    if not ways:
-        ways = _with_adapters(footprint, device_bytes)
-        if (enough := _on_more_devices(footprint, device_bytes)) is not None:
-            before = _layout(footprint)
-            ways.append(({key: value for key, value in _layout(enough).items() if value != before[key]}, enough))
-            in_adam = [model for model in enough.models if model.optimizer == "adam"]
-    if ways:
-        text += "what fits is " + " or ".join(_text(way) for way, _ in ways)
-    else:
-        text += "choose a smaller model ({})"
-        args.append(Key("actor.path"))
-    for way, found in ways:
-        args += [part for key, value in way.items() for part in (Key(key), _shown(value))]
-        args.append(gib(found.least))
-    if in_adam:
-        verb = "takes" if len(in_adam) == 1 else "take"
-        text += "; " + " and ".join(["{}=adam_8bit"] * len(in_adam)) + f" {verb} less"
-        args += [Key(f"{model.key}.optimizer.type") for model in in_adam]
-    raise EngineError(text, *args)
-
-
-def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
-    """Raise an error if the host memory is too small for the models with `offload`.
+def section_of(key: str) -> str:
+    """Return the configuration section of a model, such as "teacher".
 
     Args:
-        footprint: The memory of the models, with `host_bytes`.
-        n_ranks: Number of ranks on this machine, which share the host memory.
-
-    Raises:
-        EngineError: The host memory is too small.
+        key: The setting with its path, such as "teacher.path", or "teacher.models.math" for one of several.
     """
-    if footprint.fits_host:
-        return
-    assert footprint.host_bytes is not None
-    away = [model for model in footprint.models if model.offload]
-    in_adam = [model for model in away if model.optimizer == "adam"]
-    divides = any(model.optimizer for model in away) and footprint.layout.dp_size > 1 and footprint.zero_stage == 0
-    ways = ["set {}=adam_8bit"] * len(in_adam) + ["set {}=1"] * divides + ["turn off {}"] * len(away)
-    keys = [f"{model.key}.optimizer.type" for model in in_adam] + ["engine.zero_stage"] * divides
-    raise EngineError(
-        "the host memory is too small for {}: what offload keeps there takes {} GiB for the ranks of a machine ({}), "
-        f"and {{}} GiB are free; {either(['use a machine with more memory', *ways])}",
-        " and ".join(model.name for model in away),
-        gib(n_ranks * footprint.hosted),
-        n_ranks,
-        gib(n_ranks * int((1 - RESERVE) * footprint.host_bytes)),
-        *map(Key, keys),
-        *(Key(f"{model.key}.offload") for model in away),
-    )
+    return key.removesuffix(".path").partition(".models.")[0]
 
 
-def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 4) -> list[tuple[Way, Footprint]]:
-    """Return alternative changes of settings with which the models fit their devices.
+def may_have_adapters(spec: EngineSpec, within: str = "") -> bool:
+    """Return whether error messages may suggest LoRA for the actor.
 
-    The kinds of changes are zero_stage, tp_size, offloading of models that are not always used, offloading of the
-    actor's masters and moments, and 8-bit optimizers. Only the alternatives with the fewest kinds of changes are
-    returned.
+    False if the actor is frozen, has adapters already, starts from random weights, or is a part of a larger model.
 
     Args:
-        footprint: The memory of models that do not fit.
-        device_bytes: Bytes that each device has for this engine.
-        most: Largest number of alternatives to return.
-
-    Returns:
-        For each alternative, the changed settings (name -> new value) and the resulting footprint. Empty if nothing
-        fits.
+        spec: The engine.
+        within: Kind of the larger model, such as an image-text model, that contains the actor. "" if the actor is a
+            whole model.
     """
-    fitting = [(n, way, found) for n, way, found in _others(footprint) if found.fits(device_bytes)]
-    fewest = min((n for n, _, _ in fitting), default=0)
-    chosen: dict[tuple[str, ...], tuple[Way, Footprint]] = {}
-    for n, way, found in fitting:
-        if n == fewest:
-            chosen.setdefault(tuple(way), (way, found))  # for the same settings, the first values are the nearest ones
-    return list(chosen.values())[:most]
-
-
-def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
-    """Return changes of settings with LoRA for the actor that make models fit, in the form of `ways_to_fit`.
-
-    LoRA has its default rank here. Further settings change only if LoRA alone is not enough. A frozen reference
-    model from the actor's own folder then takes no memory, because it is the actor without its adapters. The list is
-    empty if error messages may not suggest LoRA, or if nothing fits.
-    """
-    if not footprint.may_adapt:
-        return []
-    actor, *others = footprint.models
-    targets = tuple(linear_shapes(actor.config))
-    adapters = AdapterSpec(LoraConfig().lora_rank, LoraConfig().lora_alpha, targets)
-    others = [model for model in others if model.optimizer or model.config.head != "lm" or model.path != actor.path]
-    adapted = replace(footprint, models=(replace(actor, adapters=adapters), *others), may_adapt=False)
-    way: Way = {"actor.use_lora": True}
-    if adapted.fits(device_bytes):
-        return [(way, adapted)]
-    return [({**way, **more}, found) for more, found in ways_to_fit(adapted, device_bytes)]
-
-
-def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
-    """Yield other settings with which the models take less memory, the least intrusive settings first.
-
-    zero_stage is raised only if there are several copies of the models, because ZeRO divides the optimizer over the
-    copies.
-
-    Yields:
-        (number of kinds of changes, changed settings by name, resulting footprint). The kinds are those of
-        `ways_to_fit`.
-    """
-    now, tp_size, n_ranks = footprint, footprint.layout.tp_size, footprint.layout.world_size
-    sizes = [size for size in range(tp_size, n_ranks + 1) if _divides(now, size)]
-    to_codes = [model for model in now.models if model.optimizer == "adam"]
-    to_host = [model for model in now.models if now.on_cuda and model.key in RESTING and not model.offload]
-    to_stream = [model for model in now.models if now.on_cuda and model.may_stream]
-    stages, no_yes = range(now.zero_stage, 3), (False, True)
-    for codes, streams, away, size, stage in itertools.product(no_yes, no_yes, no_yes, sizes, stages):
-        divides_nothing = stage > now.zero_stage and size == n_ranks
-        if (codes and not to_codes) or (away and not to_host) or (streams and not to_stream) or divides_nothing:
-            continue
-        changes: list[Way] = [
-            {"engine.zero_stage": stage} if stage != now.zero_stage else {},
-            {"engine.tp_size": size} if size != tp_size else {},
-            {f"{model.key}.offload": True for model in to_host} if away else {},
-            {f"{model.key}.offload": True for model in to_stream} if streams else {},
-            {f"{model.key}.optimizer.type": "adam_8bit" for model in to_codes} if codes else {},
-        ]
-        models = tuple(
-            replace(
-                model,
-                offload=model.offload or (away and model in to_host) or (streams and model in to_stream),
-                optimizer="adam_8bit" if codes and model in to_codes else model.optimizer,
-            )
-            for model in now.models
-        )
-        if n := sum(map(bool, changes)):
-            way = {key: value for change in changes for key, value in change.items()}
-            yield n, way, replace(now, models=models, layout=replace(now.layout, tp_size=size), zero_stage=stage)
-
-
-def _divides(footprint: Footprint, tp_size: int) -> bool:
-    divided = [size for model in footprint.models for size in model.config.divided]
-    sizes = [footprint.layout.world_size, *(size for _, name, size in divided if name != "num_key_value_heads")]
-    heads = [model.config.num_kv_heads for model in footprint.models]
-    shared = all(n % tp_size == 0 or tp_size % n == 0 for n in heads)
-    return shared and not any(size % tp_size for size in sizes)
-
-
-def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) -> Footprint | None:
-    """Return the first footprint that fits on 2, 4, 8, ... times as many devices, up to `most` devices in total.
-
-    tp_size and zero_stage may change as well, but not the optimizers or the offloading of models. Returns None if
-    nothing fits. On a CPU the result is always None, because more ranks would share the same memory.
-    """
-    size = footprint.layout.world_size
-    if not footprint.on_cuda:  # more ranks would share the same memory of the machine
-        return None
-    while (size := 2 * size) <= most:
-        larger = replace(footprint, layout=replace(footprint.layout, world_size=size))
-        for found in [larger, *(found for _, _, found in _others(larger) if found.models == larger.models)]:
-            if found.fits(device_bytes):
-                return found
-    return None
-
-
-def _layout(footprint: Footprint) -> Way:
-    return {
-        "engine.world_size": footprint.layout.world_size,
-        "engine.tp_size": footprint.layout.tp_size,
-        "engine.zero_stage": footprint.zero_stage,
-    }
-
-
-def _text(way: Mapping[str, Any]) -> str:
-    return " with ".join("{}={}" for _ in way) + " ({} GiB)"
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    actor = spec.actor
+    return actor.optimizer is not None and actor.lora is None and not actor.random_init and not within

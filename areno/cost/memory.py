@@ -1,161 +1,16 @@
-"""The cost of a model, computed from its config alone: FLOPs and bytes per token, and memory on a device. No torch.
-
-Common arguments: `itemsize` is the bytes of a weight, an activation, or a cached key or value. `layout` describes how
-the model is divided over devices; results are those of one rank. Bytes count tensors, without the overhead of an
-allocator.
-"""
+"""Bytes on one rank: keys and values, recurrent states, weights with their optimizer, and the activations of a pass."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from areno.config.models import OptimizerType
 from areno.config.run import ALONE, Layout
-from areno.layers.config import AdapterSpec, Delta, Experts
+from areno.layers.config import AdapterSpec, Delta
 from areno.models.adapter_shapes import adapter_parameters, stacked_parameters
 from areno.models.config import TransformerConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """The cost of one token in a model, over all tensor-parallel ranks.
-
-    Attributes:
-        n_params: the number of parameters of the model.
-        body_params: the number of parameters that a token is multiplied with, without the LM head. Only the experts
-            that the token is routed to count.
-        head_params: the number of parameters of the LM head, which only tokens need whose next token is predicted.
-        kv_bytes: the bytes of a token's keys and values, in all layers.
-        attn_flops: the forward FLOPs of one (query, key) pair of tokens, in all layers and heads.
-        itemsize: the bytes of a weight, and of a cached key or value.
-        windows: pairs of an attention window in tokens and the share of the attention layers that have it. A window of
-            None means all tokens.
-        state_bytes: the bytes of a sequence's recurrent states, in all layers.
-        rule_flops: the forward FLOPs of a token's recurrent updates, in all layers.
-        experts: number and sizes of the experts. None: the model has none.
-        expert_params: the number of parameters of one expert in each layer, summed over the layers with experts.
-        adapter_params: the number of parameters of the adapters, if only these are trained. 0: all parameters are
-            trained.
-    """
-
-    n_params: int
-    body_params: int
-    head_params: int
-    kv_bytes: int
-    attn_flops: int
-    itemsize: int
-    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
-    state_bytes: int = 0
-    rule_flops: float = 0.0
-    experts: Experts | None = None
-    expert_params: int = 0
-    adapter_params: int = 0
-
-    @staticmethod
-    def of(config: TransformerConfig, itemsize: int, adapters: AdapterSpec | None = None) -> Cost:
-        """Compute the cost from the shape of a model.
-
-        Args:
-            config: the shape of the model.
-            itemsize: the bytes of a weight, and of a cached key or value.
-            adapters: the adapters that are trained. None: all parameters are trained.
-        """
-        experts, of_experts = config.experts, 0
-        windows = Counter(config.kind(layer).window for layer in config.attention_layers)
-        if experts is not None:
-            of_experts = 3 * experts.inner_size * config.hidden_size * len(experts.layers(config.num_layers))
-        return Cost(
-            experts=experts,
-            expert_params=of_experts,
-            adapter_params=0 if adapters is None else adapter_parameters(config, adapters),
-            n_params=parameters(config),
-            body_params=active_body_parameters(config),
-            head_params=config.vocab_size * config.hidden_size,
-            kv_bytes=kv_bytes(config, itemsize),
-            attn_flops=4 * len(config.attention_layers) * q_size(config),
-            state_bytes=state_bytes(config, itemsize),
-            rule_flops=0.0 if config.delta is None else config.delta.flops,
-            itemsize=itemsize,
-            windows=tuple((window, n / windows.total()) for window, n in windows.items()),
-        )
-
-    @property
-    def active_params(self) -> int:
-        """The number of parameters that one token is multiplied with, including the LM head."""
-        return self.body_params + self.head_params
-
-    def moved_params(self, n_tokens: float) -> float:
-        """Return the number of parameters that must be read from memory to compute a batch.
-
-        Only experts that some token is routed to are read. Their number is an expected value; see `Experts.distinct`.
-
-        Args:
-            n_tokens: the number of tokens of the batch.
-        """
-        if self.experts is None:
-            return self.active_params
-        return self.active_params + self.expert_params * (self.experts.distinct(n_tokens) - self.experts.top_k)
-
-
-def forward_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
-    """Return the FLOPs of a forward pass over sequences, such as to compute log-probabilities.
-
-    Args:
-        cost: the cost of a token.
-        row_lens: the number of tokens of each sequence.
-        head_tokens: the number of tokens for which the LM head is computed. None: all, as is customary.
-    """
-    n_tokens = sum(row_lens)
-    flops = _weight_flops(cost, n_tokens, head_tokens) + (2.0 * cost.adapter_params + cost.rule_flops) * n_tokens
-    return flops + cost.attn_flops * mean_pairs(cost, row_lens)
-
-
-def train_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
-    """Return the FLOPs of a forward and a backward pass over sequences.
-
-    A backward pass takes twice the FLOPs of the forward pass. For products with frozen weights it takes the same FLOPs
-    as the forward pass, because the gradient with respect to the weights is not computed.
-
-    Args:
-        cost: the cost of a token.
-        row_lens: the number of tokens of each sequence.
-        head_tokens: the number of tokens for which the LM head is computed. None: all.
-    """
-    frozen = _weight_flops(cost, sum(row_lens), head_tokens) if cost.adapter_params else 0.0
-    return 3.0 * forward_flops(cost, row_lens, head_tokens) - frozen
-
-
-def _weight_flops(cost: Cost, n_tokens: int, head_tokens: int | None) -> float:
-    """Return the forward FLOPs of products with the model's own weights, without adapters and attention."""
-    return 2.0 * (cost.body_params * n_tokens + cost.head_params * (n_tokens if head_tokens is None else head_tokens))
-
-
-def mean_pairs(cost: Cost, row_lens: Sequence[int]) -> float:
-    """Return the number of (query, key) pairs of causal attention, as the mean over the attention layers.
-
-    Args:
-        cost: the cost of a token, which has the windows of the layers.
-        row_lens: the number of tokens of each sequence.
-    """
-    return sum(share * pairs(row_lens, window) for window, share in cost.windows)
-
-
-def pairs(row_lens: Iterable[int], window: int | None = None) -> float:
-    """Return the number of (query, key) pairs of causal attention in one layer.
-
-    Args:
-        row_lens: the number of tokens of each sequence.
-        window: the number of last tokens that a token attends to, itself included. None: all.
-    """
-    found = 0
-    for n in row_lens:
-        beyond = 0 if window is None else max(0, n - window)
-        found += n * (n + 1) // 2 - beyond * (beyond + 1) // 2
-    return float(found)
-
+from areno.models.parameters import body_parameters, kv_heads, layer_parameters, parameters, q_size, qkv_size
 
 LOGITS_KEPT = 5 * 2**29  # bytes of the gradients of logits that a GPU keeps: 8.8k positions of 152k tokens in bf16
 LOGITS_CHUNK = 2048  # positions whose logits are computed at once
@@ -167,98 +22,6 @@ WINDOW = 2**24  # parameters whose masters and moments pass the device at once, 
 WINDOWS = 3  # windows on the device at the same time: one arrives, one is updated, one leaves
 _CHUNK = 64  # tokens of a chunk of the gated delta rule: CHUNK of areno/kernels/delta
 _CODES = 256  # 8-bit moments that share a scale: BLOCK of areno/kernels/adam
-
-
-def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of parameters of the model on one rank.
-
-    Args:
-        config: the shape of the model.
-        layout: how the model is divided over devices. The default is one device.
-    """
-    size, table = config.hidden_size, layout.share_up(config.vocab_size) * config.hidden_size
-    scores = config.n_labels * size + (config.n_labels if config.head == "step" else 0)  # with biases
-    head = scores or (0 if config.tie_word_embeddings else table)
-    return body_parameters(config, layout) + table + head
-
-
-def body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of parameters of all layers and the final norm on one rank.
-
-    Args:
-        config: the shape of the model.
-        layout: how the model is divided over devices. The default is one device.
-    """
-    experts = 0 if config.experts is None else layout.share(config.experts.n_experts)
-    return _body(config, layout, experts)
-
-
-def active_body_parameters(config: TransformerConfig) -> int:
-    """Return the number of parameters of all layers and the final norm that one token uses, over all ranks.
-
-    Only the experts that the token is routed to count.
-
-    Args:
-        config: the shape of the model.
-    """
-    return _body(config, ALONE, 0 if config.experts is None else config.experts.top_k)
-
-
-def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of parameters of the largest layer on one rank.
-
-    Args:
-        config: the shape of the model.
-        layout: how the model is divided over devices. The default is one device.
-    """
-    size, experts, layer = config.hidden_size, config.experts, _plain_layer(config, layout)
-    if config.delta is not None:
-        of_attention = _attention(config, layout)
-        layer += max(0, _delta(config, layout) - of_attention)
-    if experts is None:
-        return layer
-    sparse = layer - _plain_mlp(config, layout) + experts.parameters(size, layout.share(experts.n_experts))
-    return max(layer, sparse) if experts.dense_layers else sparse
-
-
-def _body(config: TransformerConfig, layout: Layout, n_experts: int) -> int:
-    """Return the number of parameters of all layers and the final norm on one rank.
-
-    `n_experts` is the number of experts to count in each layer that has experts.
-    """
-    body = config.num_layers * _plain_layer(config, layout) + config.hidden_size
-    if config.experts is not None:
-        of_layer = config.experts.parameters(config.hidden_size, n_experts) - _plain_mlp(config, layout)
-        body += len(config.experts.layers(config.num_layers)) * of_layer
-    if config.delta is not None:
-        of_layer = _delta(config, layout) - _attention(config, layout)
-        body += len(config.delta.layers) * of_layer
-    return body
-
-
-def _plain_layer(config: TransformerConfig, layout: Layout) -> int:
-    norms = config.hidden_size * (4 if config.norms == "both" else 2)
-    return _attention(config, layout) + norms + _plain_mlp(config, layout)
-
-
-def _attention(config: TransformerConfig, layout: Layout) -> int:
-    """Return the number of parameters of attention in one layer on one rank."""
-    qkv, heads = _qkv_size(config, layout), q_size(config, layout)
-    found = config.hidden_size * (qkv + heads) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
-    if config.qk_norm_whole:
-        found += heads + kv_heads(config, layout) * config.head_dim
-    return found + 2 * config.head_dim * config.qk_norm
-
-
-def _delta(config: TransformerConfig, layout: Layout) -> int:
-    """Return the number of parameters of the gated delta rule in one layer on one rank."""
-    assert config.delta is not None
-    return layout.share(config.delta.divided_parameters(config.hidden_size)) + config.delta.value_dim
-
-
-def _plain_mlp(config: TransformerConfig, layout: Layout) -> int:
-    size, inner = config.hidden_size, layout.share(config.intermediate_size)
-    return 3 * size * inner + (2 * inner + size) * config.mlp_bias
 
 
 def kv_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
@@ -295,16 +58,6 @@ def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, lay
     layers = config.attention_layers
     n_kept = sum(min(kind.window or n_tokens, n_tokens) for kind in map(config.kind, layers))
     return n_kept * kv_bytes(config, itemsize, layout) // len(layers)
-
-
-def kv_heads(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of key-value heads on one rank. With fewer heads than ranks, several ranks hold the same head.
-
-    Args:
-        config: the shape of the model.
-        layout: how the model is divided over devices. The default is one device.
-    """
-    return layout.share_up(config.num_kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,7 +171,7 @@ def activation_bytes(
         of_experts = 2 * experts.inner_size * experts.top_k
         inner = max(inner, of_experts) if experts.dense_layers else of_experts
     after = 0 if config.norms == "before" else itemsize  # inputs of the norms after attention and MLP
-    first, mixed, rule = _qkv_size(config, layout), q_size(config, layout), 0
+    first, mixed, rule = qkv_size(config, layout), q_size(config, layout), 0
     if config.delta is not None:
         first = max(first, layout.share(config.delta.projected))
         mixed = max(mixed, layout.share(config.delta.inner_size))
@@ -573,31 +326,3 @@ class PassBytes:
         if not self.of_kept_layer:
             return 0
         return max(0, min(n_layers, (room - self.total(n_tokens)) // (n_tokens * self.of_kept_layer)))
-
-
-def logits_bytes(config: TransformerConfig, n_positions: int, itemsize: int, layout: Layout = ALONE) -> int:
-    """Return the bytes of float32 logits and their gradients on one rank.
-
-    Args:
-        config: the shape of the model.
-        n_positions: the number of positions whose logits are computed at once.
-        itemsize: the bytes of an element of the gradients.
-        layout: how the model is divided over devices. The default is one device.
-    """
-    return n_positions * layout.share_up(config.vocab_size) * (4 + itemsize)
-
-
-def q_size(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of elements of one token's queries, in one layer on one rank.
-
-    Args:
-        config: the shape of the model.
-        layout: how the model is divided over devices. The default is one device.
-    """
-    return layout.share(config.num_heads) * config.head_dim
-
-
-def _qkv_size(config: TransformerConfig, layout: Layout) -> int:
-    """Return the output size of the qkv projection on one rank, including gates."""
-    of_queries = layout.share(config.num_heads) * (1 + config.attention_gate)
-    return (of_queries + 2 * kv_heads(config, layout)) * config.head_dim

@@ -1,0 +1,349 @@
+"""Changes of settings that lower the need for memory: for models that do not fit, and after memory has run out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from areno.config.models import LoraConfig, MicroBatchSpec
+from areno.config.rollout import DecoderConfig
+from areno.cost.footprint import RESERVE, RESTING, Footprint, gib, may_have_adapters, section_of
+from areno.cost.kv_cache import may_draft
+from areno.errors import EngineError, Key
+from areno.layers.config import AdapterSpec
+from areno.models.adapter_shapes import linear_shapes
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
+
+Way = dict[str, Any]
+"""Changed settings: name -> new value."""
+
+
+def check_fits(footprint: Footprint, device_bytes: int) -> None:
+    """Raise an error if models cannot fit their devices.
+
+    Args:
+        footprint: The memory of the models.
+        device_bytes: Bytes that each device has for this engine.
+
+    Raises:
+        EngineError: The models do not fit. The message names changes of settings that make them fit.
+    """
+    if replace(footprint, host_bytes=None).fits(device_bytes):
+        return
+    names = " and ".join(model.name for model in footprint.models)
+    text = "{} cannot fit: each device needs {} GiB at least ({}), and has {}; "
+    args: list[Any] = [names, gib(footprint.least), footprint.layout_in_words(), gib(int((1 - RESERVE) * device_bytes))]
+    ways, in_adam = ways_to_fit(footprint, device_bytes), []
+    if not ways:
+        ways = _with_adapters(footprint, device_bytes)
+        if (enough := _on_more_devices(footprint, device_bytes)) is not None:
+            before = _layout(footprint)
+            ways.append(({key: value for key, value in _layout(enough).items() if value != before[key]}, enough))
+            in_adam = [model for model in enough.models if model.optimizer == "adam"]
+    if ways:
+        text += "what fits is " + " or ".join(_text(way) for way, _ in ways)
+    else:
+        text += "choose a smaller model ({})"
+        args.append(Key("actor.path"))
+    for way, found in ways:
+        args += [part for key, value in way.items() for part in (Key(key), _shown(value))]
+        args.append(gib(found.least))
+    if in_adam:
+        verb = "takes" if len(in_adam) == 1 else "take"
+        text += "; " + " and ".join(["{}=adam_8bit"] * len(in_adam)) + f" {verb} less"
+        args += [Key(f"{model.key}.optimizer.type") for model in in_adam]
+    raise EngineError(text, *args)
+
+
+def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
+    """Raise an error if the host memory is too small for the models with `offload`.
+
+    Args:
+        footprint: The memory of the models, with `host_bytes`.
+        n_ranks: Number of ranks on this machine, which share the host memory.
+
+    Raises:
+        EngineError: The host memory is too small.
+    """
+    if footprint.fits_host:
+        return
+    assert footprint.host_bytes is not None
+    away = [model for model in footprint.models if model.offload]
+    in_adam = [model for model in away if model.optimizer == "adam"]
+    divides = any(model.optimizer for model in away) and footprint.layout.dp_size > 1 and footprint.zero_stage == 0
+    ways = ["set {}=adam_8bit"] * len(in_adam) + ["set {}=1"] * divides + ["turn off {}"] * len(away)
+    keys = [f"{model.key}.optimizer.type" for model in in_adam] + ["engine.zero_stage"] * divides
+    raise EngineError(
+        "the host memory is too small for {}: what offload keeps there takes {} GiB for the ranks of a machine ({}), "
+        f"and {{}} GiB are free; {either(['use a machine with more memory', *ways])}",
+        " and ".join(model.name for model in away),
+        gib(n_ranks * footprint.hosted),
+        n_ranks,
+        gib(n_ranks * int((1 - RESERVE) * footprint.host_bytes)),
+        *map(Key, keys),
+        *(Key(f"{model.key}.offload") for model in away),
+    )
+
+
+def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 4) -> list[tuple[Way, Footprint]]:
+    """Return alternative changes of settings with which the models fit their devices.
+
+    The kinds of changes are zero_stage, tp_size, offloading of models that are not always used, offloading of the
+    actor's masters and moments, and 8-bit optimizers. Only the alternatives with the fewest kinds of changes are
+    returned.
+
+    Args:
+        footprint: The memory of models that do not fit.
+        device_bytes: Bytes that each device has for this engine.
+        most: Largest number of alternatives to return.
+
+    Returns:
+        For each alternative, the changed settings (name -> new value) and the resulting footprint. Empty if nothing
+        fits.
+    """
+    fitting = [(n, way, found) for n, way, found in _others(footprint) if found.fits(device_bytes)]
+    fewest = min((n for n, _, _ in fitting), default=0)
+    chosen: dict[tuple[str, ...], tuple[Way, Footprint]] = {}
+    for n, way, found in fitting:
+        if n == fewest:
+            chosen.setdefault(tuple(way), (way, found))  # for the same settings, the first values are the nearest ones
+    return list(chosen.values())[:most]
+
+
+def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
+    """Return changes of settings with LoRA for the actor that make models fit, in the form of `ways_to_fit`.
+
+    LoRA has its default rank here. Further settings change only if LoRA alone is not enough. A frozen reference
+    model from the actor's own folder then takes no memory, because it is the actor without its adapters. The list is
+    empty if error messages may not suggest LoRA, or if nothing fits.
+    """
+    if not footprint.may_adapt:
+        return []
+    actor, *others = footprint.models
+    targets = tuple(linear_shapes(actor.config))
+    adapters = AdapterSpec(LoraConfig().lora_rank, LoraConfig().lora_alpha, targets)
+    others = [model for model in others if model.optimizer or model.config.head != "lm" or model.path != actor.path]
+    adapted = replace(footprint, models=(replace(actor, adapters=adapters), *others), may_adapt=False)
+    way: Way = {"actor.use_lora": True}
+    if adapted.fits(device_bytes):
+        return [(way, adapted)]
+    return [({**way, **more}, found) for more, found in ways_to_fit(adapted, device_bytes)]
+
+
+def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
+    """Yield other settings with which the models take less memory, the least intrusive settings first.
+
+    zero_stage is raised only if there are several copies of the models, because ZeRO divides the optimizer over the
+    copies.
+
+    Yields:
+        (number of kinds of changes, changed settings by name, resulting footprint). The kinds are those of
+        `ways_to_fit`.
+    """
+    now, tp_size, n_ranks = footprint, footprint.layout.tp_size, footprint.layout.world_size
+    sizes = [size for size in range(tp_size, n_ranks + 1) if _divides(now, size)]
+    to_codes = [model for model in now.models if model.optimizer == "adam"]
+    to_host = [model for model in now.models if now.on_cuda and model.key in RESTING and not model.offload]
+    to_stream = [model for model in now.models if now.on_cuda and model.may_stream]
+    stages, no_yes = range(now.zero_stage, 3), (False, True)
+    for codes, streams, away, size, stage in itertools.product(no_yes, no_yes, no_yes, sizes, stages):
+        divides_nothing = stage > now.zero_stage and size == n_ranks
+        if (codes and not to_codes) or (away and not to_host) or (streams and not to_stream) or divides_nothing:
+            continue
+        changes: list[Way] = [
+            {"engine.zero_stage": stage} if stage != now.zero_stage else {},
+            {"engine.tp_size": size} if size != tp_size else {},
+            {f"{model.key}.offload": True for model in to_host} if away else {},
+            {f"{model.key}.offload": True for model in to_stream} if streams else {},
+            {f"{model.key}.optimizer.type": "adam_8bit" for model in to_codes} if codes else {},
+        ]
+        models = tuple(
+            replace(
+                model,
+                offload=model.offload or (away and model in to_host) or (streams and model in to_stream),
+                optimizer="adam_8bit" if codes and model in to_codes else model.optimizer,
+            )
+            for model in now.models
+        )
+        if n := sum(map(bool, changes)):
+            way = {key: value for change in changes for key, value in change.items()}
+            yield n, way, replace(now, models=models, layout=replace(now.layout, tp_size=size), zero_stage=stage)
+
+
+def _divides(footprint: Footprint, tp_size: int) -> bool:
+    divided = [size for model in footprint.models for size in model.config.divided]
+    sizes = [footprint.layout.world_size, *(size for _, name, size in divided if name != "num_key_value_heads")]
+    heads = [model.config.num_kv_heads for model in footprint.models]
+    shared = all(n % tp_size == 0 or tp_size % n == 0 for n in heads)
+    return shared and not any(size % tp_size for size in sizes)
+
+
+def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) -> Footprint | None:
+    """Return the first footprint that fits on 2, 4, 8, ... times as many devices, up to `most` devices in total.
+
+    tp_size and zero_stage may change as well, but not the optimizers or the offloading of models. Returns None if
+    nothing fits. On a CPU the result is always None, because more ranks would share the same memory.
+    """
+    size = footprint.layout.world_size
+    if not footprint.on_cuda:  # more ranks would share the same memory of the machine
+        return None
+    while (size := 2 * size) <= most:
+        larger = replace(footprint, layout=replace(footprint.layout, world_size=size))
+        for found in [larger, *(found for _, _, found in _others(larger) if found.models == larger.models)]:
+            if found.fits(device_bytes):
+                return found
+    return None
+
+
+def _layout(footprint: Footprint) -> Way:
+    return {
+        "engine.world_size": footprint.layout.world_size,
+        "engine.tp_size": footprint.layout.tp_size,
+        "engine.zero_stage": footprint.zero_stage,
+    }
+
+
+def _text(way: Mapping[str, Any]) -> str:
+    return " with ".join("{}={}" for _ in way) + " ({} GiB)"
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def either(texts: Sequence[str]) -> str:
+    """Join texts as "a, b or c".
+
+    Args:
+        texts: The texts, at least one.
+    """
+    return " or ".join([", ".join(texts[:-1])] * (len(texts) > 1) + [*texts[-1:]])
+
+
+Option = tuple[Any, ...]
+"""A change that lowers the need of memory: (text with a {} for each value, *values). Values are Keys or others."""
+
+MORE_DEVICES: Option = ("divide the model over more devices ({})", Key("engine.tp_size"))
+
+
+def may_stream(role: RoleSpec) -> bool:
+    """Return whether actor.offload would free device memory: the role is an actor that trains all its weights."""
+    return role.key == "actor.path" and role.optimizer is not None and role.lora is None and not role.offload
+
+
+def in_loading(
+    spec: EngineSpec, role: RoleSpec, others: Iterable[RoleSpec], *, has_bf16: bool, can_offload: bool
+) -> Iterator[Option]:
+    """Yield setting changes to suggest if memory runs out while a model is loaded.
+
+    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
+
+    Args:
+        spec: The engine.
+        role: The role to load.
+        others: The roles that are already loaded.
+        has_bf16: Whether the device computes in bfloat16.
+        can_offload: Whether models can rest in host memory, which is true for devices with memory of their own.
+    """
+    if spec.layout.dp_size > 1:
+        yield ("raise {} to divide the model over more devices", Key("engine.tp_size"))
+    else:
+        yield ("divide the model over more devices with {} and {}", Key("engine.world_size"), Key("engine.tp_size"))
+    if spec.dtype == "float32" and has_bf16:
+        yield ("set {}=bfloat16", Key("actor.dtype"))
+    if can_offload:
+        for each in (role, *others):
+            section = section_of(each.key)
+            if (section in RESTING and not each.offload) or may_stream(each):
+                yield ("set {}=true", Key(f"{section}.offload"))
+    yield from _smaller_optimizer(role)
+    if role.key == spec.actor.key and may_have_adapters(spec):
+        yield ("train adapters alone with {}=true", Key("actor.use_lora"))
+    yield ("choose a smaller model ({})", Key(role.key))
+
+
+def in_training(
+    section: str,
+    mb_spec: MicroBatchSpec,
+    *,
+    recomputes: bool,
+    beside: Iterable[Option],
+    in_adam: bool,
+    may_offload: bool = False,
+) -> Iterator[Option]:
+    """Yield setting changes to suggest if memory runs out in forward or backward passes.
+
+    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
+
+    Args:
+        section: Configuration section of the model, such as "actor".
+        mb_spec: Size of the micro-batches.
+        recomputes: Whether the backward pass recomputes activations. If False, the advice includes gradient
+            checkpointing.
+        beside: Setting changes that make the KV cache smaller.
+        in_adam: Whether the optimizer is Adam with float32 moments. If True, the advice includes 8-bit moments.
+        may_offload: Whether masters and moments could be moved to host memory. If True, the advice includes this.
+    """
+    if mb_spec.max_tokens_per_mb is not None:
+        yield ("lower {}", Key(f"{section}.mb_spec.max_tokens_per_mb"))
+    elif mb_spec.mini_bs != 1:
+        yield ("lower {}", Key(f"{section}.mb_spec.mini_bs"))
+    if not recomputes:
+        yield ("set {}=true", Key(f"{section}.gradient_checkpointing"))
+    yield from beside
+    if may_offload:
+        yield ("set {}=true", Key(f"{section}.offload"))
+    if in_adam:
+        yield ("set {}=adam_8bit", Key(f"{section}.optimizer.type"))
+    yield MORE_DEVICES
+
+
+def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
+    """Yield setting changes to suggest if memory runs out in a rollout.
+
+    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
+
+    Args:
+        decoder: Settings of the decoder.
+        on_cuda: Whether the device is a GPU, where CUDA graphs take memory.
+    """
+    yield from smaller_cache(decoder)
+    yield ("lower {}", Key("rollout.max_prefill_tokens"))
+    yield FEWER_AT_ONCE
+    if may_draft(decoder, on_cuda=on_cuda):
+        yield ("set {}=off, so that a step computes the logits of fewer tokens", Key("rollout.speculation"))
+    if on_cuda and not decoder.eager_decode:
+        yield ("set {}=true to do without CUDA graphs", Key("rollout.eager_decode"))
+
+
+def beside_training(decoder: DecoderConfig) -> Iterator[Option]:
+    """Yield setting changes with which the KV cache leaves more memory to training.
+
+    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
+    """
+    yield ("free the KV cache between rollouts with {}=true", Key("rollout.drop_rollout_state"))
+    yield from smaller_cache(decoder)
+
+
+def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
+    """Yield setting changes that make the KV cache smaller.
+
+    Each change is an Option: a tuple (text, *values), where the text has a {} for each value. If `max_kv_tokens` is
+    set, lowering it is the only change, because `mem_fraction` then has no effect.
+    """
+    if decoder.max_kv_tokens is None:
+        yield ("lower {}", Key("rollout.mem_fraction"))
+        yield ("set {}", Key("rollout.max_kv_tokens"))
+    else:
+        yield ("lower {}", Key("rollout.max_kv_tokens"))
+
+
+FEWER_AT_ONCE: Option = ("lower {}", Key("rollout.max_concurrent_rollouts"))
+
+
+def _smaller_optimizer(role: RoleSpec) -> Iterator[Option]:
+    if role.optimizer is not None and role.optimizer.type == "adam":
+        yield ("set {}=adam_8bit", Key(f"{role.section}.optimizer.type"))

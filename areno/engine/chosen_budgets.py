@@ -1,0 +1,87 @@
+"""The numbers of tokens in micro-batches that the workers have chosen, as the driver keeps them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+
+from areno.cost.token_budget import TRAIN
+
+logger = logging.getLogger("areno")
+
+TokenBudgets = dict[str, dict[str, int]]
+"""Role -> {"train": tokens, "score": tokens}: the largest number of tokens in a micro-batch, on one device."""
+
+
+class ChosenBudgets:
+    """The numbers of tokens in micro-batches that the workers have chosen, as the driver keeps them.
+
+    Args:
+        choose: Returns the choices of all ranks.
+
+    Attributes:
+        tokens: The chosen numbers by role and phase.
+        are_due: Whether the numbers must be chosen again before their next use, because a model has been loaded or a
+            rollout with other settings has begun.
+    """
+
+    def __init__(self, choose: Callable[[], Sequence[TokenBudgets]]):
+        self._choose = choose
+        self.tokens: TokenBudgets = {}
+        self.are_due = True
+
+    def of(self, role: str, phase: str) -> int:
+        """Return the number of tokens in a micro-batch, and log new choices.
+
+        A number never rises, so it does not depend on the order in which models are loaded and rollouts begin.
+
+        Args:
+            role: The role of the model.
+            phase: TRAIN or SCORE.
+        """
+        if self.are_due:
+            before, chosen = copy.deepcopy(self.tokens), self._choose()
+            self.are_due = False
+            for name, tokens in chosen[0].items():
+                known = self.tokens.setdefault(name, {})
+                for each in tokens:
+                    of_ranks = [of_rank[name][each] for of_rank in chosen]
+                    known[each] = min(*of_ranks, known.get(each, of_ranks[0]))
+            if self.tokens != before:
+                logger.info("%s", budgets_in_words(self.tokens))
+        return self.tokens[role][phase]
+
+    def lower(self, role: str, phase: str, n_halvings: int) -> None:
+        """Halve the number of tokens in a micro-batch as often as the workers have done, with a warning.
+
+        Args:
+            role: The role of the model.
+            phase: TRAIN or SCORE.
+            n_halvings: How often to halve the number. 0 does nothing.
+        """
+        if n_halvings:
+            before = self.tokens[role][phase]
+            self.tokens[role][phase] = now = max(1, before >> n_halvings)
+            doing = "training" if phase == TRAIN else "scoring with"
+            logger.warning(
+                "out of device memory in %s the model of role %s: its micro-batches have at most %s tokens from now "
+                "on, instead of %s",
+                doing,
+                role,
+                f"{now:,}",
+                f"{before:,}",
+            )
+
+
+def budgets_in_words(budgets: TokenBudgets) -> str:
+    """Return one line that says how many tokens a micro-batch has, for each role and phase.
+
+    Args:
+        budgets: The chosen numbers of tokens.
+    """
+    of_roles = []
+    for role, tokens in budgets.items():
+        of_phases = ", ".join(f"{n:,} ({phase})" for phase, n in tokens.items())
+        of_roles.append(f"{role} {of_phases}")
+    return f"micro-batches, in tokens: {'; '.join(of_roles)}"
