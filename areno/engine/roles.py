@@ -248,13 +248,8 @@ class Roles:
         return found
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
-<<<<<<< HEAD
         """Return the footprint of roles together. Raises EngineError if they do not fit the machine."""
-        roles = self.spec.with_own_weights(roles)
-=======
-        """Compute the memory footprint of several roles together. Raises EngineError if they do not fit the machine."""
         roles = roles_to_load(roles, self.spec.actor)
->>>>>>> 175d7e83 (Specs of an engine and what models cost have rooms of their own, below the engine)
         configs = {}
         for name, role in roles.items():
             with model_setting(role.key):
@@ -296,13 +291,8 @@ class Roles:
         if is_base_of_actor(spec, self.spec.actor):
             return Role(spec, self._roles["actor"].backend, Offload(), is_base=True, owner="actor")
         for name, role in self._roles.items():
-<<<<<<< HEAD
-            if self.spec.has_base_of(spec, role.spec):
-                return _with_own_adapters(role.owner or name, role, spec)
-=======
             if share_base(spec, role.spec):
-                return _beside(role.owner or name, role, spec)
->>>>>>> 175d7e83 (Specs of an engine and what models cost have rooms of their own, below the engine)
+                return _with_own_adapters(role.owner or name, role, spec)
         context, is_actor = self.context, not self._roles
         key = Key(spec.key)
         options = remedies.in_loading(

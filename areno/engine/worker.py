@@ -32,19 +32,7 @@ from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.draft_length import step_costs
 from areno.engine.decoder.drafts import NgramDrafter
-<<<<<<< HEAD
 from areno.engine.deterministic import Threads, naming_nondeterministic_operations, without_deterministic_mode
-from areno.engine.memory import (
-    free_unused,
-    host_bytes_free,
-    is_out_of_memory,
-    out_of_memory_hint,
-    take_peak_bytes,
-    use_expandable_segments,
-)
-=======
-from areno.engine.deterministic import Threads, nondeterministic_operations_named, without_deterministic_mode
->>>>>>> 175d7e83 (Specs of an engine and what models cost have rooms of their own, below the engine)
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.reports import EngineInfo, RolloutStats
 from areno.engine.requests import RequestLimits
@@ -301,18 +289,9 @@ class Worker:
         with memory.out_of_memory_hint("in rollout", advice), without_deterministic_mode():
             return decoder.step()
 
-<<<<<<< HEAD
-    def _kv_cache_advice(self) -> list[memory.Option]:
-        """Return setting changes with which the KV cache leaves more memory to training."""
-        return [] if self._decoder_spec is None else [*memory.beside_training(self._decoder_spec.decoder)]
-=======
     def _kv_cache_advice(self) -> list[remedies.Option]:
-        """Return setting changes with which the KV cache leaves more memory to training, as Options.
-
-        Empty if there is no KV cache.
-        """
+        """Return setting changes with which the KV cache leaves more memory to training."""
         return [] if self._decoder_spec is None else [*remedies.beside_training(self._decoder_spec.decoder)]
->>>>>>> 175d7e83 (Specs of an engine and what models cost have rooms of their own, below the engine)
 
     def rollout_stats(self) -> RolloutStats:
         return RolloutStats() if self.decoder is None else self.decoder.stats

@@ -192,7 +192,7 @@ def test_turns_with_other_tokenizers(name: str, base: str) -> None:
 @pytest.mark.parametrize("name", ["deepseekv3", "qwen2_5", "qwen3", "glm4moe", "gptoss"])
 def test_arguments_as_text_are_trained_as_the_server_writes_them(name: str) -> None:
     tokenizer = with_template(name)
-    server = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    server = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     for text, written in (('{"x":1}', '{"x": 1}'), ('{"x":"\\u00df"}', '{"x": "\u00df"}'), ("no JSON", "no JSON")):
         call = {**CALL, "function": {"name": "add", "arguments": text}}
         talk = [user("Q"), assistant("", tool_calls=[call]), *ROWS["tool calls"]["messages"][2:]]
@@ -238,7 +238,7 @@ MODES = ["qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_8", "glm4moe", "nem
 def test_a_turn_follows_a_prompt_that_the_server_sends(name: str, thinking: bool | None, changed: Any) -> None:
     tokenizer = with_template(name)
     row: dict[str, Any] = {"messages": REASONED[:2]}
-    server = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    server = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     modes = [{}, {"enable_thinking": True}] if thinking is None else [{"enable_thinking": thinking}]
     if thinking is False:
         shown = r"ends the reasoning in the prompt before messages.1., which has reasoning; set rollout.enable_thinking"
@@ -257,7 +257,7 @@ def test_the_error_names_the_switch_of_the_template() -> None:
             with pytest.raises(DataError, match=r"set chat_template_kwargs.open_thinking of the row to true, or leave"):
                 sft_item(tokenizer, row, enable_thinking=thinking, changed=changed)
     opened = with_variables(tokenizer, {"open_thinking": True})
-    server = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    server = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     [(head, run)] = runs_of(sft_item(opened, row).rows)
     assert head == server.prompt(read_messages(row["messages"][:1]), None, {"open_thinking": True}).tokens
     assert tokenizer.decode(run) == "why not\n</think>\n\nOne.<|im_end|>"
@@ -274,7 +274,7 @@ def test_a_system_prompt_that_moves_to_the_last_question() -> None:
         "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
     )
     row = {"messages": [{"role": "system", "content": "Brief."}, *ROWS["two turns"]["messages"]]}
-    server = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    server = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     runs = runs_of(sft_item(tokenizer, row).rows)
     assert [head for head, _ in runs] == [
         server.prompt(read_messages(row["messages"][:stop]), None).tokens for stop in (2, 4)
