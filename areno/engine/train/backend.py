@@ -22,16 +22,11 @@ from areno.cost.prefix_sharing import Sharing
 from areno.cost.remedies import Option
 from areno.engine.memory import free_unused, is_out_of_memory, training_hint
 from areno.engine.profiling import phase
+from areno.engine.train import old_logprobs
 from areno.engine.train.activations import KeptLayers, free_bytes
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, join_steps
 from areno.engine.train.micro_batches import NO_SHARING, StepMicroBatches, TrainResult, row_micro_batches
-from areno.engine.train.old_logprobs import (
-    compare_with_rollout,
-    fill_missing,
-    set_before_first_update,
-    step_old_logprobs,
-)
 from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.packing import (
     LocalTokens,
@@ -172,12 +167,16 @@ class TrainBackend:
             if is_policy:
                 score = partial(self.scored_logprobs, sampling=update.sampling)
                 with self._prefix_passes():
-                    set_before_first_update(batches, update.old_logprobs, self.exact, score)
+                    old_logprobs.set_before_first_update(batches, update.old_logprobs, self.exact, score)
             stats, old = [], []
             self._n_halvings = 0
             for number, (step, of_step) in enumerate(zip(steps, batches, strict=True)):
                 stats.append(self._step(step, of_step, loss_fn, update, is_first=number == 0))
-                old.append(step_old_logprobs(of_step) if is_policy and update.old_logprobs == "recompute" else None)
+                old.append(
+                    old_logprobs.step_old_logprobs(of_step)
+                    if is_policy and update.old_logprobs == "recompute"
+                    else None
+                )
             return TrainResult(join_steps(stats), old, self._n_halvings)
 
     def skip_updates(self, n: int) -> dict[str, float]:
@@ -486,12 +485,12 @@ class TrainBackend:
         pack.divergence = more[0] if more else None
         own_N = logprobs_N.detach()
         if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
-            pack.old_logprobs = fill_missing(pack.old_logprobs, own_N)
+            pack.old_logprobs = old_logprobs.fill_missing(pack.old_logprobs, own_N)
         loss, loss_stats = checked_result(loss_fn(pack, logprobs_N))
         before_N = pack.old_logprobs
         if update.old_logprobs == "rollout":
             before_N = own_N if is_first else None
-        compare_with_rollout(stats, pack, own_N, before_N)
+        old_logprobs.compare_with_rollout(stats, pack, own_N, before_N)
         return loss, loss_stats
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
