@@ -28,14 +28,7 @@ from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, join_steps
 from areno.engine.train.micro_batches import NO_SHARING, StepMicroBatches, TrainResult, row_micro_batches
 from areno.engine.train.optimizer import Optimizer
-from areno.engine.train.packing import (
-    LocalTokens,
-    PackedTokens,
-    PrefixPass,
-    StepBatches,
-    not_masked,
-    pack_group,
-)
+from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, StepBatches, not_masked, pack_group
 from areno.engine.train.prefixes import order_to_share
 from areno.engine.train.routes import StepRouting
 from areno.engine.train.rows import without_padding
