@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from areno.engine.decoder.sequence import Sequence
-from areno.kernels.fixed_order import SPAN, border, n_spans
+from areno.kernels.fixed_order import SPAN, n_spans, span_start
 
 MIN_SAVING = 16  # positions per row of the batch that groups must save on average to be used
 _MIN_SPLIT_LEN, _MAX_SPLITS = 64, 16
@@ -179,4 +179,4 @@ def _whole_blocks(block_size: int, length: int) -> int:
 def _whole_spans(block_size: int, length: int) -> int:
     """Return the largest position up to `length` at which a KV block and a split of fixed-order attention begin."""
     last = n_spans(length + 1) - 1
-    return next(start for span in range(last, -1, -1) if (start := border(span)) % block_size == 0)
+    return next(start for span in range(last, -1, -1) if (start := span_start(span)) % block_size == 0)

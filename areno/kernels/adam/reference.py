@@ -87,7 +87,7 @@ def quantise(values: Tensor, code: Tensor, scale: Tensor, *, signed: bool) -> No
     padded = F.pad(values, (0, -n % BLOCK)).view(-1, BLOCK)
     scale.copy_(padded.abs().amax(1))
     share = (padded / scale.clamp_min(TINY).unsqueeze(1)).flatten()[:n]
-    number = torch.bucketize(share, borders(signed, values.device))
+    number = torch.bucketize(share, midpoints(signed, values.device))
     code.copy_(number if signed else number.maximum((share > 0).long()))
 
 
@@ -111,7 +111,7 @@ def codes(signed: bool, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def borders(signed: bool, device: torch.device) -> Tensor:
+def midpoints(signed: bool, device: torch.device) -> Tensor:
     """Return the midpoints between neighbouring values of the table, (255,), at which rounding changes the code."""
     table = codes(signed, device)
     return (table[1:] + table[:-1]) / 2

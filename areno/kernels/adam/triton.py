@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.adam.reference import BLOCK, TINY, Pair, Update, borders, codes
+from areno.kernels.adam.reference import BLOCK, TINY, Pair, Update, codes, midpoints
 from areno.kernels.jit import kernel
 
 _BLOCK = 1024
@@ -32,9 +32,9 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
             *moments,
             *scales,
             codes(True, device),
-            borders(True, device),
+            midpoints(True, device),
             codes(False, device),
-            borders(False, device),
+            midpoints(False, device),
             n,
             *_numbers(update),
             TINY,

@@ -130,7 +130,10 @@ def varlen_attention(
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
         rows = cu_seqlens_q, cu_seqlens_k, max_q, max_k
-        how = {"window_size": (_left(window), -1), "deterministic": torch.are_deterministic_algorithms_enabled()}
+        how = {
+            "window_size": (_n_before(window), -1),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
         return flash_attn_varlen_func(q_NHD, k_MKD, v_MKD, *rows, causal=True, **how)
     raise ValueError(f"unknown attention backend {backend!r}")
 
@@ -150,14 +153,18 @@ def varlen_forward(
     rows = cu_seqlens_q, cu_seqlens_k, max_q, max_k
     if backend == "varlen":
         out_NHD, *saved = torch.ops.aten._flash_attention_forward(
-            q_NHD, k_MKD, v_MKD, *rows, 0.0, True, False, **_sides(window)
+            q_NHD, k_MKD, v_MKD, *rows, 0.0, True, False, **_window_args(window)
         )
         # The log-sum-exp, and two tensors of dropout's random state, which backward requires even without dropout.
         return out_NHD, tuple(saved[:3])
     if backend == "flash":
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # type: ignore[import-not-found]
 
-        how = {"dropout_p": 0.0, "softmax_scale": q_NHD.shape[-1] ** -0.5, "window_size_left": _left(window)}
+        how = {
+            "dropout_p": 0.0,
+            "softmax_scale": q_NHD.shape[-1] ** -0.5,
+            "window_size_left": _n_before(window),
+        }
         out_NHD, log_sum, _, state = _flash_attn_varlen_forward(q_NHD, k_MKD, v_MKD, *rows, causal=True, **how)
         return out_NHD, (log_sum, state)
     if backend == "fixed_order":
@@ -186,7 +193,17 @@ def varlen_backward(
         log_sum, *states = saved
         states = states or _no_dropout(q_NHD.device)
         return torch.ops.aten._flash_attention_backward(
-            grad_NHD.contiguous(), q_NHD, k_MKD, v_MKD, out_NHD, log_sum, *rows, 0.0, True, *states, **_sides(window)
+            grad_NHD.contiguous(),
+            q_NHD,
+            k_MKD,
+            v_MKD,
+            out_NHD,
+            log_sum,
+            *rows,
+            0.0,
+            True,
+            *states,
+            **_window_args(window),
         )
     if backend == "flash":
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward  # type: ignore[import-not-found]
@@ -197,7 +214,7 @@ def varlen_backward(
             "dropout_p": 0.0,
             "softmax_scale": q_NHD.shape[-1] ** -0.5,
             "causal": True,
-            "window_size_left": _left(window),
+            "window_size_left": _n_before(window),
             "window_size_right": -1,
             "softcap": 0.0,
             "alibi_slopes": None,
@@ -214,12 +231,12 @@ def has_flash_backward(q_NHD: Tensor) -> bool:
     return q_NHD.is_cuda and q_NHD.dtype != torch.float32 and not is_before_ampere(q_NHD.device)
 
 
-def _left(window: int | None) -> int:
+def _n_before(window: int | None) -> int:
     """Return a sliding window as flash-attn counts it: the number of keys before the query's own, -1 for all keys."""
     return -1 if window is None else window - 1
 
 
-def _sides(window: int | None) -> dict[str, int]:
+def _window_args(window: int | None) -> dict[str, int]:
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
@@ -286,7 +303,7 @@ class _Windowed(torch.autograd.Function):
     ) -> Tensor:
         ctx.lengths, ctx.window = (max_q, max_k), window
         out_NHD, log_sum, *states = torch.ops.aten._flash_attention_forward(
-            q_NHD, k_MKD, v_MKD, cu_q, cu_k, max_q, max_k, 0.0, True, False, **_sides(window)
+            q_NHD, k_MKD, v_MKD, cu_q, cu_k, max_q, max_k, 0.0, True, False, **_window_args(window)
         )
         ctx.save_for_backward(q_NHD, k_MKD, v_MKD, out_NHD, log_sum, cu_q, cu_k, *states[:2])
         return out_NHD
@@ -295,7 +312,16 @@ class _Windowed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *given, cu_q, cu_k, state, unused = ctx.saved_tensors
         found = torch.ops.aten._flash_attention_backward(
-            grads[0].contiguous(), *given, cu_q, cu_k, *ctx.lengths, 0.0, True, state, unused, **_sides(ctx.window)
+            grads[0].contiguous(),
+            *given,
+            cu_q,
+            cu_k,
+            *ctx.lengths,
+            0.0,
+            True,
+            state,
+            unused,
+            **_window_args(ctx.window),
         )
         return *found, None, None, None, None, None
 

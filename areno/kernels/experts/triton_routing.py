@@ -84,7 +84,7 @@ def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor
 
 
 @triton.jit
-def _local(chosen_ptr, copy, n_copies, first, n_experts):
+def _local_expert(chosen_ptr, copy, n_copies, first, n_experts):
     """Return the index of each copy's expert among those of this rank.
 
     The index is n_experts for experts of other ranks, and n_experts + 1 where `copy` is not below n_copies.
@@ -110,11 +110,11 @@ def _sort_kernel(
     mine = tl.program_id(0)
     at = 0
     for start in range(0, n_copies, BLOCK):
-        expert = _local(chosen_ptr, start + tl.arange(0, BLOCK), n_copies, first, n_experts)
+        expert = _local_expert(chosen_ptr, start + tl.arange(0, BLOCK), n_copies, first, n_experts)
         at += tl.sum((expert < mine).to(tl.int32), 0)
     for start in range(0, n_copies, BLOCK):
         copy = start + tl.arange(0, BLOCK)
-        is_mine = _local(chosen_ptr, copy, n_copies, first, n_experts) == mine
+        is_mine = _local_expert(chosen_ptr, copy, n_copies, first, n_experts) == mine
         count = is_mine.to(tl.int32)
         place = (at + tl.cumsum(count, 0) - 1).to(tl.int64)
         tl.store(tokens_ptr + place, (copy // top_k).to(tl.int64), mask=is_mine)

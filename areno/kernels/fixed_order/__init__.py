@@ -14,9 +14,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from areno.kernels.backend import implementation
-from areno.kernels.fixed_order.reference import SPAN, border, n_spans, padded_attention, row_multiple
+from areno.kernels.fixed_order.reference import SPAN, n_spans, padded_attention, row_multiple, span_start
 
-__all__ = ["SPAN", "border", "n_spans", "packed_attention", "padded_attention", "row_multiple"]
+__all__ = ["SPAN", "n_spans", "packed_attention", "padded_attention", "row_multiple", "span_start"]
 
 
 def packed_attention(

@@ -26,7 +26,7 @@ _SHORT = 64, 128  # where the second and third span begin; the first begins at 0
 ROWS = 16  # of a product for each CPU thread; with fewer rows, MKL uses other kernels
 
 
-def border(span: int) -> int:
+def span_start(span: int) -> int:
     """Return the first position of a span of keys: 0, 64, 128, 256, 512, 768 and so on."""
     return (0, *_SHORT)[span] if span <= len(_SHORT) else (span - len(_SHORT)) * SPAN
 
@@ -74,7 +74,7 @@ def padded_attention(
     n_kv_heads = k_BKMC.shape[1]
     shared = n_heads // n_kv_heads
     spans = n_spans(k_BKMC.shape[2])
-    more_q, more_k = -(shared * n_q) % row_multiple(), border(spans) - k_BKMC.shape[2]
+    more_q, more_k = -(shared * n_q) % row_multiple(), span_start(spans) - k_BKMC.shape[2]
     # Query heads that share a key head are rows of one product.
     q_XPC = F.pad((q_BHLC * dim**-0.5).reshape(n_rows * n_kv_heads, shared * n_q, dim), (0, 0, 0, more_q))
     # Pad to whole spans, not further: a longer padding would take most of the time of short rows.
@@ -83,7 +83,7 @@ def padded_attention(
     best = q_XPC.new_full((*q_XPC.shape[:2], 1), -torch.inf)
     total, acc = torch.zeros_like(best), torch.zeros_like(q_XPC)
     for index in range(spans):
-        span = slice(border(index), border(index + 1))
+        span = slice(span_start(index), span_start(index + 1))
         keys = torch.arange(span.start, span.stop)
         hidden = keys > positions_XP1
         if window is not None:

@@ -75,7 +75,7 @@ def heads_together(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def border(span):
+def span_start(span):
     """Return the first position of the span of keys with index `span`: 0, 64, 128, 256, 512, 768 and so on."""
     return tl.where(span < 3, span * 64, (span - 2) * _SPAN)
 
@@ -84,14 +84,14 @@ def border(span):
 def n_spans(length):
     """Return the number of spans of keys that cover the first `length` positions of a row.
 
-    Spans begin at the positions 0, 64, 128, 256, 512, 768 and so on (see `border`). The last one may be covered in
+    Spans begin at the positions 0, 64, 128, 256, 512, 768 and so on (see `span_start`). The last one may be covered in
     part.
     """
     return tl.where(length <= 128, (length + 63) // 64, 2 + (length + _SPAN - 1) // _SPAN)
 
 
 @triton.jit
-def take(q, k, v, visible, best, total, acc, rate):
+def add_tile(q, k, v, visible, best, total, acc, rate):
     """Add a tile of TILE keys, transposed (C, TILE), to a running softmax.
 
     `best` is the largest score so far, `total` the sum of weights, the same in all _ONES columns, and `acc` the
@@ -119,7 +119,7 @@ def rescale(best, new_best, rate):
 
 
 @triton.jit
-def join(best, total, span_best, span_total, rate):
+def join_spans(best, total, span_best, span_total, rate):
     """Combine the softmax over a span of keys with the softmax over all earlier spans.
 
     The results are (largest score, sum of weights, factor_earlier, factor_span). The weighted sum of values over all
@@ -177,7 +177,7 @@ def _packed_kernel(
             span_best = tl.full([QUERIES], float("-inf"), tl.float32)
             span_total = tl.zeros([QUERIES, _ONES], tl.float32)
             span_acc = tl.zeros([QUERIES, PADDED_DIM], tl.float32)
-            for tile in range(border(span), tl.minimum(border(span + 1), end), TILE):
+            for tile in range(span_start(span), tl.minimum(span_start(span + 1), end), TILE):
                 key = tile + tl.arange(0, TILE)
                 inside = key < end
                 at = key.to(tl.int64)
@@ -188,8 +188,8 @@ def _packed_kernel(
                 visible = key[None, :] <= position[:, None]
                 if WINDOW is not None:
                     visible &= key[None, :] > position[:, None] - WINDOW
-                span_best, span_total, span_acc = take(q, k, v, visible, span_best, span_total, span_acc, rate)
-            best, total, decay, weight = join(best, total, span_best, tl.max(span_total, axis=1), rate)
+                span_best, span_total, span_acc = add_tile(q, k, v, visible, span_best, span_total, span_acc, rate)
+            best, total, decay, weight = join_spans(best, total, span_best, tl.max(span_total, axis=1), rate)
             acc = tl.fma(acc, decay[:, None], span_acc * weight[:, None])
         place = out_ptr + (token * tl.num_programs(1) + head)[:, None] * DIM + dim[None, :]
         tl.store(place, tl.div_rn(acc, total[:, None]).to(out_ptr.dtype.element_ty), mask=real)

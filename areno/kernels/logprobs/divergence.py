@@ -76,7 +76,7 @@ class CommonIds:
         absent_V = absent_V[:n_columns]
         return CommonIds(n_columns, absent_V.to(device) if absent_V.any() else None)
 
-    def among(self, logits_CV: Tensor) -> Tensor:
+    def select(self, logits_CV: Tensor) -> Tensor:
         """Return the logits of the columns, with a finite number that weighs nothing for ids that are left out."""
         logits_CV = logits_CV[:, : self.n_columns]
         return logits_CV if self.absent_V is None else logits_CV.masked_fill(self.absent_V, _NOTHING)
@@ -97,31 +97,37 @@ class WholeTeacher:
         return 5
 
     def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
-        theirs_CV = self.logits(self.hidden_KE[part])
+        teacher_CV = self.logits(self.hidden_KE[part])
         first_C = torch.zeros(len(logits_CV), dtype=torch.int64, device=logits_CV.device)  # no target is needed
         if self.common is not None:
-            logits_CV, theirs_CV = self.common.among(logits_CV), self.common.among(theirs_CV)
+            logits_CV, teacher_CV = self.common.select(logits_CV), self.common.select(teacher_CV)
             norm_2C = head.softmax(logits_CV, first_C)[2]
-        their_norm_2C = head.softmax(theirs_CV, first_C)[2]
+        teacher_norm_2C = head.softmax(teacher_CV, first_C)[2]
         sums_2C = head.kernels.divergence_sums(
-            logits_CV, theirs_CV, norm_2C, their_norm_2C, head.temperature, self.divergence.kind, self.divergence.beta
+            logits_CV,
+            teacher_CV,
+            norm_2C,
+            teacher_norm_2C,
+            head.temperature,
+            self.divergence.kind,
+            self.divergence.beta,
         )
         if head.all_reduce is not None:
             head.all_reduce(sums_2C)
-        return sums_2C[0], torch.cat((norm_2C, their_norm_2C, sums_2C[1:])).t(), theirs_CV
+        return sums_2C[0], torch.cat((norm_2C, teacher_norm_2C, sums_2C[1:])).t(), teacher_CV
 
     def gradient(
         self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
     ) -> None:
-        theirs_CV = self.logits(self.hidden_KE[part]) if made is None else made
+        teacher_CV = self.logits(self.hidden_KE[part]) if made is None else made
         if self.common is not None:
-            logits_CV = self.common.among(logits_CV)
-            theirs_CV = theirs_CV if made is not None else self.common.among(theirs_CV)
+            logits_CV = self.common.select(logits_CV)
+            teacher_CV = teacher_CV if made is not None else self.common.select(teacher_CV)
             out_CV[:, self.common.n_columns :].zero_()
             out_CV = out_CV[:, : self.common.n_columns]
         saved_5C = saved_CS.t().contiguous()  # kernels read rows with stride 1
         kind, beta = self.divergence.kind, self.divergence.beta
-        args = (logits_CV, theirs_CV, saved_5C[:2], saved_5C[2:4], saved_5C[4], head.temperature, kind, beta)
+        args = (logits_CV, teacher_CV, saved_5C[:2], saved_5C[2:4], saved_5C[4], head.temperature, kind, beta)
         head.kernels.divergence_gradient(*args, out_CV)
 
 
@@ -143,15 +149,15 @@ class ListedTeacher:
         return self.tokens_KJ.shape[1] + 1
 
     def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
-        ours_CJ = self._ours(head, part, logits_CV, norm_2C)
-        theirs_CJ = _with_tail(self.logprobs_KJ[part].to(ours_CJ.dtype))
+        student_CJ = self._student_logprobs(head, part, logits_CV, norm_2C)
+        teacher_CJ = _with_tail(self.logprobs_KJ[part].to(student_CJ.dtype))
         kind, beta = self.divergence.kind, self.divergence.beta
-        divergence_C = reference.divergence_terms(ours_CJ, theirs_CJ, kind, beta).sum(-1)
-        q_CJ = ours_CJ.exp()
+        divergence_C = reference.divergence_terms(student_CJ, teacher_CJ, kind, beta).sum(-1)
+        q_CJ = student_CJ.exp()
         if kind == "forward_kl":  # not q (h - mean): h overflows where the student excludes what the teacher says
-            listed_CJ, tail_C = (q_CJ - theirs_CJ.exp())[:, :-1], 1.0 - (theirs_CJ - ours_CJ)[:, -1].exp()
+            listed_CJ, tail_C = (q_CJ - teacher_CJ.exp())[:, :-1], 1.0 - (teacher_CJ - student_CJ)[:, -1].exp()
         else:
-            factors_CJ = reference.gradient_factors(ours_CJ, theirs_CJ, kind, beta)
+            factors_CJ = reference.gradient_factors(student_CJ, teacher_CJ, kind, beta)
             factors_CJ = factors_CJ - (q_CJ * factors_CJ).sum(-1, keepdim=True)
             listed_CJ, tail_C = (q_CJ * factors_CJ)[:, :-1], factors_CJ[:, -1]
         return divergence_C, torch.cat((listed_CJ, tail_C.unsqueeze(-1)), 1), None
@@ -167,7 +173,7 @@ class ListedTeacher:
         more_CJ = (listed_CJ - grad_CV.gather(1, local_CJ)).where(here_CJ, 0.0)
         out_CV.copy_(grad_CV.scatter_add_(1, local_CJ, more_CJ))
 
-    def _ours(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> Tensor:
+    def _student_logprobs(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> Tensor:
         """Return the student's log-probabilities of the listed tokens and of the tail, (C, J + 1)."""
         if not logits_CV.shape[1]:  # a rank whose part of the vocabulary is all padding
             sums_CJ = norm_2C.new_zeros((len(logits_CV), self.tokens_KJ.shape[1] + 1))

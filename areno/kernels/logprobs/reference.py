@@ -51,40 +51,40 @@ def log_softmax_of(logits_CV: Tensor, norm_2C: Tensor, temperature: float) -> Te
     return (logits_CV / temperature).sub_(norm_2C[0].unsqueeze(-1)).sub_(norm_2C[1].unsqueeze(-1))
 
 
-def divergence_terms(ours: Tensor, theirs: Tensor, kind: str, beta: float) -> Tensor:
-    """Return summands of the divergence, from log q (`ours`) and log p (`theirs`), 0 where they are equal."""
+def divergence_terms(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:
+    """Return summands of the divergence, from log q (`student`) and log p (`teacher`), 0 where they are equal."""
     if kind == "forward_kl":
-        return theirs.exp() * (theirs - ours)
+        return teacher.exp() * (teacher - student)
     if kind == "reverse_kl":
-        return ours.exp() * (ours - theirs)
-    mixed = _mixture_minus_ours(ours, theirs, beta)
-    return beta * theirs.exp() * (theirs - ours - mixed) - (1 - beta) * ours.exp() * mixed
+        return student.exp() * (student - teacher)
+    mixed = _mixture_minus_student(student, teacher, beta)
+    return beta * teacher.exp() * (teacher - student - mixed) - (1 - beta) * student.exp() * mixed
 
 
-def gradient_factors(ours: Tensor, theirs: Tensor, kind: str, beta: float) -> Tensor:
+def gradient_factors(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:
     """Return h, with which the gradient of the divergence by the student's logits x is q (h - sum of q h).
 
     h is the derivative of the divergence by q, except for an added constant.
     """
     if kind == "forward_kl":
-        return -(theirs - ours).exp()
+        return -(teacher - student).exp()
     if kind == "reverse_kl":
-        return ours - theirs
-    return -(1 - beta) * _mixture_minus_ours(ours, theirs, beta)
+        return student - teacher
+    return -(1 - beta) * _mixture_minus_student(student, teacher, beta)
 
 
-def _mixture_minus_ours(ours: Tensor, theirs: Tensor, beta: float) -> Tensor:
+def _mixture_minus_student(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     """Return log m - log q with m = beta p + (1 - beta) q. Exactly 0 where p = q, and finite for every p and q."""
-    d = theirs - ours
+    d = teacher - student
     smaller = torch.where(d > 0, d.new_tensor(1 - beta), d.new_tensor(beta))  # the weight of the smaller probability
     return torch.log1p(torch.expm1(-d.abs()) * smaller) + d.clamp(min=0.0)
 
 
 def divergence_sums(
     logits_CV: Tensor,
-    theirs_CV: Tensor,
+    teacher_CV: Tensor,
     norm_2C: Tensor,
-    their_norm_2C: Tensor,
+    teacher_norm_2C: Tensor,
     temperature: float,
     kind: str,
     beta: float,
@@ -92,19 +92,19 @@ def divergence_sums(
     """Return the sums of `divergence_terms` and of q h (see `gradient_factors`), 0 for "forward_kl", (2, C)."""
     if not logits_CV.shape[1]:
         return torch.zeros_like(norm_2C)
-    ours = log_softmax_of(logits_CV, norm_2C, temperature)
-    theirs = log_softmax_of(theirs_CV, their_norm_2C, temperature)
-    total_C = divergence_terms(ours, theirs, kind, beta).sum(-1)
+    student = log_softmax_of(logits_CV, norm_2C, temperature)
+    teacher = log_softmax_of(teacher_CV, teacher_norm_2C, temperature)
+    total_C = divergence_terms(student, teacher, kind, beta).sum(-1)
     if kind == "forward_kl":
         return torch.stack((total_C, torch.zeros_like(total_C)))
-    return torch.stack((total_C, (ours.exp() * gradient_factors(ours, theirs, kind, beta)).sum(-1)))
+    return torch.stack((total_C, (student.exp() * gradient_factors(student, teacher, kind, beta)).sum(-1)))
 
 
 def divergence_gradient(
     logits_CV: Tensor,
-    theirs_CV: Tensor,
+    teacher_CV: Tensor,
     norm_2C: Tensor,
-    their_norm_2C: Tensor,
+    teacher_norm_2C: Tensor,
     mean_C: Tensor,
     temperature: float,
     kind: str,
@@ -114,10 +114,10 @@ def divergence_gradient(
     """Write the gradient with respect to x. `mean_C` is the second row of `divergence_sums`, summed over all ranks."""
     if not logits_CV.shape[1]:
         return
-    ours = log_softmax_of(logits_CV, norm_2C, temperature)
-    theirs = log_softmax_of(theirs_CV, their_norm_2C, temperature)
+    student = log_softmax_of(logits_CV, norm_2C, temperature)
+    teacher = log_softmax_of(teacher_CV, teacher_norm_2C, temperature)
     if kind == "forward_kl":
-        out_CV.copy_(ours.exp_().sub_(theirs.exp_()))
+        out_CV.copy_(student.exp_().sub_(teacher.exp_()))
         return
-    factors = gradient_factors(ours, theirs, kind, beta).sub_(mean_C.unsqueeze(-1))
-    out_CV.copy_(factors.mul_(ours.exp_()))
+    factors = gradient_factors(student, teacher, kind, beta).sub_(mean_C.unsqueeze(-1))
+    out_CV.copy_(factors.mul_(student.exp_()))

@@ -100,27 +100,27 @@ _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
 
 def divergence_sums(
     logits_CV: Tensor,
-    theirs_CV: Tensor,
+    teacher_CV: Tensor,
     norm_2C: Tensor,
-    their_norm_2C: Tensor,
+    teacher_norm_2C: Tensor,
     temperature: float,
     kind: str,
     beta: float,
 ) -> Tensor:
     n_positions, n_rows = logits_CV.shape
-    norm_2C, their_norm_2C = norm_2C.contiguous(), their_norm_2C.contiguous()
+    norm_2C, teacher_norm_2C = norm_2C.contiguous(), teacher_norm_2C.contiguous()
     out_2C = torch.zeros_like(norm_2C)
     if not n_positions or not n_rows:
         return out_2C
     block = min(_BLOCK, triton.next_power_of_2(n_rows))
     _divergence_sums_kernel[(n_positions,)](
         logits_CV,
-        theirs_CV,
+        teacher_CV,
         norm_2C,
-        their_norm_2C,
+        teacher_norm_2C,
         out_2C,
         logits_CV.stride(0),
-        theirs_CV.stride(0),
+        teacher_CV.stride(0),
         n_rows,
         _rate(temperature),
         beta,
@@ -133,9 +133,9 @@ def divergence_sums(
 
 def divergence_gradient(
     logits_CV: Tensor,
-    theirs_CV: Tensor,
+    teacher_CV: Tensor,
     norm_2C: Tensor,
-    their_norm_2C: Tensor,
+    teacher_norm_2C: Tensor,
     mean_C: Tensor,
     temperature: float,
     kind: str,
@@ -145,17 +145,17 @@ def divergence_gradient(
     n_positions, n_rows = logits_CV.shape
     if not n_positions or not n_rows:
         return
-    norm_2C, their_norm_2C = norm_2C.contiguous(), their_norm_2C.contiguous()
+    norm_2C, teacher_norm_2C = norm_2C.contiguous(), teacher_norm_2C.contiguous()
     block = min(_BLOCK, triton.next_power_of_2(n_rows))
     _divergence_gradient_kernel[(n_positions, triton.cdiv(n_rows, block))](
         logits_CV,
-        theirs_CV,
+        teacher_CV,
         norm_2C,
-        their_norm_2C,
+        teacher_norm_2C,
         mean_C,
         out_CV,
         logits_CV.stride(0),
-        theirs_CV.stride(0),
+        teacher_CV.stride(0),
         out_CV.stride(0),
         n_rows,
         _rate(temperature),
@@ -167,8 +167,8 @@ def divergence_gradient(
 
 
 @triton.jit
-def _mixture_minus_ours(ours, theirs, beta):
-    d = theirs - ours
+def _mixture_minus_student(student, teacher, beta):
+    d = teacher - student
     share = tl.where(d > 0.0, 1.0 - beta, beta)
     return tl.log(1.0 + share * (tl.exp(-tl.abs(d)) - 1.0)) + tl.maximum(d, 0.0)
 
@@ -176,12 +176,12 @@ def _mixture_minus_ours(ours, theirs, beta):
 @kernel
 def _divergence_sums_kernel(
     logits_ptr,
-    theirs_ptr,
+    teacher_ptr,
     norm_ptr,
-    their_norm_ptr,
+    teacher_norm_ptr,
     out_ptr,
     stride,
-    their_stride,
+    teacher_stride,
     n_rows,
     scale,
     beta,
@@ -191,26 +191,26 @@ def _divergence_sums_kernel(
     position = tl.program_id(0).to(tl.int64)
     n_positions = tl.num_programs(0)
     top, rest = tl.load(norm_ptr + position), tl.load(norm_ptr + n_positions + position)
-    their_top, their_rest = tl.load(their_norm_ptr + position), tl.load(their_norm_ptr + n_positions + position)
+    teacher_top, teacher_rest = tl.load(teacher_norm_ptr + position), tl.load(teacher_norm_ptr + n_positions + position)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_rows, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < n_rows
         x = tl.load(logits_ptr + position * stride + column, mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(theirs_ptr + position * their_stride + column, mask=inside, other=0.0).to(tl.float32)
-        ours, theirs = (x * scale - top) - rest, (y * scale - their_top) - their_rest
+        y = tl.load(teacher_ptr + position * teacher_stride + column, mask=inside, other=0.0).to(tl.float32)
+        student, teacher = (x * scale - top) - rest, (y * scale - teacher_top) - teacher_rest
         if KIND == 0:
-            total += tl.where(inside, tl.exp(theirs) * (theirs - ours), 0.0)
+            total += tl.where(inside, tl.exp(teacher) * (teacher - student), 0.0)
         elif KIND == 1:
-            total += tl.where(inside, tl.exp(ours) * (ours - theirs), 0.0)
+            total += tl.where(inside, tl.exp(student) * (student - teacher), 0.0)
         else:
-            q = tl.exp(ours)
-            mixed = _mixture_minus_ours(ours, theirs, beta)
-            of_ours = q * mixed
-            of_theirs = tl.exp(theirs) * (theirs - ours - mixed)
-            total += tl.where(inside, beta * of_theirs - (1.0 - beta) * of_ours, 0.0)
-            weighted += tl.where(inside, -(1.0 - beta) * of_ours, 0.0)
+            q = tl.exp(student)
+            mixed = _mixture_minus_student(student, teacher, beta)
+            of_student = q * mixed
+            of_teacher = tl.exp(teacher) * (teacher - student - mixed)
+            total += tl.where(inside, beta * of_teacher - (1.0 - beta) * of_student, 0.0)
+            weighted += tl.where(inside, -(1.0 - beta) * of_student, 0.0)
     found = tl.sum(total, axis=0)
     tl.store(out_ptr + position, found)
     if KIND == 1:  # h is log q - log p, so the mean is the divergence
@@ -222,13 +222,13 @@ def _divergence_sums_kernel(
 @kernel
 def _divergence_gradient_kernel(
     logits_ptr,
-    theirs_ptr,
+    teacher_ptr,
     norm_ptr,
-    their_norm_ptr,
+    teacher_norm_ptr,
     mean_ptr,
     out_ptr,
     stride,
-    their_stride,
+    teacher_stride,
     out_stride,
     n_rows,
     scale,
@@ -240,16 +240,16 @@ def _divergence_gradient_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < n_rows
     x = tl.load(logits_ptr + position * stride + column, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(theirs_ptr + position * their_stride + column, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(teacher_ptr + position * teacher_stride + column, mask=inside, other=0.0).to(tl.float32)
     n_positions = tl.num_programs(0)
-    ours = (x * scale - tl.load(norm_ptr + position)) - tl.load(norm_ptr + n_positions + position)
-    theirs = (y * scale - tl.load(their_norm_ptr + position)) - tl.load(their_norm_ptr + n_positions + position)
-    q = tl.exp(ours)
+    student = (x * scale - tl.load(norm_ptr + position)) - tl.load(norm_ptr + n_positions + position)
+    teacher = (y * scale - tl.load(teacher_norm_ptr + position)) - tl.load(teacher_norm_ptr + n_positions + position)
+    q = tl.exp(student)
     if KIND == 0:
-        grad = q - tl.exp(theirs)
+        grad = q - tl.exp(teacher)
     elif KIND == 1:
-        grad = q * (ours - theirs - tl.load(mean_ptr + position))
+        grad = q * (student - teacher - tl.load(mean_ptr + position))
     else:
-        factor = -(1.0 - beta) * _mixture_minus_ours(ours, theirs, beta)
+        factor = -(1.0 - beta) * _mixture_minus_student(student, teacher, beta)
         grad = q * (factor - tl.load(mean_ptr + position))
     tl.store(out_ptr + position * out_stride + column, grad.to(out_ptr.dtype.element_ty), mask=inside)

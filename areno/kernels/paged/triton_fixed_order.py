@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.fixed_order.reference import SPAN
-from areno.kernels.fixed_order.triton import LOG2_E, TILE, border, heads_together, join, n_spans, rescale
+from areno.kernels.fixed_order.triton import LOG2_E, TILE, heads_together, join_spans, n_spans, rescale, span_start
 from areno.kernels.jit import kernel
 from areno.kernels.paged.reference import PagedBatch
 
@@ -143,7 +143,7 @@ def _split_kernel(
                 shared = tl.load(shared_ptr + leader).to(tl.int32)
                 n_first_spans = n_spans(tl.minimum(first_group_split_len, shared))
                 span = tl.where(split == 0, 0, n_first_spans + split - 1)
-                if border(span) < shared:
+                if span_start(span) < shared:
                     cell = tl.arange(0, GROUP_ROWS)
                     member = cell // HEADS_PER_KEY
                     row = tl.load(groups_ptr + group * GROUP_SIZE + member, mask=member < GROUP_SIZE, other=-1).to(
@@ -162,7 +162,7 @@ def _split_kernel(
                         kv_head * HEADS_PER_KEY + cell % HEADS_PER_KEY,
                         row >= 0,
                         span,
-                        tl.minimum(tl.where(split == 0, first_group_split_len, border(span + 1)), shared),
+                        tl.minimum(tl.where(split == 0, first_group_split_len, span_start(span + 1)), shared),
                         split,
                         tl.load(lengths_ptr + row, mask=row >= 0, other=2**31 - 1).to(tl.int32),
                         q_stride,
@@ -185,8 +185,8 @@ def _split_kernel(
         n_first_spans = n_spans(_first_split_end(length, shared, first_group_split_len))
         is_first = (split == 0) & (shared == 0)
         span = tl.where(shared > 0, n_spans(shared) + split, tl.where(is_first, 0, n_first_spans + split - 1))
-        end = tl.minimum(tl.where(is_first, _FIRST_OWN_SPLIT_LEN, border(span + 1)), length)
-        if border(span) < length:
+        end = tl.minimum(tl.where(is_first, _FIRST_OWN_SPLIT_LEN, span_start(span + 1)), length)
+        if span_start(span) < length:
             table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
             if end == length:
                 # Write the new token's key and value to the cache. All threads wait, since they read them there.
@@ -269,10 +269,10 @@ def _attend_spans(
         span_best = tl.full([ROWS], float("-inf"), tl.float32)
         span_total = tl.zeros([_ONES, ROWS], tl.float32)
         span_acc = tl.zeros([PADDED_DIM, ROWS], tl.float32)
-        begin = border(index)
+        begin = span_start(index)
         if WINDOW is not None:
             begin = tl.maximum(begin, (tl.min(row_length, axis=0) - WINDOW) // TILE * TILE)
-        for tile in range(begin, tl.minimum(border(index + 1), end), TILE):
+        for tile in range(begin, tl.minimum(span_start(index + 1), end), TILE):
             k, v = _load_tile(k_ptr, v_ptr, table_row, tile, end, STRIDE, DIM, PADDED_DIM, BLOCK_SIZE)
             position = tile + tl.arange(0, TILE)
             visible = (position < end)[:, None]
@@ -286,7 +286,7 @@ def _attend_spans(
             ones = tl.full([_ONES, TILE], 1.0, v.dtype)
             span_total = tl.dot(ones, weights, acc=span_total * decay[None, :], input_precision="ieee")
             span_best = new_best
-        best, total, decay, weight = join(best, total, span_best, tl.max(span_total, axis=0), rate)
+        best, total, decay, weight = join_spans(best, total, span_best, tl.max(span_total, axis=0), rate)
         acc = tl.fma(acc, decay[None, :], span_acc * weight[None, :])
     cell = (row * n_heads + head) * n_parts + part
     tl.store(sums_ptr + cell[None, :] * DIM + dim[:, None], acc, mask=mask)
@@ -368,7 +368,7 @@ def _combine_splits_kernel(
         part_acc = tl.load(sums_ptr + cell[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
         part_best = tl.load(stats_ptr + cell, mask=real, other=0.0)
         part_total = tl.load(stats_ptr + n_cells + cell, mask=real, other=1.0)
-        best, total, decay, weight = join(best, total, part_best, part_total, rate)
+        best, total, decay, weight = join_spans(best, total, part_best, part_total, rate)
         acc = tl.fma(acc, decay[:, None], part_acc * weight[:, None])
     place = out_ptr + head[:, None] * DIM + dim[None, :]
     tl.store(place, tl.div_rn(acc, total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

@@ -141,9 +141,9 @@ def sample_tokens(
         scaled_drawn_BV = edited_BV / temperature_B[:, None]
         weights_BV, best_B, sums_BC, _ = _weights(scaled_drawn_BV)
     if absent_N is not None:
-        weights_BV, best_B, sums_BC = _without(absent_N, scaled_drawn_BV, weights_BV, best_B, sums_BC)
+        weights_BV, best_B, sums_BC = _without_absent(absent_N, scaled_drawn_BV, weights_BV, best_B, sums_BC)
     if top_k_B is not None and top_p_B is not None:
-        weights_BV *= _kept(weights_BV, top_k_B, top_p_B)
+        weights_BV *= _kept_by_top_k_and_top_p(weights_BV, top_k_B, top_p_B)
         sums_BC = _chunk_sums(weights_BV)
     drawn_B = _inverse_cdf(weights_BV, sums_BC, uniform_B)
     # Take the most likely token if rounding gave an entry of weight 0, which is rare, or if the weight is NaN.
@@ -161,7 +161,7 @@ def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weights_BV, best_B, sums_BC, top_B + sums_BC.sum(-1).log().float()
 
 
-def _without(
+def _without_absent(
     absent_N: Tensor, scaled_BV: Tensor, weights_BV: Tensor, best_B: Tensor, sums_BC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights, best tokens and chunk sums without some ids. The weights may be changed."""
@@ -173,7 +173,7 @@ def _without(
     return weights_BV, best_B, sums_BC
 
 
-def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
+def _kept_by_top_k_and_top_p(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
     """Return which tokens top-k and top-p keep, (B, V) bool.
 
     Top-k keeps the k most likely tokens. Of these k tokens, top-p keeps the most likely ones until their weights sum to

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings
-from areno.kernels.sampling.triton_candidates import from_ordered, ordered
+from areno.kernels.sampling.triton_candidates import int_key_to_float, order_key
 from areno.kernels.sampling.triton_truncate import truncate
 
 _SPAN = 4096
@@ -342,7 +342,7 @@ def _draw_kernel(
             equal = tl.load(equal_ptr + cell, mask=real, other=0)
             n_before = tl.cumsum(equal, axis=0) - equal
             n_taken = tl.minimum(tl.maximum(n_equal - n_before, 0), equal)
-            weight = tl.exp2((from_ordered(least) - top) * rate)
+            weight = tl.exp2((int_key_to_float(least) - top) * rate)
             weight = tl.where(n_taken > 0, weight, 0.0)  # if no equal logit is taken, `least` may not be a float's key
             sums = tl.load(kept_ptr + cell, mask=real, other=0.0).to(tl.float64)
             sums += n_taken.to(tl.float64) * weight.to(tl.float64)
@@ -361,7 +361,7 @@ def _draw_kernel(
     weights = tl.where(inside, tl.exp2((x - top) * rate), 0.0)
     if FILTERED:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
         if n_equal >= 0:
-            number = ordered(x)
+            number = order_key(x)
             before = tl.sum(tl.where(span_S == span, n_before, 0), axis=0)
             is_equal = ((number == least) & inside).to(tl.int32)
             place = before + tl.cumsum(is_equal, axis=0) - is_equal

@@ -61,21 +61,21 @@ def find_candidates(
 
 
 @triton.jit
-def ordered(x):
+def order_key(x):
     """Map floats to int32 keys with the same order. 0.0 and -0.0 have the same key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ _LAST_INT, bits)
 
 
 @triton.jit
-def from_ordered(number):
+def int_key_to_float(number):
     return tl.where(number < 0, number ^ _LAST_INT, number).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def mark_of(number):
-    """Map an int64 key of `ordered` to the float, after clamping the key so that the float is never NaN."""
-    return from_ordered(tl.minimum(tl.maximum(number, -_INFINITY - 1), _INFINITY).to(tl.int32))
+def key_to_float(number):
+    """Map an int64 key of `order_key` to the float, after clamping the key so that the float is never NaN."""
+    return int_key_to_float(tl.minimum(tl.maximum(number, -_INFINITY - 1), _INFINITY).to(tl.int32))
 
 
 @triton.jit
@@ -98,21 +98,21 @@ def _margin(total, weight):
 
 
 @triton.jit
-def _number_with(x, n_wanted):
+def _largest_key_with(x, n_wanted):
     """Return nearly the largest key (its 20 highest bits) with at least `n_wanted` entries at or above it."""
     least = tl.full([], -2147483648, tl.int64)
     for step in range(10):
         unit = tl.full([], 1, tl.int64) << (30 - 2 * step)
         reached = tl.zeros([], tl.int64)
         for i in tl.static_range(1, 4):
-            n_reaching = tl.sum((x >= mark_of(least + i * unit)).to(tl.int32), axis=0)
+            n_reaching = tl.sum((x >= key_to_float(least + i * unit)).to(tl.int32), axis=0)
             reached += (n_reaching >= n_wanted).to(tl.int64)
         least += reached * unit
     return least
 
 
 @triton.jit
-def _last_within(x, weights, limit, first, width, top, rate, STEPS: tl.constexpr, GROWS: tl.constexpr):
+def _largest_below_limit(x, weights, limit, first, width, top, rate, STEPS: tl.constexpr, GROWS: tl.constexpr):
     """Return nearly the largest value v >= `first` such that the weights of entries below v sum to at most `limit`.
 
     The search is between `first` and `first + width`, and its result is too small by less than width / 4^STEPS. If
@@ -164,7 +164,7 @@ def _bracket_kernel(
         share = tl.sum(inside.to(tl.int32), axis=0).to(tl.float32) / vocab
         if has_k:  # no upper bound, so that top-p can search among the candidates, too
             expected = top_k.to(tl.float32) * share
-            low = mark_of(_number_with(x, expected + _margin(expected, 1.0)))
+            low = key_to_float(_largest_key_with(x, expected + _margin(expected, 1.0)))
         else:
             # Guess from the weight that top-p drops: a sample estimates a sum of many small weights well.
             top, total = row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS)
@@ -173,10 +173,10 @@ def _bracket_kernel(
             limit = left * share
             # Entries below `low` weigh less than `left` together, so top-p drops them all.
             low = top + tl.log2(left / vocab) / rate
-            low = _last_within(x, weights, limit, low, top - low, top, rate, 6, True)
-            middle = _last_within(x, weights, limit, low, top - low, top, rate, 5, False)
+            low = _largest_below_limit(x, weights, limit, low, top - low, top, rate, 6, True)
+            middle = _largest_below_limit(x, weights, limit, low, top - low, top, rate, 5, False)
             margin = 1.5 * _margin(limit, tl.exp2((middle - top) * rate))
-            high = _last_within(x, weights, limit + margin, middle, top - middle, top, rate, 6, False)
+            high = _largest_below_limit(x, weights, limit + margin, middle, top - middle, top, rate, 6, False)
             step = (top - middle) / 4096
             high = tl.where(high + 2 * step < top, high + step, float("inf"))
             low = tl.where(low < high, low, float("-inf"))  # also if `low` is NaN

@@ -6,7 +6,7 @@ kept logit, or are too many (for example many equal logits), `_truncate_row_kern
 about ten times as long. So a wrong guess of candidates changes the speed and never the result.
 
 A search compares sums over entries in float64. What it sums is called the measure of an entry: 1 for top-k (COUNT), and
-its weight exp((x - maximum) / temperature) for top-p. Keys are the ints that `ordered` gives for floats.
+its weight exp((x - maximum) / temperature) for top-p. Keys are the ints that `order_key` gives for floats.
 
 S spans of the vocabulary, N candidates of a row, as K blocks of C.
 """
@@ -20,7 +20,13 @@ from torch import Tensor
 
 from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingSettings
-from areno.kernels.sampling.triton_candidates import find_candidates, from_ordered, mark_of, ordered, row_total
+from areno.kernels.sampling.triton_candidates import (
+    find_candidates,
+    int_key_to_float,
+    key_to_float,
+    order_key,
+    row_total,
+)
 
 _SIZES = [
     (0, 2048, 4),
@@ -76,7 +82,7 @@ def _weight_of(mark, top, rate):
 
 
 @triton.jit
-def _n_wanted(missing, weight):
+def _n_needed(missing, weight):
     """Return how many entries of equal weight sum to `missing` or more, at least 1."""
     return tl.maximum(tl.ceil(tl.where(weight > 0, missing / weight, 1.0)), 1.0).to(tl.int32)
 
@@ -94,19 +100,19 @@ def _least_among(x, measure, wanted, low, high):
         unit = tl.full([], 1, tl.int64) << (2 * (n_steps - 1 - step)).to(tl.int64)
         reached = tl.zeros([], tl.int64)
         for i in tl.static_range(1, 4):
-            reached += (_reaching(x, measure, mark_of(least + i * unit)) >= wanted).to(tl.int64)
+            reached += (_measure_from(x, measure, key_to_float(least + i * unit)) >= wanted).to(tl.int64)
         least += reached * unit
     return least
 
 
 @triton.jit
-def _reaching(x, measure, mark):
+def _measure_from(x, measure, mark):
     """Return the total measure of the entries x >= mark."""
     return tl.sum(tl.where(x >= mark, measure, 0.0), axis=0).to(tl.float64)
 
 
 @triton.jit
-def _beyond(x, measure, mark):
+def _measure_above(x, measure, mark):
     """Return the total measure of the entries x > mark."""
     return tl.sum(tl.where(x > mark, measure, 0.0), axis=0).to(tl.float64)
 
@@ -156,25 +162,25 @@ def _search(
             is_found += 1
             count = tl.where(place_N >= 0, 1.0, 0.0)  # sums are exact in float32 up to 2^24
             least = _least_among(x, count, top_k.to(tl.float64), low, high)
-            mark = mark_of(least)
-            n_equal += top_k.to(tl.int32) - _beyond(x, count, mark).to(tl.int32)
+            mark = key_to_float(least)
+            n_equal += top_k.to(tl.int32) - _measure_above(x, count, mark).to(tl.int32)
             if top_p < 1.0:
-                beyond = _beyond(x, weights, mark)
+                beyond = _measure_above(x, weights, mark)
                 wanted = (beyond + n_equal.to(tl.float64) * _weight_of(mark, top, rate)) * top_p
                 if beyond < wanted:  # top-p needs some logits equal to the smallest that top-k keeps
-                    n_wanted = _n_wanted(wanted - beyond, _weight_of(mark, top, rate))
+                    n_wanted = _n_needed(wanted - beyond, _weight_of(mark, top, rate))
                     n_equal = tl.minimum(n_wanted, n_equal)
                 else:
                     least = _least_among(x, weights, wanted, low, high)
-                    mark = mark_of(least)
-                    n_equal = _n_wanted(wanted - _beyond(x, weights, mark), _weight_of(mark, top, rate))
+                    mark = key_to_float(least)
+                    n_equal = _n_needed(wanted - _measure_above(x, weights, mark), _weight_of(mark, top, rate))
     else:
         wanted = total * top_p - tl.sum(above_S.to(tl.float64), axis=0)
         if (wanted > 0) & (tl.sum(weights, axis=0).to(tl.float64) >= wanted):
             is_found += 1
             least = _least_among(x, weights, wanted, low, high)
-            mark = mark_of(least)
-            n_equal += _n_wanted(wanted - _beyond(x, weights, mark), _weight_of(mark, top, rate))
+            mark = key_to_float(least)
+            n_equal += _n_needed(wanted - _measure_above(x, weights, mark), _weight_of(mark, top, rate))
     return is_found, least, n_equal
 
 
@@ -219,9 +225,9 @@ def _truncate_kernel(
         if (tl.max(n_found_S, axis=0) <= ROOM) & (n_found >= FEWEST) & (n_found <= MOST):
             top, total = row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS)
             above_S = tl.load(above_ptr + row * n_spans + span_S, mask=real_S, other=0.0)
-            low = ordered(tl.load(bracket_ptr + row)).to(tl.int64)
-            high = ordered(tl.load(bracket_ptr + tl.num_programs(0) + row)).to(tl.int64)
-            high = tl.minimum(high, ordered(top).to(tl.int64) + 1)
+            low = order_key(tl.load(bracket_ptr + row)).to(tl.int64)
+            high = order_key(tl.load(bracket_ptr + tl.num_programs(0) + row)).to(tl.int64)
+            high = tl.minimum(high, order_key(top).to(tl.int64) + 1)
             candidates_ptr += row * n_spans * ROOM
             is_found, least, n_equal = _search(
                 candidates_ptr,
@@ -271,7 +277,7 @@ def _keep_kernel(
         place = tl.arange(0, ROOM)
         is_found = place < tl.load(n_found_ptr + cell)
         x = tl.load(candidates_ptr + cell * ROOM + place, mask=is_found, other=float("nan"))
-        mark = from_ordered(tl.load(bounds_ptr + row))
+        mark = int_key_to_float(tl.load(bounds_ptr + row))
         kept = tl.sum(tl.where(x > mark, tl.exp2((x - tl.max(tops, axis=0)) * rate), 0.0), axis=0)
         tl.store(kept_ptr + cell, tl.load(above_ptr + cell) + kept)
         tl.store(equal_ptr + cell, tl.sum((x == mark).to(tl.int32), axis=0))
@@ -300,7 +306,7 @@ def _least_kept(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN:
         for first in range(0, vocab, SPAN):
             inside = first + lane < vocab
             x = tl.load(logits_ptr + first + lane, mask=inside, other=float("-inf"))
-            number = ordered(x)
+            number = order_key(x)
             measure = _measure(x, top, rate, inside, COUNT)
             low_sums += tl.where(number >= low.to(tl.int32), measure, 0.0)
             mid_sums += tl.where(number >= mid.to(tl.int32), measure, 0.0)
@@ -320,7 +326,7 @@ def _above(logits_ptr, vocab, top, rate, least, COUNT: tl.constexpr, SPAN: tl.co
     for first in range(0, vocab, SPAN):
         inside = first + lane < vocab
         x = tl.load(logits_ptr + first + lane, mask=inside, other=float("-inf"))
-        sums += tl.where(ordered(x) > least, _measure(x, top, rate, inside, COUNT), 0.0)
+        sums += tl.where(order_key(x) > least, _measure(x, top, rate, inside, COUNT), 0.0)
     return tl.sum(sums.to(tl.float64), axis=0)
 
 
@@ -359,14 +365,14 @@ def _truncate_row_kernel(
             least = _least_kept(logits_ptr, vocab, top, rate, wanted, True, SPAN)
             n_equal = (wanted - _above(logits_ptr, vocab, top, rate, least, True, SPAN)).to(tl.int32)
             total = _above(logits_ptr, vocab, top, rate, least, False, SPAN)
-            total += n_equal.to(tl.float64) * _weight_of(from_ordered(least), top, rate)
+            total += n_equal.to(tl.float64) * _weight_of(int_key_to_float(least), top, rate)
         if has_p:
             wanted = total * top_p
             nucleus = _least_kept(logits_ptr, vocab, top, rate, wanted, False, SPAN)
             missing = wanted - _above(logits_ptr, vocab, top, rate, nucleus, False, SPAN)
             if nucleus >= least:
                 # Of the logits equal to the smallest kept, keep as many as top-p needs, but not more than top-k keeps.
-                n_wanted = _n_wanted(missing, _weight_of(from_ordered(nucleus), top, rate))
+                n_wanted = _n_needed(missing, _weight_of(int_key_to_float(nucleus), top, rate))
                 n_equal = tl.where(nucleus > least, n_wanted, tl.minimum(n_wanted, n_equal))
                 least = nucleus
         tl.store(bounds_ptr + row, least)
@@ -375,7 +381,7 @@ def _truncate_row_kernel(
             index = span * SPAN + tl.arange(0, SPAN)
             inside = index < vocab
             x = tl.load(logits_ptr + index, mask=inside, other=float("-inf"))
-            number = ordered(x)
+            number = order_key(x)
             kept = tl.sum(tl.where((number > least) & inside, tl.exp2((x - top) * rate), 0.0), axis=0)
             tl.store(kept_ptr + row * n_spans + span, kept)
             tl.store(equal_ptr + row * n_spans + span, tl.sum(((number == least) & inside).to(tl.int32), axis=0))

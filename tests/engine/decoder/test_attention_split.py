@@ -10,7 +10,7 @@ import pytest
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager, BlockTables
 from areno.engine.decoder.sequence import Sequence
-from areno.kernels.fixed_order import SPAN, border
+from areno.kernels.fixed_order import SPAN, span_start
 from areno.kernels.paged import max_group_rows
 from areno.types import GenerationRequest
 
@@ -128,7 +128,7 @@ def test_spans_have_room_for_their_parts(n_multiprocessors: int, n_prompt: int) 
     groups = [samples(n_prompt, [1, 70, 900], 0, 9000), samples(n_prompt // 2, [1, 3], 5000, 20_000)]
     rows = [*groups[0], *groups[1], *samples(33, [1500], 8000, 30_000)]
     made = split(rows, n_multiprocessors=n_multiprocessors, fixed_order=True)
-    shares = {position for span in range(99) if (position := border(span)) % SIZE == 0}
+    shares = {position for span in range(99) if (position := span_start(span)) % SIZE == 0}
     first_split_len = int(made.split_lens[1])
     assert first_split_len in shares
     for row, shared in zip(rows, made.shared_lens_B.tolist(), strict=True):
@@ -136,7 +136,7 @@ def test_spans_have_room_for_their_parts(n_multiprocessors: int, n_prompt: int) 
         assert shared in ({expected} if row in groups[0] and n_prompt >= 64 else {0, expected})
         led = min(shared, first_split_len) if shared else min(row.n_kv, SPAN)
         of_group, own = (
-            [x for x in map(border, range(99)) if low <= x < high]
+            [x for x in map(span_start, range(99)) if low <= x < high]
             for low, high in ((led, shared), (max(led, shared), row.n_kv))
         )
         assert len(of_group) + (shared > 0) <= made.splits[1]
