@@ -1,4 +1,4 @@
-"""Numbers of parameters, heads and projected features of a model on one rank. Imports no torch."""
+"""Numbers of parameters, heads and projected features of a model on one rank of a layout. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from areno.models.config import TransformerConfig
 
 
 def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of parameters of the model on one rank.
-
-    Args:
-        config: the shape of the model.
-        layout: how the model is divided over devices. The default is one device.
-    """
     size, table = config.hidden_size, layout.share_up(config.vocab_size) * config.hidden_size
     scores = config.n_labels * size + (config.n_labels if config.head == "step" else 0)  # with biases
     head = scores or (0 if config.tie_word_embeddings else table)
@@ -20,34 +14,18 @@ def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
 
 
 def body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of parameters of all layers and the final norm on one rank.
-
-    Args:
-        config: the shape of the model.
-        layout: how the model is divided over devices. The default is one device.
-    """
+    """Return the number of parameters of all layers and the final norm."""
     experts = 0 if config.experts is None else layout.share(config.experts.n_experts)
     return _body(config, layout, experts)
 
 
 def active_body_parameters(config: TransformerConfig) -> int:
-    """Return the number of parameters of all layers and the final norm that one token uses, over all ranks.
-
-    Only the experts that the token is routed to count.
-
-    Args:
-        config: the shape of the model.
-    """
+    """Return the number of body parameters that one token uses over all ranks: only its own experts count."""
     return _body(config, ALONE, 0 if config.experts is None else config.experts.top_k)
 
 
 def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of parameters of the largest layer on one rank.
-
-    Args:
-        config: the shape of the model.
-        layout: how the model is divided over devices. The default is one device.
-    """
+    """Return the number of parameters of the largest layer."""
     size, experts, layer = config.hidden_size, config.experts, _plain_layer(config, layout)
     if config.delta is not None:
         of_attention = _attention(config, layout)
@@ -59,10 +37,7 @@ def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
 
 
 def _body(config: TransformerConfig, layout: Layout, n_experts: int) -> int:
-    """Return the number of parameters of all layers and the final norm on one rank.
-
-    `n_experts` is the number of experts to count in each layer that has experts.
-    """
+    """Return the number of body parameters with `n_experts` experts in each layer that has experts."""
     body = config.num_layers * _plain_layer(config, layout) + config.hidden_size
     if config.experts is not None:
         of_layer = config.experts.parameters(config.hidden_size, n_experts) - _plain_mlp(config, layout)
@@ -79,7 +54,6 @@ def _plain_layer(config: TransformerConfig, layout: Layout) -> int:
 
 
 def _attention(config: TransformerConfig, layout: Layout) -> int:
-    """Return the number of parameters of attention in one layer on one rank."""
     qkv, heads = qkv_size(config, layout), q_size(config, layout)
     found = config.hidden_size * (qkv + heads) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
     if config.qk_norm_whole:
@@ -88,7 +62,6 @@ def _attention(config: TransformerConfig, layout: Layout) -> int:
 
 
 def _delta(config: TransformerConfig, layout: Layout) -> int:
-    """Return the number of parameters of the gated delta rule in one layer on one rank."""
     assert config.delta is not None
     return layout.share(config.delta.divided_parameters(config.hidden_size)) + config.delta.value_dim
 
@@ -99,26 +72,16 @@ def _plain_mlp(config: TransformerConfig, layout: Layout) -> int:
 
 
 def kv_heads(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of key-value heads on one rank. With fewer heads than ranks, several ranks hold the same head.
-
-    Args:
-        config: the shape of the model.
-        layout: how the model is divided over devices. The default is one device.
-    """
+    """Return the number of key-value heads. With fewer heads than ranks, several ranks hold the same head."""
     return layout.share_up(config.num_kv_heads)
 
 
 def q_size(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of elements of one token's queries, in one layer on one rank.
-
-    Args:
-        config: the shape of the model.
-        layout: how the model is divided over devices. The default is one device.
-    """
+    """Return the number of elements of one token's queries, in one layer."""
     return layout.share(config.num_heads) * config.head_dim
 
 
 def qkv_size(config: TransformerConfig, layout: Layout) -> int:
-    """Return the output size of the qkv projection on one rank, including gates."""
+    """Return the output size of the qkv projection, including gates."""
     of_queries = layout.share(config.num_heads) * (1 + config.attention_gate)
     return (of_queries + 2 * kv_heads(config, layout)) * config.head_dim
