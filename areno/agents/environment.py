@@ -135,7 +135,7 @@ async def run_episode(
     """
     episode = Episode()
     try:
-        episode.messages = list(_checked_messages(await _call(environment.reset), "reset"))
+        episode.messages = list(_checked_messages(await _call_method(environment.reset), "reset"))
         while not episode.ended:
             tools = [dict(tool) for tool in environment.tools]
             sent = {"tools": tools, **request} if tools else request
@@ -146,12 +146,12 @@ async def run_episode(
             episode.messages.append(message)
             if choice.finish_reason == "length":
                 episode.ended = "length"
-            elif await _act(environment, message, episode):
+            elif await _advance(environment, message, episode):
                 episode.ended = "done"
             elif len(episode.turns) == max_turns:
                 episode.ended = "max_turns"
     finally:
-        await _call(environment.close)
+        await _call_method(environment.close)
     return episode
 
 
@@ -163,12 +163,12 @@ async def replay(environment: Environment, messages: Sequence[Message]) -> float
     """
     episode = Episode()
     try:
-        await _call(environment.reset)
+        await _call_method(environment.reset)
         for message in messages:
-            if message.get("role") == "assistant" and await _act(environment, message, episode):
+            if message.get("role") == "assistant" and await _advance(environment, message, episode):
                 break
     finally:
-        await _call(environment.close)
+        await _call_method(environment.close)
     return episode.reward
 
 
@@ -223,7 +223,7 @@ def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[f
     return reward_fn
 
 
-async def _act(environment: Environment, message: Message, episode: Episode) -> bool:
+async def _advance(environment: Environment, message: Message, episode: Episode) -> bool:
     """Pass an assistant message to the environment, and return whether the task is over.
 
     The messages and the reward that the method returns are appended to `episode`, and an error message for each invalid
@@ -231,15 +231,15 @@ async def _act(environment: Environment, message: Message, episode: Episode) -> 
     """
     written = message.get("tool_calls") or []
     if not written:
-        method, result = "answer", await _call(environment.answer, message.get("content") or "")
+        method, result = "answer", await _call_method(environment.answer, message.get("content") or "")
     else:
-        names = {_name_of(tool) for tool in environment.tools}
+        names = {_tool_name(tool) for tool in environment.tools}
         calls = [_read_call(each, names) for each in written]
         episode.messages += [call for call in calls if isinstance(call, dict)]  # the errors of invalid calls
         valid = [call for call in calls if isinstance(call, Call)]
         if not valid:
             return False
-        method, result = "step", await _call(environment.step, valid)
+        method, result = "step", await _call_method(environment.step, valid)
     if not isinstance(result, tuple) or len(result) != 3:
         raise DataError(f"an environment returned {result!r}; expected (messages, reward, whether it is done)")
     messages, reward, done = result
@@ -268,7 +268,7 @@ def _read_call(written: Any, names: set[str]) -> Call | Message:
     return Call(call.id, call.name, arguments)
 
 
-def _name_of(tool: Mapping[str, Any]) -> str:
+def _tool_name(tool: Mapping[str, Any]) -> str:
     return tool.get("function", tool)["name"]
 
 
@@ -278,7 +278,7 @@ def _checked_messages(messages: Any, method: str) -> Sequence[Message]:
     raise DataError(f"the messages of an environment's {method} are {messages!r}; expected a list of messages")
 
 
-async def _call(method: Callable[..., Any], *args: Any) -> Any:
+async def _call_method(method: Callable[..., Any], *args: Any) -> Any:
     """Call a method, in a thread if it is not `async`."""
     if inspect.iscoroutinefunction(method):
         return await method(*args)

@@ -55,7 +55,7 @@ class _Call:
 
     items: Sequence[AgentItem]
     context: AgentContext
-    place: int  # index of its first item among those queued together
+    first_index: int  # index of its first item among those queued together
     on_done: OnDone
     n_losses: int = 0  # processes that died or hung while they ran it
 
@@ -73,7 +73,7 @@ class AgentPool(WorkerPool[AgentConfig]):
     def __init__(self, config: AgentConfig, n_devices: int = 0):
         assert config.fn is not None
         super().__init__(config, config.fn, config.workers or min(_MAX_DEFAULT_WORKERS, default_workers(n_devices)))
-        self._running = _Running(self.n_workers)
+        self._running = _PendingCalls(self.n_workers)
         self._suspended_at: float | None = None
 
     def _build_first_message(self) -> tuple[Any, ...]:
@@ -89,7 +89,7 @@ class AgentPool(WorkerPool[AgentConfig]):
         items: Sequence[AgentItem],
         context: AgentContext,
         on_wait: Callable[[int], object] = lambda n: None,
-        on_done: OnDone = lambda place, outcome: None,
+        on_done: OnDone = lambda index, outcome: None,
     ) -> list[AgentOutcome]:
         """Run the agent for all items, and return their outcomes in order. Items of `begin` continue meanwhile.
 
@@ -98,13 +98,13 @@ class AgentPool(WorkerPool[AgentConfig]):
         """
         found: dict[int, AgentOutcome] = {}
 
-        def done(place: int, outcome: AgentOutcome) -> None:
-            found[place] = outcome
-            on_done(place, outcome)
+        def done(index: int, outcome: AgentOutcome) -> None:
+            found[index] = outcome
+            on_done(index, outcome)
 
         self.begin(items, context, done)
         self.run_until(lambda: len(found) == len(items), lambda: on_wait(len(found)))
-        return [found[place] for place in range(len(items))]
+        return [found[index] for index in range(len(items))]
 
     def begin(self, items: Sequence[AgentItem], context: AgentContext, on_done: OnDone) -> None:
         """Queue items. Their agents start and end in calls of `run_until` and `run`."""
@@ -153,11 +153,11 @@ class AgentPool(WorkerPool[AgentConfig]):
     def drop_calls(self) -> None:
         """Kill the busy processes, and start new processes in their place."""
         super().drop_calls()
-        self._running = _Running(self.n_workers)
+        self._running = _PendingCalls(self.n_workers)
         self.resume()
 
 
-class _Running:
+class _PendingCalls:
     """The calls that are queued or run. All calls of one of `groups` are sent to the same process."""
 
     def __init__(self, n_workers: int):
@@ -169,10 +169,10 @@ class _Running:
         """Queue calls, with the items of each, in a group for each process."""
         if not self._calls:
             self._next = 0
-        first, place = self._next, 0
+        first, index = self._next, 0
         for items in calls:
-            self._calls[self._next] = _Call(items, context, place, on_done)
-            self._next, place = self._next + 1, place + len(items)
+            self._calls[self._next] = _Call(items, context, index, on_done)
+            self._next, index = self._next + 1, index + len(items)
         shares = [list(range(first + start, self._next, self._n_workers)) for start in range(self._n_workers)]
         self.groups += [share for share in shares if share]
 
@@ -227,17 +227,17 @@ class _Running:
         if worker.chunk and worker.has_left:
             self.groups.appendleft(list(worker.chunk))
         elif worker.chunk:
-            self._run_again(list(worker.chunk), AgentOutcome(status, None, text))
+            self._requeue(list(worker.chunk), AgentOutcome(status, None, text))
 
     def _settle(self, number: int, outcomes: Sequence[AgentOutcome]) -> None:
         call = self._calls.pop(number)
-        for place, outcome in enumerate(outcomes, call.place):
-            call.on_done(place, outcome)
+        for index, outcome in enumerate(outcomes, call.first_index):
+            call.on_done(index, outcome)
 
     def _fail(self, number: int, outcome: AgentOutcome) -> None:
         self._settle(number, [outcome] * len(self._calls[number].items))
 
-    def _run_again(self, numbers: list[int], outcome: AgentOutcome) -> None:
+    def _requeue(self, numbers: list[int], outcome: AgentOutcome) -> None:
         """Requeue the unfinished items of a process that died or hung, in smaller groups.
 
         An item gets `outcome` instead if it was the only unfinished item of the process, or if this is the third

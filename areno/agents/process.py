@@ -192,14 +192,14 @@ class _Runner:
         else:
             self._open.update(position for position, _ in chunk)
             self._spawn(self._start(chunk))
-            self._look_if_idle()
+            self._wake_if_idle()
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)  # the loop itself keeps only weak references
         task.add_done_callback(self._tasks.discard)
 
-    def _look_if_idle(self) -> None:
+    def _wake_if_idle(self) -> None:
         """End `_until_idle` if no agent runs."""
         if not self._open and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
@@ -208,15 +208,15 @@ class _Runner:
         """Start all calls of a chunk, with _START_ITERATIONS iterations of the event loop after each."""
         ends_at = self._clock.now() + self._timeout_s
         for position, payload in chunk:
-            self._spawn(self._one(position, payload, ends_at))
+            self._spawn(self._run_call(position, payload, ends_at))
             for _ in range(_START_ITERATIONS):
                 await asyncio.sleep(0)
 
-    async def _one(self, position: int, payload: bytes, ends_at: float) -> None:
+    async def _run_call(self, position: int, payload: bytes, ends_at: float) -> None:
         """Run a call and send its answer: a timeout if it is not finished at `ends_at`, a time of the clock."""
         _position.set(position)
         try:
-            task = asyncio.ensure_future(self._call(payload))
+            task = asyncio.ensure_future(self._call_agent(payload))
             left_s = ends_at - self._clock.now()
             while not task.done() and left_s > 0:
                 await asyncio.wait({task}, timeout=max(left_s, _LOOK_S) if self._clock.is_paused else left_s)
@@ -226,14 +226,14 @@ class _Runner:
             else:
                 task.cancel()
                 self._stuck_threads = self._stuck_threads or not self._is_async
-                place = self._place_of(task, position)
+                place = self._waiting_line(task, position)
                 answer = "timeout", None, f"not finished within {self._timeout_s:g} s (agent.timeout_s){place}"
         except BaseException as error:
             answer = self._failure(error)
         self._answer(position, answer)
-        self._look_if_idle()
+        self._wake_if_idle()
 
-    async def _call(self, payload: bytes) -> Answers:
+    async def _call_agent(self, payload: bytes) -> Answers:
         """Call the agent, and return the answers (status, turns, message)."""
         try:
             context, items = pickle.loads(payload)
@@ -267,7 +267,7 @@ class _Runner:
         finally:
             del self._thread_of[position]
 
-    def _place_of(self, task: asyncio.Task[Any], position: int) -> str:
+    def _waiting_line(self, task: asyncio.Task[Any], position: int) -> str:
         """Return the line in the user's file at which an agent waits, such as "; it waits at agent.py:12", if any."""
         lines = []
         at: Any = task.get_coro()

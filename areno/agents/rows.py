@@ -85,7 +85,7 @@ class RowBuilder:
             row = max((row for row in rows if row.is_prefix_of(tokens.prompt)), key=len, default=None)
             if row is None:
                 rows.append(row := _Row())
-            row.extend(tokens, self._trained_of(turn, tokens.sampled, is_last=number == len(turns) - 1))
+            row.extend(tokens, self._trained_mask(turn, tokens.sampled, is_last=number == len(turns) - 1))
             if self._context is not None and len(row) > self._context:
                 raise BadTrajectory(f"it has {len(row)} tokens, more than the model's context of {self._context}")
         last = turns[-1]
@@ -137,7 +137,7 @@ class RowBuilder:
         around = slice(max(0, same - _SHOWN), same + _SHOWN)
         return start + f"at character {same} they say {text[around]!r}, and the model read {read[around]!r}"
 
-    def _trained_of(self, turn: PlainTurn, tokens: list[int], is_last: bool) -> np.ndarray:
+    def _trained_mask(self, turn: PlainTurn, tokens: list[int], is_last: bool) -> np.ndarray:
         """Return whether each sampled token of a turn is trained, bool [len(tokens)]."""
         policy = self._policy
         text = policy.assistant_text and (policy.final_assistant_text or not is_last)
@@ -271,14 +271,14 @@ def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig, wai
 
 def call_start(parser: ToolCallParser, text: str) -> int:
     """Return the character index at which the first tool call begins, len(text) without one."""
-    places = [place for tag in parser.tags for place in _all_places(text, tag)]
+    places = [place for tag in parser.tags for place in _find_all(text, tag)]
     for place in sorted(places):
         if parser.parse(text[place:]).tool_calls and not parser.parse(text[:place]).tool_calls:
             return place
     return 0 if parser.parse(text).tool_calls else len(text)
 
 
-def _all_places(text: str, tag: str) -> list[int]:
+def _find_all(text: str, tag: str) -> list[int]:
     places, at = [], text.find(tag)
     while at >= 0:
         places.append(at)

@@ -188,8 +188,8 @@ def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainT
     `returned` has a wrong type, or a turn belongs to no item.
     """
     parts_of: dict[tuple[int, int], list[Any]] = {item.key: [] for item in items}
-    for part in _parts(returned):
-        keys = {_item_of(turn) for turn in _turns_of(part)}
+    for part in _as_parts(returned):
+        keys = {_item_key(turn) for turn in _turns_of(part)}
         if len(keys) > 1:
             raise BadTrajectory("a trajectory has turns of several items; return one for each item")
         for key in keys:
@@ -228,10 +228,10 @@ def _checked_reward(trajectory: AgentTrajectory) -> tuple[float, dict[str, float
 
 def items_of(returned: Any) -> list[AgentItem]:
     """Return the item of each turn in the return value of an agent function, with duplicates."""
-    return [turn.item for part in _parts(returned) for turn in _turns_of(part) if _item_of(turn) is not None]
+    return [turn.item for part in _as_parts(returned) for turn in _turns_of(part) if _item_key(turn) is not None]
 
 
-def _parts(returned: Any) -> Iterable[Any]:
+def _as_parts(returned: Any) -> Iterable[Any]:
     if isinstance(returned, AgentTrajectory | AgentTrajectoryTurn):
         return [returned]
     if returned is None or isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
@@ -251,7 +251,7 @@ def _turns_of(part: AgentTrajectory | AgentTrajectoryTurn) -> Sequence[Any]:
     return part.turns
 
 
-def _item_of(turn: Any) -> tuple[int, int]:
+def _item_key(turn: Any) -> tuple[int, int]:
     """Return the key of a turn's item."""
     if not isinstance(turn, AgentTrajectoryTurn):
         raise BadTrajectory(f"a trajectory has {_kind(turn)} among its turns; AgentTrajectoryTurn is expected")

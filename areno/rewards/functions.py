@@ -28,14 +28,14 @@ def reward_functions(config: RewardConfig, given: Given | None = None) -> list[R
     this machine lacks.
     """
     if given is None:
-        return _of_settings(config)
+        return _from_settings(config)
     functions: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     if not functions:
         raise ConfigError("reward_fn is an empty list; expected a function of one record, or several")
     for function in functions:
         if not callable(function):
             raise ConfigError(f"reward_fn is {function!r}; expected a function of one record, or a list of them")
-    names = _each_once([name_of(function) for function in functions])
+    names = _check_unique([function_name(function) for function in functions])
     codes = [_pickled(function, name) for function, name in zip(functions, names, strict=True)]
     return _weighted(config, codes, names if isinstance(given, list | tuple) else [""])
 
@@ -44,15 +44,15 @@ def shown_names(config: RewardConfig, given: Given | None = None) -> str:
     """Return the names of the reward functions joined by " + ", for messages."""
     if given is None:
         return " + ".join(config.functions)
-    return " + ".join(map(name_of, given if isinstance(given, list | tuple) else [given]))
+    return " + ".join(map(function_name, given if isinstance(given, list | tuple) else [given]))
 
 
-def name_of(function: Any) -> str:
+def function_name(function: Any) -> str:
     """Return the name of a function, or the class name of a callable object."""
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _of_settings(config: RewardConfig) -> list[RewardFunction]:
+def _from_settings(config: RewardConfig) -> list[RewardFunction]:
     if config.fn is None:
         raise ConfigError(Problem(KEY, "is null, and no function was given; set it, or pass reward_fn="))
     specs = config.functions
@@ -91,10 +91,10 @@ def part_names(specs: Sequence[str]) -> list[str]:
         f"{Path(file).stem}.{function or DEFAULT_FUNCTION}" if counts[name] > 1 else name
         for name, (file, function) in zip(short, pairs, strict=True)
     ]
-    return _each_once(names)
+    return _check_unique(names)
 
 
-def _each_once(names: list[str]) -> list[str]:
+def _check_unique(names: list[str]) -> list[str]:
     """Raise ConfigError for reward.fn if a name occurs twice."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(Problem(KEY, f"has two functions called {twice[0]}; give each a name of its own"))

@@ -1,7 +1,7 @@
 """Rewards of a judge: a language model that reads completions, scores them, or compares those of a prompt in pairs.
 
 `Judging` turns the samples of a rollout into questions, and the verdicts on them into rewards. The questions are
-answered by the readers in judge_readers.py. A `place` is the index of a sample in the rollout.
+answered by the readers in judge_readers.py. The number of a sample is its index in the rollout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from areno import heartbeat
 from areno.config.judge import ANSWERS, JudgeConfig, fields_of
 from areno.data.chat_template import Prompt
 from areno.errors import DataError, Key
-from areno.rewards.judge_readers import KEY, Reader, Score, Verdict, Write, without_thoughts
+from areno.rewards.judge_readers import KEY, Reader, Score, Verdict, Write, strip_reasoning
 from areno.rewards.pool import report_failures
 from areno.rewards.records import CompletionRecord, Record, reward_problem
 from areno.types import RewardOutcome
@@ -64,9 +64,9 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
 class Task:
     """A prompt and its samples, as a judge needs it."""
 
-    places: Sequence[int]
+    numbers: Sequence[int]
     prompt: Prompt
-    opens_thoughts: bool = False  # the answers begin with reasoning
+    opens_reasoning: bool = False  # the answers begin with reasoning
 
 
 def check_fields(config: JudgeConfig, row: Mapping[str, Any]) -> None:
@@ -86,39 +86,39 @@ class Judging(AbstractContextManager["Judging"]):
     def __init__(self, config: JudgeConfig, reader: Reader, task_of: Callable[[int], Task]):
         self._config, self._reader, self._task_of = config, reader, task_of
         self._template = config.question
-        self._named = fields_of(self._template) - set(ANSWERS)
+        self._field_names = fields_of(self._template) - set(ANSWERS)
         self._worst = 0.0 if config.weight >= 0 else 1.0  # the score with the lowest reward
         self._answers: dict[int, _Answer] = {}
         self._asked: dict[str, Future[Verdict]] = {}
-        self._verdicts: dict[tuple[int, ...], Future[Verdict]] = {}  # (place) or (first, second) -> verdict
+        self._verdicts: dict[tuple[int, ...], Future[Verdict]] = {}  # (number) or (first, second) -> verdict
 
     def add(self, records: Mapping[int, Record]) -> None:
-        """Begin to judge samples, by their place."""
-        for place, record in records.items():
-            answer = self._answers[place] = self._answer(record, self._task_of(place))
+        """Begin to judge samples, by their numbers."""
+        for number, record in records.items():
+            answer = self._answers[number] = self._answer(record, self._task_of(number))
             if not self._config.compare:
                 if not self._is_refused(answer):
-                    self._ask((place,), {**answer.fields, "completion": answer.text})
+                    self._ask((number,), {**answer.fields, "completion": answer.text})
                 continue
-            for other, theirs in self._opponents(place):
-                if self._by_rule(answer, theirs) is None:
-                    self._ask((place, other), {**answer.fields, "first": answer.text, "second": theirs.text})
-                    self._ask((other, place), {**answer.fields, "first": theirs.text, "second": answer.text})
+            for other, theirs in self._opponents(number):
+                if self._score_by_rule(answer, theirs) is None:
+                    self._ask((number, other), {**answer.fields, "first": answer.text, "second": theirs.text})
+                    self._ask((other, number), {**answer.fields, "first": theirs.text, "second": answer.text})
 
     def _is_refused(self, answer: _Answer) -> bool:
         return self._config.refuse_blank and answer.is_blank
 
-    def _opponents(self, place: int) -> list[tuple[int, _Answer]]:
-        """Return (place, answer) of the samples so far with which a sample is compared."""
-        group, most, found = self._task_of(place).places, self._config.opponents, []
-        own, n = group.index(place), len(group)
+    def _opponents(self, number: int) -> list[tuple[int, _Answer]]:
+        """Return (number, answer) of the samples so far with which a sample is compared."""
+        group, most, found = self._task_of(number).numbers, self._config.opponents, []
+        own, n = group.index(number), len(group)
         for index, other in enumerate(group):
             apart = min((own - index) % n, (index - own) % n)
-            if other != place and other in self._answers and (most is None or apart <= most):
+            if other != number and other in self._answers and (most is None or apart <= most):
                 found.append((other, self._answers[other]))
         return found
 
-    def _by_rule(self, first: _Answer, second: _Answer) -> float | None:
+    def _score_by_rule(self, first: _Answer, second: _Answer) -> float | None:
         """Return the score of the first of two answers if the judge need not read them."""
         if self._is_refused(first):
             return self._worst
@@ -126,23 +126,23 @@ class Judging(AbstractContextManager["Judging"]):
             return 1.0 - self._worst
         return 0.5 if first.text == second.text else None
 
-    def _ask(self, places: tuple[int, ...], fields: Mapping[str, str]) -> None:
+    def _ask(self, numbers: tuple[int, ...], fields: Mapping[str, str]) -> None:
         question = self._template.format_map(fields)
         if question not in self._asked:  # equal questions have one verdict, as rounding depends on the batch
             self._asked[question] = self._reader.ask(question)
-        self._verdicts[places] = self._asked[question]
+        self._verdicts[numbers] = self._asked[question]
 
     def _answer(self, record: Record, task: Task) -> _Answer:
         if isinstance(record, CompletionRecord):
             row, answer, rendered = record.asked.item.record, record.completion, record.rendered
         else:
             row, answer, rendered = record.record, record.final_answer, record.rendered_completion
-        if task.opens_thoughts and "</think>" not in rendered:
+        if task.opens_reasoning and "</think>" not in rendered:
             answer = ""
         prompt = task.prompt if isinstance(task.prompt, str) else _conversation(task.prompt)
         known = {**row, "solutions": record.solutions, "prompt": prompt}
         check_fields(self._config, known)
-        return _Answer(without_thoughts(answer), {name: _text(known[name]) for name in self._named})
+        return _Answer(strip_reasoning(answer), {name: _text(known[name]) for name in self._field_names})
 
     @property
     def n_open(self) -> int:
@@ -160,38 +160,38 @@ class Judging(AbstractContextManager["Judging"]):
             heartbeat.beat()
             if slow.is_due():
                 logger.info("judge: %d of %d questions wait after %.0f s", self.n_open, len(futures), slow.seconds)
-        compared = self._config.compare
-        return {place: self._compared(place) if compared else self._scored(place) for place in self._answers}
+        outcome = self._outcome_by_comparison if self._config.compare else self._outcome_by_score
+        return {number: outcome(number) for number in self._answers}
 
-    def _guard(self, place: int) -> dict[str, float]:
+    def _blank_part(self, number: int) -> dict[str, float]:
         """Return the part that tells whether an answer is blank, if blank answers get the lowest reward."""
-        answer = self._answers[place]
+        answer = self._answers[number]
         return {"blank": float(answer.is_blank)} if self._config.refuse_blank else {}
 
-    def _scored(self, place: int) -> RewardOutcome:
-        parts = self._guard(place)
-        if self._is_refused(self._answers[place]):
+    def _outcome_by_score(self, number: int) -> RewardOutcome:
+        parts = self._blank_part(number)
+        if self._is_refused(self._answers[number]):
             return _outcome(self._worst, parts)
-        verdict = self._verdicts[place,].result()
+        verdict = self._verdicts[number,].result()
         parts |= verdict.parts
         if not verdict.probabilities:
-            return RewardOutcome(None, verdict.status, verdict.message, _named(parts))
+            return RewardOutcome(None, verdict.status, verdict.message, _judge_parts(parts))
         scores = np.linspace(0.0, 1.0, len(verdict.probabilities))
         return _outcome(float(scores @ verdict.probabilities), parts)
 
-    def _compared(self, place: int) -> RewardOutcome:
+    def _outcome_by_comparison(self, number: int) -> RewardOutcome:
         """Return the share of comparisons that a sample wins.
 
         The score of a comparison is the mean of both orders, so that a preference for a position cancels out. A sample
         has no score if there is nothing to compare it with, or if all its comparisons by the judge failed.
         """
-        own, shares, failed, is_read = self._answers[place], [], Verdict(), False
+        own, shares, failed, is_read = self._answers[number], [], Verdict(), False
         parts: dict[str, list[float]] = {}
-        for other, theirs in self._opponents(place):
-            if (share := self._by_rule(own, theirs)) is not None:
+        for other, theirs in self._opponents(number):
+            if (share := self._score_by_rule(own, theirs)) is not None:
                 shares.append(share)
                 continue
-            orders = [self._verdicts[places].result() for places in ((place, other), (other, place))]
+            orders = [self._verdicts[numbers].result() for numbers in ((number, other), (other, number))]
             for verdict in orders:
                 for name, value in {**verdict.parts, "failed": float(not verdict.probabilities)}.items():
                     parts.setdefault(name, []).append(value)
@@ -202,12 +202,12 @@ class Judging(AbstractContextManager["Judging"]):
                 shares.append((as_first + as_second) / 2)
                 parts.setdefault("first", []).append((as_first + 1 - as_second) / 2)
                 parts.setdefault("disagreement", []).append(float((as_first - 0.5) * (as_second - 0.5) < 0))
-        means = self._guard(place) | {name: float(np.mean(values)) for name, values in parts.items()}
+        means = self._blank_part(number) | {name: float(np.mean(values)) for name, values in parts.items()}
         if failed.status != "ok" and not is_read:
-            return RewardOutcome(None, failed.status, failed.message, _named(means))
+            return RewardOutcome(None, failed.status, failed.message, _judge_parts(means))
         if not shares:
             text = "judge: there is no other answer to this prompt, with which this one could be compared"
-            return RewardOutcome(None, "error", text, _named(means))
+            return RewardOutcome(None, "error", text, _judge_parts(means))
         return _outcome(float(np.mean(shares)), means)
 
     def __exit__(self, *exc: object) -> None:
@@ -215,12 +215,12 @@ class Judging(AbstractContextManager["Judging"]):
             future.cancel()
 
 
-def _named(parts: Mapping[str, float]) -> dict[str, float]:
+def _judge_parts(parts: Mapping[str, float]) -> dict[str, float]:
     return {f"{PART}/{name}": value for name, value in parts.items()}
 
 
 def _outcome(score: float, parts: Mapping[str, float]) -> RewardOutcome:
-    return RewardOutcome(score, parts={PART: score, **_named(parts)})
+    return RewardOutcome(score, parts={PART: score, **_judge_parts(parts)})
 
 
 def add_judged(

@@ -83,13 +83,13 @@ class RoleReader:
     def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):
         self._vocabulary, tokenizer = vocabulary, vocabulary.tokenizer
         self._waiting: list[tuple[str, Future[Verdict]]] = []
-        thinks = opens_thoughts(render_generation_prompt(tokenizer, "?", enable_thinking=False))
+        thinks = opens_reasoning(render_generation_prompt(tokenizer, "?", enable_thinking=False))
         if config.verdict == "labels" and thinks:
             text = "is a model whose chat template begins with <think>, so that no label can follow; choose another "
             raise ConfigError(Problem(f"{KEY}.path", text + "one, or set {}=json", Key(f"{KEY}.verdict")))
         # The reason in the reply takes the place of the reasoning that the template has opened.
         self._closing = tokenizer.encode(_NO_THOUGHTS, add_special_tokens=False) if thinks else []
-        self._way = (_JsonOfRole if config.verdict == "json" else _LabelsOfRole)(config, vocabulary)
+        self._way = (_JsonVerdicts if config.verdict == "json" else _LabelVerdicts)(config, vocabulary)
 
     def ask(self, question: str) -> Future[Verdict]:
         future: Future[Verdict] = Future()
@@ -117,7 +117,7 @@ class RoleReader:
                 future.set_result(verdict)
 
 
-class _LabelsOfRole:
+class _LabelVerdicts:
     """Verdicts by the probabilities of the labels after the question.
 
     A row is a question, the tokens with which all labels begin (in some vocabularies a space), and the next token of a
@@ -127,7 +127,7 @@ class _LabelsOfRole:
     """
 
     def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):
-        self._labels = _labels_of(config.names, vocabulary.tokenizer)
+        self._labels = _label_tokens(config.names, vocabulary.tokenizer)
         self.n_more = len(self._labels[0])
         self.more = f"its label {self.n_more}"
 
@@ -138,7 +138,7 @@ class _LabelsOfRole:
         return [Verdict(_shares(logprobs), parts=each) for logprobs, each in zip(found, parts, strict=True)]
 
 
-class _JsonOfRole:
+class _JsonVerdicts:
     """Verdicts by JSON that the model decodes greedily under a grammar, which ends with a verdict in time."""
 
     def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):
@@ -166,7 +166,7 @@ class _JsonOfRole:
         found = []
         for said in decode_all(self._tokenizer, replies, skip_special_tokens=True):
             verdict = _read_json(said, labels)
-            found.append(verdict if verdict.probabilities else _refused(verdict, said, self._config))
+            found.append(verdict if verdict.probabilities else _no_verdict(verdict, said, self._config))
         return found
 
 
@@ -181,7 +181,7 @@ def json_grammar(config: JudgeConfig) -> str:
     return f"start: {json.dumps(before)} reason ({ends})\nreason{limit}: {_REASON}"
 
 
-def _labels_of(names: Sequence[str], tokenizer: Any) -> list[list[int]]:
+def _label_tokens(names: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Return tokens that tell labels apart: those with which all begin, and the next one."""
     found = []
     # Without a chat template the question is continued as text, with a space if the vocabulary has such tokens.
@@ -221,7 +221,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         if config.api_key_env is not None and not self._key:
             text = "names a variable that the environment lacks; export the key of the endpoint under this name"
             raise ConfigError(Problem(f"{KEY}.api_key_env", text))
-        self._way = 0  # index in _ways of the request that the endpoint accepts
+        self._way = 0  # index in `_request_forms` of the request that the endpoint accepts
         self._room = asyncio.Semaphore(config.concurrency)
         self._loop = asyncio.new_event_loop()
         self._client: Any = None
@@ -230,11 +230,11 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         logger.info("judge: asking %s for a first reply", config.base_url)
         try:
             self._client = self._new_client()
-            self._begin(self._answered(f"Reply with {config.names[0]}.", attempts=1)).result()
+            self._submit(self._ask_with_timeout(f"Reply with {config.names[0]}.", attempts=1)).result()
         except Exception as error:  # of the client, of its parsers, or of a reply that is no completion
             self.close()
             text = "is {}, which does not answer: {}; check that the server runs, and base_url, model and api_key_env"
-            raise ConfigError(Problem(f"{KEY}.base_url", text, config.base_url, self._said(error))) from error
+            raise ConfigError(Problem(f"{KEY}.base_url", text, config.base_url, self._error_line(error))) from error
 
     def _new_client(self) -> Any:
         limit = self._config.timeout_s
@@ -248,11 +248,11 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         client.organization = client.project = None
         return client
 
-    def _begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def ask(self, question: str) -> Future[Verdict]:
-        return self._begin(self._verdict(question))
+        return self._submit(self._verdict(question))
 
     def complete(self, score: Score, write: Write) -> None:
         """Do nothing: all questions have begun."""
@@ -262,7 +262,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         if self._loop.is_closed():
             return
         with contextlib.suppress(Exception):  # an error of a connection that is no longer needed
-            self._begin(self._end()).result(_CLOSE_S)
+            self._submit(self._end()).result(_CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
@@ -284,35 +284,35 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         async with self._room:
             started = time.perf_counter()
             try:
-                found = await self._answered(question)
+                found = await self._ask_with_timeout(question)
             except Exception as error:  # replies may be anything, and so may the errors of their parsers
                 is_late = isinstance(error, asyncio.TimeoutError | self._openai.APITimeoutError)
-                found = Verdict(status="timeout" if is_late else "error", message=f"judge: {self._said(error)}")
+                found = Verdict(status="timeout" if is_late else "error", message=f"judge: {self._error_line(error)}")
             return replace(found, parts={**found.parts, "seconds": time.perf_counter() - started})
 
-    async def _answered(self, question: str, attempts: int = 2) -> Verdict:
+    async def _ask_with_timeout(self, question: str, attempts: int = 2) -> Verdict:
         """Ask once more if the reply has no label."""
-        return await asyncio.wait_for(self._asked(question, attempts), self._config.timeout_s)
+        return await asyncio.wait_for(self._ask_endpoint(question, attempts), self._config.timeout_s)
 
-    async def _asked(self, question: str, attempts: int) -> Verdict:
+    async def _ask_endpoint(self, question: str, attempts: int) -> Verdict:
         found, said, messages = Verdict(), "", [{"role": "user", "content": question}]
         for _ in range(attempts):
             said, top = await self._reply(messages)
-            found = self._read(said, top)
+            found = self._parse_reply(said, top)
             if found.probabilities:
                 return found
             asked = f"Reply with nothing but one of: {', '.join(self._config.names)}."
             if self._config.verdict == "json":
                 asked = f"Reply with JSON alone: {_EXAMPLE}."
             messages += [{"role": "assistant", "content": said or "..."}, {"role": "user", "content": asked}]
-        return _refused(found, said, self._config)
+        return _no_verdict(found, said, self._config)
 
     async def _reply(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[str, float]]]:
         """Return (text without reasoning, log-probabilities of the most likely first tokens) of the endpoint's reply.
 
         A request that the endpoint refuses is sent again in a simpler way, which is kept for later requests.
         """
-        is_json, refused, ways = self._config.verdict == "json", None, self._ways()
+        is_json, refused, ways = self._config.verdict == "json", None, self._request_forms()
         fixed: dict[str, Any] = {
             "model": self._config.model,
             "messages": messages,
@@ -332,13 +332,13 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
                 continue
             if refused is not None and way > self._way:
                 then = f"asking for {ways[way][0]}" if ways[way][1] else "replies are read as text"
-                named, said = ways[self._way][0], self._said(refused)
+                named, said = ways[self._way][0], self._error_line(refused)
                 logger.warning("judge: the endpoint refuses %s (%s); %s", named, said, then)
                 self._way = way
-            return _content(reply.text)
+            return _parse_body(reply.text)
         raise AssertionError("there is a way without conditions")
 
-    def _ways(self) -> list[tuple[str, dict[str, Any]]]:
+    def _request_forms(self) -> list[tuple[str, dict[str, Any]]]:
         """Return (name, fields) of the forms of a request, from the most exact one to a plain one."""
         if self._config.verdict == "labels":
             asked = [(f"top_logprobs={n}", {"logprobs": True, "top_logprobs": n}) for n in _TOP]
@@ -352,7 +352,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         shape = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         return {"name": "verdict", "strict": True, "schema": shape}
 
-    def _read(self, said: str, top: Sequence[tuple[str, float]]) -> Verdict:
+    def _parse_reply(self, said: str, top: Sequence[tuple[str, float]]) -> Verdict:
         """Return the verdict of a reply.
 
         The log-probabilities `top` count if the labels have enough of the probability. Otherwise the model would begin
@@ -369,16 +369,16 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
             parts["label_mass"] = float(np.exp(logprobs).sum())
             if parts["label_mass"] >= _LEAST_MASS:
                 return Verdict(_shares(logprobs), parts={"unreadable": 0.0, **parts})
-        return _named(said, self._labels, parts)
+        return _verdict_of_label(said, self._labels, parts)
 
     def _label_of(self, token: str) -> int | None:
-        """Return the label of which a token is the start, or which it has with text behind it."""
+        """Return the index of the label that begins with a token, or with which the token begins."""
         start = token.strip().casefold()
         # At most one, since the labels differ in their first letter.
         begun = [index for index, label in enumerate(self._labels) if start and label.startswith(start)]
         return begun[0] if begun else _first_label(start, self._labels)
 
-    def _said(self, error: Exception) -> str:
+    def _error_line(self, error: Exception) -> str:
         """Return an error of the client as one line without the key: its text, and the cause of a lost connection."""
         if isinstance(error, asyncio.TimeoutError | self._openai.APITimeoutError):
             return f"no verdict within {self._config.timeout_s:g} s ({KEY}.timeout_s)"
@@ -388,14 +388,14 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         return printable(" ".join(text.split()))[:_SHOWN_CHARS]
 
 
-def _content(body: str) -> tuple[str, list[tuple[str, float]]]:
-    """Return what `EndpointReader._reply` does. Raises ValueError."""
+def _parse_body(body: str) -> tuple[str, list[tuple[str, float]]]:
+    """Return (text without reasoning, log-probabilities of the most likely first tokens) of a response body."""
     try:
         choice = json.loads(body)["choices"][0]
         text = choice["message"].get("content") or ""
         listed = (choice.get("logprobs") or {}).get("content") or [{}]
         top = [(str(each["token"]), float(each["logprob"])) for each in listed[0].get("top_logprobs") or []]
-        return without_thoughts(text), top
+        return strip_reasoning(text), top
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the reply is no chat completion: {body}") from error
 
@@ -409,10 +409,10 @@ def _read_json(said: str, labels: Sequence[str]) -> Verdict:
         text = str(json.loads(said[said.find("{") : said.rfind("}") + 1])[VERDICT])
     except (ValueError, KeyError, TypeError):
         text = ""
-    return _named(text, labels, {})
+    return _verdict_of_label(text, labels, {})
 
 
-def _refused(found: Verdict, said: str, config: JudgeConfig) -> Verdict:
+def _no_verdict(found: Verdict, said: str, config: JudgeConfig) -> Verdict:
     """Return a verdict whose message quotes a reply without a label."""
     text = f"judge: the reply names none of {', '.join(config.names)}: {printable(said)[:_SHOWN_CHARS]!r}"
     if config.verdict == "labels":
@@ -420,7 +420,7 @@ def _refused(found: Verdict, said: str, config: JudgeConfig) -> Verdict:
     return replace(found, status="error", message=text)
 
 
-def _named(text: str, labels: Sequence[str], parts: Mapping[str, float]) -> Verdict:
+def _verdict_of_label(text: str, labels: Sequence[str], parts: Mapping[str, float]) -> Verdict:
     index = _first_label(text, labels)
     if index is None:
         return Verdict(parts={"unreadable": 1.0, **parts})
@@ -439,11 +439,11 @@ def _first_label(text: str, labels: Sequence[str]) -> int | None:
     return None
 
 
-def without_thoughts(text: str) -> str:
+def strip_reasoning(text: str) -> str:
     """Return a text without its reasoning between <think> and </think>, which may be unclosed."""
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
-def opens_thoughts(rendered: str) -> bool:
+def opens_reasoning(rendered: str) -> bool:
     """Return whether a rendered prompt ends with <think>, so that a reply begins with reasoning."""
     return rendered.rstrip().endswith("<think>")

@@ -45,7 +45,8 @@ _LOGGED_CHARS = 300
 class RewardPool(WorkerPool[RewardConfig]):
     """A pool of processes that call the reward functions of a run. Use it in a `with` block.
 
-    `function` are those of a script, which are pickled. With `tracebacks`, the message of an error is the traceback.
+    `function` is a function of a script or a list of them, which are pickled. None takes those of the settings. With
+    `tracebacks`, the message of an error is the traceback.
     `call_s` is that of the last `Scoring`. Each of `n_devices` device workers needs a CPU core.
     """
 

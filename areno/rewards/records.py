@@ -53,13 +53,13 @@ class CompletionRecord:
     def __reduce__(self) -> tuple[Any, ...]:
         arrays, start = self.arrays, self.asked.n_tokens
         numbers = arrays.tokens[start:].tobytes(), arrays.logprobs[start:].tobytes()
-        return _record_of, (self.asked.pickled, *numbers, self.completion, self.rendered, self.step, self.epoch)
+        return _unpickle_record, (self.asked.pickled, *numbers, self.completion, self.rendered, self.step, self.epoch)
 
 
 Record = RewardRecord | CompletionRecord
 
 
-def _record_of(
+def _unpickle_record(
     pickled: bytes, tokens: bytes, logprobs: bytes, completion: str, rendered: str, step: int, epoch: int
 ) -> RewardRecord:
     """Rebuild a RewardRecord. `tokens` are the bytes of int64 ids, `logprobs` those of float64 values."""
@@ -129,7 +129,7 @@ def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
         for name, weight, result in results:
             if name and result is None:
                 continue
-            value, inner = _read(result, f"{name} " if name else "")
+            value, inner = _parse_result(result, f"{name} " if name else "")
             values.append(weight * value)
             parts |= {name: value} if name else {}
             parts |= {f"{name}/{part}" if name else part: number for part, number in inner.items()}
@@ -142,21 +142,21 @@ def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
         return Answer("error", None, (str(error) or type(error).__name__)[:500])
 
 
-def _read(result: Any, of: str) -> tuple[float, dict[str, float]]:
-    """Return (value, parts) for one function's result. Errors begin with `of`."""
+def _parse_result(result: Any, prefix: str) -> tuple[float, dict[str, float]]:
+    """Return (value, parts) for one function's result. Errors begin with `prefix`."""
     if not isinstance(result, Mapping):
-        return reward_number(result, f"{of}returned"), {}
+        return reward_number(result, f"{prefix}returned"), {}
     if not result or not all(isinstance(name, str) and name for name in result):
-        raise TypeError(f"{of}returned {repr(result)[:80]}; a dictionary has numbers under names")
-    found = {name: reward_number(value, f"{of}returned {name!r}:") for name, value in result.items()}
+        raise TypeError(f"{prefix}returned {repr(result)[:80]}; a dictionary has numbers under names")
+    found = {name: reward_number(value, f"{prefix}returned {name!r}:") for name, value in result.items()}
     total = next((name for name in _TOTAL if name in found), None)
     if total is None:
-        return reward_number(math.fsum(found.values()), f"{of}returned parts with the sum"), found
+        return reward_number(math.fsum(found.values()), f"{prefix}returned parts with the sum"), found
     return found.pop(total), found
 
 
-def reward_number(result: Any, said: str) -> float:
-    """Return a reward as a float. Errors begin with `said`.
+def reward_number(result: Any, prefix: str) -> float:
+    """Return a reward as a float. Errors begin with `prefix`.
 
     Numbers, booleans (as 1 and 0) and scalars from numpy and torch are accepted. Text and complex numbers are refused,
     even numpy's text scalars, which float() would parse. Raises TypeError, NotFinite or any exception of `__float__`.
@@ -164,10 +164,10 @@ def reward_number(result: Any, said: str) -> float:
     kind = type(result)
     is_complex = issubclass(kind, numbers.Complex) and not issubclass(kind, numbers.Real)
     if not hasattr(result, "__float__") or issubclass(kind, str | bytes) or is_complex:
-        raise TypeError(f"{said} {repr(result)[:40]} ({type(result).__name__}); a reward is a number")
+        raise TypeError(f"{prefix} {repr(result)[:40]} ({type(result).__name__}); a reward is a number")
     value = float(result)
     if problem := reward_problem(value):
-        raise NotFinite(f"{said} {problem}")
+        raise NotFinite(f"{prefix} {problem}")
     return value
 
 

@@ -210,7 +210,7 @@ class _Chat:
         self.endpoint.prompts.remember(self.prompt, output.tokens, ends, message, self.hidden)
 
     def finish_reason(self, output: GenerationOutput, has_calls: bool) -> str:
-        """Return "stop", "length" or "tool_calls". As in OpenAI's API, a call that `tool_choice` named has "stop"."""
+        """Return "stop", "length" or "tool_calls". As in OpenAI's API, a forced call ends with "stop"."""
         if output.finish_reason == "stop" and has_calls and self.request.named is None:
             return "tool_calls"
         return answers.finish_reason(output)

@@ -189,7 +189,7 @@ class PromptBuilder:
     async def prompt_async(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
     ) -> Prompt:
-        """Do the same without blocking the event loop.
+        """Build the prompt as in `prompt`, without blocking the event loop.
 
         Long prompts are built in threads. Concurrent calls for the same prompt share the work, which is
         cancelled when all of these calls are cancelled.

@@ -65,7 +65,7 @@ class TextStream:
         return self._n_returned == len(self._tokens)
 
     def _end_of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last 8 or more visible tokens, beginning at the start of a character."""
+        """Return the last tokens, 8 or more without hidden ones, beginning at the start of a character."""
         last: list[int] = []
         for token in reversed(tokens):
             if len(last) >= _CONTEXT and not self._is_byte(last[-1]):

@@ -327,9 +327,9 @@ class RunFiles:
     def cut_back(self, step: int, sizes: Mapping[str, int], until: Mapping[str, int]) -> None:
         """Remove everything that was written after a step, so that the run can repeat the later steps.
 
-        `sizes` are those at the end of this step, `until` those at the start of the current session, which begins when
-        the process starts or restarts lost workers. Log lines in between move to logs/dropped.log, and those of the
-        current session stay.
+        `sizes` are the file sizes at the end of this step, `until` those at the start of the current session, which
+        begins when the process starts or restarts lost workers. Log lines in between move to logs/dropped.log, and
+        those of the current session stay.
         """
         for name, path in list(self._growing()):
             size = sizes.get(name, 0)

@@ -192,7 +192,7 @@ class _SampleEncoder:
                 yield {**first, "group": sample.group, "sample": number, **_line(sample), **self._tokens(sample)}
 
     def _tokens(self, sample: ScoredSample) -> dict[str, object]:
-        """Return the fields with a value for each token. Agents' samples have them for each row of their trajectory."""
+        """Return the fields with a value for each token. Agents' samples have them in each row of the trajectory."""
         if sample.trajectory is not None:
             return {"trajectory": _replay(sample.trajectory)}
         tokens, texts = sample.sequence.resp_tokens, self._texts
@@ -213,7 +213,7 @@ class _SampleEncoder:
 
 
 def _rounded(values: Any) -> list[float]:
-    """Round to four decimals, which is more than bfloat16 has, and halves the size of the file."""
+    """Round to four decimals, which halves the size of the file and is still more precise than bfloat16."""
     return np.round(np.asarray(values, dtype=np.float64), 4).tolist()
 
 

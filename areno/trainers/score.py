@@ -15,7 +15,7 @@ from areno.data.encode import decode_all
 from areno.engine.requests import spans_of
 from areno.errors import keys_renamed
 from areno.rewards.judge import Judging, Task, add_judged
-from areno.rewards.judge_readers import opens_thoughts
+from areno.rewards.judge_readers import opens_reasoning
 from areno.rewards.pool import report_failures
 from areno.rewards.records import CompletionRecord, Record, RecordedPrompt, reward_problem
 from areno.run.setup import PolicySetup
@@ -64,7 +64,7 @@ class Scorer(AbstractContextManager["Scorer"]):
     def _task(self, place: int) -> Task:
         number = place // self._gconfig.n_samples
         item = self._items[number]
-        return Task(self._samples_of(number), item.messages or item.prompt, opens_thoughts(item.text))
+        return Task(self._samples_of(number), item.messages or item.prompt, opens_reasoning(item.text))
 
     def take(self, outputs: Sequence[GenerationOutput]) -> None:
         """Start to score finished outputs, whose request_id is the index of the prompt."""

@@ -175,7 +175,7 @@ class WorkerPool(Generic[Config]):
     def _wait(
         self, workers: list[Worker], work: Work | None, wake: Connection | None = None, max_s: float = _POLL_S
     ) -> None:
-        """Do this for some workers. `work` is None while the processes start."""
+        """Wait for some of the processes, as in `wait`. `work` is None while they start."""
         timeout_s = min([max_s, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
         connections = [worker.connection for worker in workers]
         ready = readable(connections if wake is None else [*connections, wake], timeout_s)

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 
 import areno
 from areno import SamplingParams
-from areno.agents.pool import _Running
+from areno.agents.pool import _PendingCalls
 from areno.api.agentic import AgentBatch, AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy
 from areno.errors import ArenoError, ConfigError, DataError, WorkerLost
 from areno.launch.compose import load
@@ -128,16 +128,16 @@ def test_tool_results_are_trained_where_that_is_asked_for(tmp_path: Path) -> Non
 def test_failing_samples_leave_their_group_and_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    over, told, settle = tmp_path / "over", [], _Running._settle
+    over, told, settle = tmp_path / "over", [], _PendingCalls._settle
     rows = [{"prompt": word} for word in ("ok", "raise", "edited", "nothing", f"sleep {over}")]
 
-    def settled(self: _Running, *outcome: Any) -> None:
+    def settled(self: _PendingCalls, *outcome: Any) -> None:
         told.append(outcome)
         if len(told) == 8:  # the others
             over.touch()
         settle(self, *outcome)
 
-    monkeypatch.setattr(_Running, "_settle", settled)
+    monkeypatch.setattr(_PendingCalls, "_settle", settled)
     with caplog.at_level(logging.INFO, "areno"):
         played = run(
             tmp_path,

@@ -13,7 +13,7 @@ from areno.config.judge import JudgeConfig
 from areno.engine.decoder.grammar import Vocabulary
 from areno.errors import ConfigError, DataError
 from areno.rewards.judge import add_judged
-from areno.rewards.judge_readers import RoleReader, Verdict, without_thoughts
+from areno.rewards.judge_readers import RoleReader, Verdict, strip_reasoning
 from areno.rewards.pool import no_reward
 from areno.types import RewardOutcome, RewardRecord
 from tests.helpers.judged import judging_of, record
@@ -58,8 +58,8 @@ def test_braces_in_answers_are_not_fields():
 
 
 def test_unclosed_reasoning_is_no_answer():
-    assert without_thoughts("<think>so it is 2") == ""
-    assert without_thoughts("a</think> b <think> c") == "b"
+    assert strip_reasoning("<think>so it is 2") == ""
+    assert strip_reasoning("a</think> b <think> c") == "b"
 
 
 @pytest.mark.parametrize(("text", "seen"), [("so it is", "[]"), ("so</think>2", "[2]")])
@@ -67,7 +67,7 @@ def test_reasoning_that_the_prompt_opens_and_no_tag_ends_is_no_answer(text, seen
     found = record(text)
     found.rendered_completion = text
     config, reader = JudgeConfig(path="m", template="[{completion}]", refuse_blank=False), Written(gullible)
-    judging_of(config, reader, opens_thoughts=True).add({0: found})
+    judging_of(config, reader, opens_reasoning=True).add({0: found})
     assert reader.questions == [seen]
 
 

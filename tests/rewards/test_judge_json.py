@@ -15,7 +15,7 @@ from areno.config.judge import JudgeConfig, json_reply
 from areno.engine.decoder.grammar import GrammarCompiler, Vocabulary
 from areno.errors import ConfigError
 from areno.models.registry import load_config
-from areno.rewards.judge_readers import RoleReader, _named, _read_json, json_grammar
+from areno.rewards.judge_readers import RoleReader, _read_json, _verdict_of_label, json_grammar
 from areno.types import RolloutSequence
 from tests.helpers.grammars import allowed
 from tests.helpers.judge_model import CHARACTERS, char_judge
@@ -51,7 +51,7 @@ def test_labels_that_begin_with_marks_are_read(labels: list[str]) -> None:
     for place, label in enumerate(labels):
         verdict = _read_json(json_reply("It is so.", label), lowered)
         assert verdict.probabilities == tuple(float(other == place) for other in range(len(labels)))
-        assert _named(f"{label.strip()} \n", lowered, {}).probabilities == verdict.probabilities
+        assert _verdict_of_label(f"{label.strip()} \n", lowered, {}).probabilities == verdict.probabilities
 
 
 def test_a_context_without_room_for_a_question_is_refused(judge: Path) -> None:

@@ -27,7 +27,7 @@ class Lark:
         self._n_names = self._size = 0  # characters of the rules
 
     def reserve(self, initial: str = "r") -> str:
-        """Return a new name for a rule, or for a terminal with a capital `initial`. `define` gives its body."""
+        """Return an unused name, which `define` must give a body. A capital `initial` makes it a terminal."""
         self._n_names += 1
         return f"{initial}{self._n_names - 1}"
 

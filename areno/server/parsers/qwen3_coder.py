@@ -148,7 +148,7 @@ class _Parameters:
             return cls(None)
 
     def types(self, key: str) -> tuple[frozenset[str], list[Any]]:
-        """Return the types of a parameter, none if it may have any, and its values in `enum` or `const`."""
+        """Return the types of a parameter (empty if any is allowed), and its values in `enum` or `const`."""
         document = self._document
         if document is None or not (found := document.argument(key)):
             return frozenset(), []

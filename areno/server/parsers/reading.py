@@ -33,7 +33,10 @@ def partial_tag(text: str, tags: tuple[str, ...], at: int = 0) -> int:
 
 
 class Cursor:
-    """`text` has what was sampled so far, and `at` is the index of the next character to read."""
+    """A reading position in a text that is still being sampled.
+
+    `text` has what arrived so far, and `at` is the index of the next character to read.
+    """
 
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False

@@ -183,7 +183,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _end(text: str, width: int) -> str:
-    """Return the end of a text, at most `width` cells wide."""
+    """Return the last `width` cells of a text."""
     return _cut(text if len(text) <= width else "…" + text[1 - width :], width)
 
 
