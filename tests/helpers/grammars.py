@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from areno.engine.decoder.grammar import GrammarState
+from areno.engine.decoder.grammar import GrammarState, matcher_of
+from areno.server.grammar import Constraint
+from areno.server.parsers import parser_for
 
 
 @functools.cache
@@ -23,10 +26,7 @@ class ByteGrammar:
     """A grammar whose tokens are bytes. It needs no tokenizer, and every text can be written."""
 
     def __init__(self, text: str):
-        import llguidance
-
-        form = llguidance.LLMatcher.grammar_from_lark(text)
-        self._matcher = llguidance.LLMatcher(_bytes(), form, log_level=0)
+        self._matcher = matcher_of(_bytes(), text)
         assert not self._matcher.is_error(), self._matcher.get_error()
 
     def accepts(self, text: str) -> bool:
@@ -39,7 +39,7 @@ class ByteGrammar:
         state, text = GrammarState(self._matcher.deep_copy(), _bytes().vocab_size, frozenset([eos])), bytearray()
         for _ in range(most):
             tokens = allowed(state.mask())
-            assert tokens, f"nothing can follow {bytes(text)!r}"
+            assert not state.matcher.is_error(), f"nothing can follow {bytes(text)!r}"
             if eos in tokens and (len(tokens) == 1 or rng.randrange(2)):
                 return text.decode()
             tokens = [token for token in tokens if token != eos]
@@ -101,3 +101,31 @@ def schemas() -> Iterator[dict[str, Any]]:
 
 def response_format(schema: Any, strict: bool = True) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": strict}}
+
+
+def answers(schema: Any, strict: bool = True) -> ByteGrammar:
+    return ByteGrammar(Constraint(response_format=response_format(schema, strict)).grammar({}) or "")
+
+
+def calls(family: str, parameters: Any, **function: Any) -> ByteGrammar:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, **function}}
+    how: Any = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "f"}}}
+    return ByteGrammar(Constraint(parser=parser_for(family), **how).grammar({}) or "")
+
+
+def call(family: str, **arguments: Any) -> str:
+    """A call of f as a model of the family writes it."""
+    shown = {name: json.dumps(value) for name, value in arguments.items()}
+    if family == "hermes":
+        return f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': arguments})}\n</tool_call>"
+    if family == "llama3_json":
+        return json.dumps({"name": "f", "parameters": arguments})
+    if family == "pythonic":
+        return f"[f({', '.join(f'{name}={text}' for name, text in shown.items())})]"
+    texts = {name: value if isinstance(value, str) else shown[name] for name, value in arguments.items()}
+    parameters = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in texts.items())
+    return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+
+
+def accepted(grammar: ByteGrammar, texts: list[str]) -> list[str]:
+    return [text for text in texts if grammar.accepts(text)]

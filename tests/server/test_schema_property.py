@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -37,6 +39,7 @@ def written(family: str, arguments: dict[str, Any], quotes: bool) -> str:
     if family == "llama3_json":
         return json.dumps({"name": "f", "parameters": arguments})
     shown = {name: json.dumps(value, ensure_ascii=False) for name, value in arguments.items()}
+    shown = {name: text.replace("\x7f", r"\u007f") for name, text in shown.items()}
     if family == "pythonic":
         return f"[f({', '.join(f'{name}={text}' for name, text in shown.items())})]"
     texts = {name: shown[name] if quotes or not isinstance(each, str) else each for name, each in arguments.items()}
@@ -49,7 +52,10 @@ def check_json(rng: random.Random, n_texts: int = 4) -> tuple[int, int]:
     draw, n_drawn, n_written = Draw(rng), 0, 0
     try:
         grammar = json_grammar(draw.schema, is_free=rng.randrange(3) == 0)
-    except GrammarError:  # the schema has no value, or needs what no grammar can enforce
+    except GrammarError as error:  # otherwise the schema needs what no grammar can enforce
+        for _ in range(n_texts if "no value of finite length" in str(error) else 0):
+            with pytest.raises(NoValue):
+                draw.value()
         return 0, 0
     for _ in range(n_texts):
         text = grammar.drawn(rng)
@@ -62,6 +68,7 @@ def check_json(rng: random.Random, n_texts: int = 4) -> tuple[int, int]:
         has_pattern = "pattern" in json.dumps(draw.schema)  # whose strings have no escapes of characters that need none
         for ascii_only in (False,) if has_pattern else (False, True):
             text = json.dumps(value, ensure_ascii=ascii_only)
+            text = text.replace("\x7f", r"\u007f") if has_pattern else text
             assert grammar.accepts(text), (draw.schema, text)
             n_written += 1
     return n_drawn, n_written
@@ -111,6 +118,24 @@ def test_what_is_written_validates_and_what_validates_can_be_written(rng: random
 @given(st.randoms(use_true_random=False))
 def test_calls_hold_their_schemas(family: str, rng: random.Random) -> None:
     check_calls(family, rng)
+
+
+def test_a_range_is_refused_where_no_multiple_lies_in_it() -> None:
+    rng, n_empty = random.Random(3), 0
+    for _ in range(60):
+        low, step = rng.randrange(-20, 20) / 10, rng.choice([0.5, 0.25, 0.05, 0.02])
+        high = low + rng.randrange(4) / 10
+        number = {"type": "number", "minimum": low, "maximum": high, "multipleOf": step}
+        schema = {"type": "object", "properties": {"a": number}, "required": ["a"]}
+        low_, high_, step_ = (Fraction(repr(each)) for each in (low, high, step))
+        if math.ceil(low_ / step_) * step_ <= high_:
+            text = json_grammar(schema, is_free=False).drawn(rng)
+            assert text is None or is_valid(json.loads(text), schema), (schema, text)
+        else:
+            n_empty += 1
+            with pytest.raises(GrammarError, match="no value of finite length"):
+                json_grammar(schema, is_free=False)
+    assert n_empty > 10
 
 
 @pytest.mark.slow

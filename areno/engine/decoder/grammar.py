@@ -19,6 +19,7 @@ from areno.errors import EngineError, GrammarError, Key
 from areno.models.config import TransformerConfig
 
 MAX_GRAMMARS = 128  # compiled ones that are kept
+MAX_ITEMS = 20_000  # of the parser after one text: an object needs about two for each optional property
 
 
 def _library() -> Any:
@@ -110,16 +111,15 @@ class GrammarCompiler:
         if text in self._grammars:
             self._grammars.move_to_end(text)
             return self._grammars[text]
-        library = _library()
-        source = text if text.startswith("{") else library.LLMatcher.grammar_from_lark(text)
-        matcher = library.LLMatcher(self.ll_tokenizer, source, log_level=0)
+        matcher = matcher_of(self.ll_tokenizer, text)
         if matcher.is_error():
             raise GrammarError("the grammar cannot be compiled: {}", _reason(matcher.get_error()))
         grammar = Grammar(text, matcher, self.vocab_size, self._eos)
         start = grammar.start()
         start.mask()
         if start.matcher.is_error():
-            raise GrammarError("the grammar allows no token of this tokenizer at the start of an answer")
+            why = _reason(start.matcher.get_error())
+            raise GrammarError("the grammar allows no token of this tokenizer at the start of an answer ({})", why)
         self._grammars[text] = grammar
         if len(self._grammars) > MAX_GRAMMARS:
             self._grammars.popitem(last=False)
@@ -225,10 +225,17 @@ def _byte_tokenizer() -> Any:
     return _library().LLTokenizer("byte")
 
 
+def matcher_of(ll_tokenizer: Any, text: str) -> Any:
+    """Return an LLMatcher of llguidance for a grammar. It has an error if the grammar cannot be compiled."""
+    library = _library()
+    form = text if text.startswith("{") else library.LLMatcher.grammar_from_lark(text)
+    limits = library.LLParserLimits(max_items_in_row=MAX_ITEMS, step_max_items=10 * MAX_ITEMS)
+    return library.LLMatcher(ll_tokenizer, form, log_level=0, limits=limits)
+
+
 @lru_cache(1024)
 def _byte_matcher(text: str) -> Any:
-    library = _library()
-    return library.LLMatcher(_byte_tokenizer(), library.LLMatcher.grammar_from_lark(text), log_level=0)
+    return matcher_of(_byte_tokenizer(), text)
 
 
 def grammar_error(text: str) -> str:
@@ -241,6 +248,17 @@ def accepts(text: str, answer: str) -> bool:
     """Return whether a grammar without special tokens allows exactly this answer."""
     state, tokens = _byte_matcher(text).deep_copy(), _byte_tokenizer().tokenize_str(answer)
     return state.validate_tokens(tokens) == len(tokens) and state.consume_tokens(tokens) and state.is_accepting()
+
+
+def is_empty(term: str) -> bool:
+    """Return whether no text matches the body of a terminal, which can be compiled."""
+    return _has_no_start(f"start: T\nT: {term}") and not _has_no_start(f'start: T | "a"\nT: {term}')
+
+
+def _has_no_start(text: str) -> bool:
+    state = GrammarState(_byte_matcher(text).deep_copy(), _byte_tokenizer().vocab_size, frozenset())
+    state.mask()
+    return state.matcher.is_error()
 
 
 def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from areno.engine.decoder.grammar import grammar_error
+from areno.engine.decoder.grammar import grammar_error, is_empty
 from areno.errors import GrammarError
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.numbers import Range
@@ -26,19 +26,23 @@ from areno.server.parsers.patterns import (
     json_text,
     pattern_fault,
     slashed,
+    text_fault,
     whole,
 )
 from areno.server.parsers.schemas import Alternative, Document, ObjectForm, Place, parts, prefix_of, sizes
 
 _SPACE = r"([ \t]|\r?\n[ \t]{0,40})?"  # bounded, since a model might never stop writing it
 _PLAIN = r'[^"\\\x00-\x1f]'
+_PLAIN_NAME = f"/{_PLAIN}*/"
 _UNIT = r"00[01][0-9a-f]|007f|00[89a-f][0-9a-f]|0[1-9a-f][0-9a-f]{2}|[1-9a-cef][0-9a-f]{3}|d[0-7][0-9a-f]{2}"
 _PAIR = r"d[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}"
 _SHORT = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f", '"': '"', "\\": "\\"}
 _WORDS = {"null": '"null"', "true": '"true"', "false": '"false"'}
 _PYTHON = {"null": '("None" | "null")', "true": '("True" | "true")', "false": '("False" | "false")'}
 _MAX_MULTIPLE = 10**15  # of integers with multipleOf
+_MAX_OPTIONAL = 5000  # properties of an object, each of which may come next
 _MAX_PARTS = 1000  # of one, for fractions with multipleOf
+_WIDTH = 16  # of the tree of properties that are not counted
 _Key = tuple[int, ...]
 
 
@@ -120,7 +124,9 @@ class JsonRules:
 
     def _alternative_ends(self, alternative: Alternative, seen: set[_Key]) -> bool:
         document, kinds = self._document, self._document.kinds(alternative)
-        if document.literals(alternative) is not None or kinds - {"array", "object"}:
+        if document.literals(alternative) is not None:
+            return bool(self._alternative(alternative))
+        if self._scalars(alternative):
             return True
         n_items = min(sizes(alternative, "Items")[0], _n_prefix(alternative) + 1)
         if "array" in kinds and all(self._ends(document.items_at(at, alternative), seen) for at in range(n_items)):
@@ -132,14 +138,17 @@ class JsonRules:
     def _alternative(self, alternative: Alternative) -> list[str]:
         if (values := self._document.literals(alternative)) is not None:
             return self._literals([value for value in values if self.may_be(value, alternative)])
+        kinds, found = self._document.kinds(alternative), self._scalars(alternative)
+        containers = [self._array(alternative)] if "array" in kinds else []
+        containers += [self._object(alternative)] if "object" in kinds else []
+        return found + [each for each in containers if each is not None]
+
+    def _scalars(self, alternative: Alternative) -> list[str]:
         kinds = self._document.kinds(alternative)
-        found = [self._words["null"]] if "null" in kinds else []
+        found: list[str | None] = [self._words["null"]] if "null" in kinds else []
         found += [self._words["true"], self._words["false"]] if "boolean" in kinds else []
-        if "integer" in kinds:
-            found += self._number(alternative, is_integer="number" not in kinds)
+        found += self._number(alternative, "number" not in kinds) if "integer" in kinds else []
         found += [self._string(alternative)] if "string" in kinds else []
-        found += [self._array(alternative)] if "array" in kinds else []
-        found += [self._object(alternative)] if "object" in kinds else []
         return [each for each in found if each is not None]
 
     def _literals(self, values: list[Any]) -> list[str]:
@@ -157,7 +166,7 @@ class JsonRules:
 
     # Numbers ---------------------------------------------------------------------------------------------------------
 
-    def _number(self, alternative: Alternative, is_integer: bool) -> list[str]:
+    def _number(self, alternative: Alternative, is_integer: bool) -> list[str | None]:
         found = self._document.range_of(alternative)
         step, n_parts = 1, 0  # integers are multiples of `step`, fractions of 1 / n_parts
         for schema in parts(alternative):
@@ -170,23 +179,21 @@ class JsonRules:
                 else:
                     step, n_parts = math.lcm(step, divisor.numerator), math.gcd(n_parts, divisor.denominator)
         if n_parts == 0:
-            terms = found.terms(is_integer)
-            return [self._lark.terminal(" | ".join(terms))] if terms else []
-        terms = [] if is_integer or n_parts == 1 else found.steps(n_parts)
-        return self._multiples(found, step) + ([self._lark.terminal(" | ".join(terms))] if terms else [])
+            return [self._lark.terminal_of(found.terms(is_integer))]
+        fractions = [] if is_integer or n_parts == 1 else found.steps(n_parts)
+        return [self._multiples(found, step), self._lark.terminal_of(fractions)]
 
-    def _multiples(self, range_: Range, step: int) -> list[str]:
-        """Return the expression of the integers that are multiples of `step`, in a list that is empty without any."""
+    def _multiples(self, range_: Range, step: int) -> str | None:
+        """Return the expression of the integers that are multiples of `step`."""
         if step == 1:
-            terms = range_.terms(integer=True)
-            return [self._lark.terminal(" | ".join(terms))] if terms else []
+            return self._lark.terminal_of(range_.terms(integer=True))
         found = range_.at_least(-_MAX_MULTIPLE, False).at_most(_MAX_MULTIPLE, False)
         assert found.low is not None
         assert found.high is not None
         low, high = -(-found.low // step) * step, found.high // step * step
         words = {"type": "integer", "minimum": low, "maximum": high, "multipleOf": step}
         rule = f"%json {json.dumps({**words, 'x-guidance': {'whitespace_flexible': False}})}"
-        return [self._lark.rule(rule)] if low <= high else []
+        return self._lark.rule(rule) if low <= high else None
 
     # Strings ---------------------------------------------------------------------------------------------------------
 
@@ -203,35 +210,25 @@ class JsonRules:
                     self._document.leave_out(f"pattern {pattern!r} ({fault})")
                 else:
                     patterns.append(pattern)
-        patterns, formats = list(dict.fromkeys(patterns)), list(dict.fromkeys(formats))
-        leaf = self._leaf(alternative, patterns, formats)
-        if leaf is not None and (fault := grammar_error(f"start: {leaf}")):
-            self._document.leave_out(f"the keywords of a string beside each other ({fault})")
-            return [], []
-        return patterns, formats
-
-    def _leaf(self, alternative: Alternative, patterns: list[str], formats: list[str]) -> str | None:
-        """Return the expression of strings for which llguidance combines several keywords, None if one is enough."""
-        low, high = sizes(alternative, "Length")
-        has_length = low > 0 or high is not None
-        if has_length + len(patterns) + len(formats) <= 1 and not any(decimal(each) is None for each in patterns):
-            return None
-        words: dict[str, Any] = {"minLength": low} | ({} if high is None else {"maxLength": high})
-        words["allOf"] = [{"pattern": each} for each in (*patterns, *(f"^({FORMATS[each]})$" for each in formats))]
-        return json_text(words, self._style.is_python)
+        return list(dict.fromkeys(patterns)), list(dict.fromkeys(formats))
 
     def _string(self, alternative: Alternative) -> str | None:
-        low, high = sizes(alternative, "Length")
+        (low, high), (patterns, formats) = sizes(alternative, "Length"), self.text_words(alternative)
         if high is not None and low > high:
             return None
-        patterns, formats = self.text_words(alternative)
+        has_length = low > 0 or high is not None
+        if has_length + len(patterns) + len(formats) > 1 or any(decimal(each) is None for each in patterns):
+            words: dict[str, Any] = {"minLength": low} | ({} if high is None else {"maxLength": high})
+            words["allOf"] = [{"pattern": each} for each in (*patterns, *(f"^({FORMATS[each]})$" for each in formats))]
+            if not (fault := text_fault(words)):
+                text = json_text(words)
+                return None if grammar_error(f"start: {text}") else self._lark.rule(text)
+            self._document.leave_out(f"the keywords of a string beside each other ({fault})")
+            patterns, formats = [], []
         if not patterns and not formats:
             return self._lark.terminal(slashed(f'"{self._char}{times(low, high)}"'))
-        leaf = self._leaf(alternative, patterns, formats)
-        if leaf is not None:
-            return self._lark.rule(leaf)
         term = decimal(patterns[0]) if patterns else f"({slashed(FORMATS[formats[0]])})"
-        return self._lark.terminal(f"{json.dumps(chr(34))} {term} {json.dumps(chr(34))}")
+        return self._lark.terminal_of([f"{json.dumps(chr(34))} {term} {json.dumps(chr(34))}"])
 
     def literal(self, value: Any) -> str:
         """Return the expression of exactly this value."""
@@ -331,25 +328,28 @@ class JsonRules:
 
     def _others(self, form: ObjectForm) -> str | None:
         """Return the rule of one property that is not listed."""
-        taken = "|".join(map(self._spelled, form.properties))
-        free = f"/{self._char}*/ & ~{slashed(taken)}" if taken else f"/{self._char}*/"
-        found, terms = list[str](), [(pattern, whole(pattern)) for pattern, _ in form.patterns]
+        taken = f" & ~{slashed('|'.join(map(self._spelled, form.properties)))}" if form.properties else ""
+        found, terms = list[tuple[str, tuple[Place, ...]]](), [(each, whole(each)) for each, _ in form.patterns]
         for pattern, term in terms:
             if term is None or grammar_error(f"start: T\nT: {term}"):
                 self._document.leave_out(f"patternProperties {pattern!r}")
+            elif is_empty(f"({term}) & {_PLAIN_NAME}") and not is_empty(term):
+                self._document.leave_out(f"patternProperties {pattern!r}, whose names need escapes")
         known = [f"({term})" for _, term in terms if term is not None]
-        plain = f"/{_PLAIN}*/" + (f" & ~{slashed(taken)}" if taken else "")
         for (_, places), (_, term) in zip(form.patterns, terms, strict=True):
-            if term is not None and (value := self.value(places)) is not None:
+            if term is not None:
                 others = "".join(f" & ~{each}" for each in known if each != f"({term})")
-                found.append(f"{self._free_name(f'{plain} & ({term}){others}')} {value}")
-        if form.others is not None and (value := self.value(form.others)) is not None:
-            names = plain + "".join(f" & ~{each}" for each in known) if form.patterns else free
-            found.append(f"{self._free_name(names)} {value}")
-        return self._lark.rule(" | ".join(found)) if found else None
-
-    def _free_name(self, names: str) -> str:
-        return self._lark.terminal(f"{json.dumps(chr(34))} ({names}) {slashed(chr(34) + self._colon)}")
+                found.append((f"{_PLAIN_NAME}{taken} & ({term}){others}", places))
+        if form.others is not None:
+            names = _PLAIN_NAME if known else f"/{self._char}*/"
+            found.append((f"{names}{taken}{''.join(f' & ~{each}' for each in known)}", form.others))
+        rules = list[str]()
+        for names, places in found:
+            quoted = f"{json.dumps(chr(34))} ({names}) {slashed(chr(34) + self._colon)}"
+            name = self._lark.terminal_of([quoted]) if known else self._lark.terminal(quoted)
+            if name is not None and (value := self.value(places)) is not None:
+                rules.append(f"{name} {value}")
+        return self._lark.rule(" | ".join(rules)) if rules else None
 
     def _sequence(
         self, items: Sequence[tuple[str, bool]], other: str | None, comma: str, limits: tuple[int, int | None]
@@ -357,13 +357,37 @@ class JsonRules:
         """Return what `fields` does, for items with whether each is required, and then any number of others."""
         low, high = limits
         n_needed = sum(required for _, required in items)
+        if len(items) - n_needed > _MAX_OPTIONAL:
+            text = "the schema cannot be compiled: an object has {:,} optional properties; at most {:,} are possible"
+            raise GrammarError(text + ", so make some of them required", len(items) - n_needed, _MAX_OPTIONAL)
         if (high is not None and max(low, n_needed) > high) or (other is None and low > len(items)):
             return None
         if other is not None and low - n_needed > 1:  # two of the names that are not listed may be equal
             self._document.leave_out(f"minProperties {low}")
-        # The number of written items is counted up to the last one that matters.
+        if low > 1 or (high is not None and (other is not None or high < len(items))):
+            return self._counted(items, other, comma, low, high)
+        # A part of the sequence: its items, as (the first without a comma, each with one, whether one is required).
+        nodes = [
+            (item, self._lark.rule(f"({comma} {item}){'' if required else '?'}"), required) for item, required in items
+        ]
+        if other is not None:
+            nodes.append((f"{other} ({comma} {other})*", f"({comma} {other})*", False))
+        while len(nodes) > 1:
+            nodes = [self._joined(nodes[at : at + _WIDTH]) for at in range(0, len(nodes), _WIDTH)]
+        return self._lark.rule(nodes[0][0] if nodes else '""'), n_needed == 0 and low == 0
+
+    def _joined(self, nodes: list[tuple[str, str, bool]]) -> tuple[str, str, bool]:
+        n_first = next((at for at, node in enumerate(nodes) if node[2]), len(nodes) - 1) + 1
+        rest = [node[1] for node in nodes]
+        first = " | ".join(" ".join([nodes[at][0], *rest[at + 1 :]]) for at in range(n_first))
+        return self._lark.rule(first), self._lark.rule(" ".join(rest)), any(node[2] for node in nodes)
+
+    def _counted(
+        self, items: Sequence[tuple[str, bool]], other: str | None, comma: str, low: int, high: int | None
+    ) -> tuple[str, bool] | None:
+        """Return what `_sequence` does, with the number of items counted up to the last one that matters."""
         is_limited = high is not None and (other is not None or high < len(items))
-        most = max(low, high) if high is not None and is_limited else max(low, 1)
+        most = min(max(low, high) if high is not None and is_limited else max(low, 1), len(items))
 
         rests = self._ends_of_sequence(other, comma, low, high if is_limited else None, most)
         n_before = list(accumulate((required for _, required in items), initial=0))
@@ -380,7 +404,7 @@ class JsonRules:
                 terms += [] if skipped is None else [skipped]
                 found[n] = self._lark.rule(" | ".join(terms)) if terms else None
             rests = found
-        return None if rests[0] is None else (rests[0], n_needed == 0 and low == 0)
+        return None if rests[0] is None else (rests[0], low == 0 and not any(required for _, required in items))
 
     def _ends_of_sequence(
         self, other: str | None, comma: str, low: int, high: int | None, most: int

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from areno.engine.decoder.grammar import is_empty
 from areno.errors import GrammarError
 
 MAX_CHARACTERS = 2_000_000  # of a grammar; larger ones take many seconds to compile
+MAX_SYMBOLS = 65_000  # two for each name, and one for each group and alternative; llguidance has 16 bits
+MAX_DEPTH = 800  # rules inside each other; llguidance overflows the stack of the process at about 1,200
 
+_AS_SPACE = str.maketrans("()|?*", "     ")
 _HEADER = '%llguidance {"ignore_once": true}'
 
 
@@ -24,7 +28,8 @@ class Lark:
         self.literals: dict[str, None] = {}
         self._rules: dict[str, str] = {}  # name with options -> body
         self._names: dict[tuple[str, str], str] = {}
-        self._n_names = self._size = 0  # characters of the rules
+        self._n_names = self._n_symbols = self._size = 0  # characters of the rules
+        self._depths: dict[str, int] = {}
 
     def reserve(self, initial: str = "r") -> str:
         """Return an unused name, which `define` must give a body. A capital `initial` makes it a terminal."""
@@ -32,11 +37,19 @@ class Lark:
         return f"{initial}{self._n_names - 1}"
 
     def define(self, name: str, body: str) -> None:
-        """Raise GrammarError if the grammar gets too large."""
+        """Raise GrammarError if the grammar gets too large or too deep."""
         self._size += len(body)
         if self._size > MAX_CHARACTERS:
             raise GrammarError("the grammar has more than {:,} characters; use smaller schemas", MAX_CHARACTERS)
+        self._n_symbols += 2 + (body.count("(") + body.count("|") if name[0] == "r" else 0)
+        if self._n_symbols > MAX_SYMBOLS:
+            raise GrammarError("the grammar has more than {:,} symbols; use smaller schemas", MAX_SYMBOLS)
         self._rules[name] = body
+        names = body.translate(_AS_SPACE).split()
+        depth = 1 + max((self._depths.get(each, 0) for each in names), default=0)  # 0: a rule around this one
+        if depth > MAX_DEPTH:
+            raise GrammarError("the schema is nested too deeply, or has too long a list of items, for a grammar")
+        self._depths[name.partition("[")[0]] = depth
 
     def rule(self, body: str, option: str = "") -> str:
         """Return the name of a new rule. `option` is such as "[lazy]"."""
@@ -87,6 +100,11 @@ class Lark:
         special = min((tag.find(each) for each in self._special if each in tag), default=len(tag))
         start = self.terminal(f"{term} {json.dumps(tag[:special])}" if special else term)
         return f"{start} {self.literal(tag[special:])}" if tag[special:] else start
+
+    def terminal_of(self, terms: Iterable[str]) -> str | None:
+        """Return the terminal that matches what one of some terms matches, None if they match nothing."""
+        body = " | ".join(terms)
+        return None if not body or ("&" in body and is_empty(body)) else self.terminal(body)
 
     def text(self, start: str) -> str:
         """Return the whole grammar, in which an answer must match `start`."""

@@ -58,28 +58,43 @@ def slashed(regex: str) -> str:
         piece = regex[at : at + 2] if regex[at] == "\\" else regex[at]
         pieces.append(r"\/" if piece == "/" else piece)
         at += len(piece)
-    return f"/{''.join(pieces)}/"
+    return f"/{''.join(pieces)}/" if pieces else '""'
 
 
-def json_text(words: dict[str, Any], is_python: bool = False) -> str:
+def json_text(words: dict[str, Any]) -> str:
     """Return the expression of a string in JSON with keywords that llguidance enforces."""
-    options = {"whitespace_flexible": False} | ({"json_allowed_escapes": '"\\bfnrt'} if is_python else {})
-    return f"%json {json.dumps({'type': 'string', **words, 'x-guidance': options})}"
+    return _json({"type": "string", **words})
+
+
+def text_fault(words: dict[str, Any]) -> str:
+    """Return why keywords of a string cannot be enforced, "" if they can. There may be no such string."""
+    return grammar_error(_or_null(words))
+
+
+def _or_null(words: dict[str, Any]) -> str:
+    """Return a grammar that can be compiled even if no string has the keywords."""
+    return f"start: {_json({'anyOf': [{'type': 'string', **words}, {'type': 'null'}]})}"
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}})}"
 
 
 def pattern_fault(pattern: str) -> str:
     """Return why a pattern cannot be enforced, "" if it can."""
-    return "" if decimal(pattern) else grammar_error(f"start: {json_text({'pattern': pattern})}")
+    return "" if decimal(pattern) else text_fault({"pattern": pattern})
 
 
 @lru_cache(4096)
 def is_found(pattern: str, text: str) -> bool:
     """Return whether a pattern is found in a text. Raises GrammarError if the pattern cannot be enforced."""
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half of a pair is no character there
     if term := decimal(pattern):
         return accepts(f"start: T\nT: {term}", text)
     if fault := pattern_fault(pattern):
         raise GrammarError("the schema cannot be compiled: pattern {!r}: {}", pattern, fault)
-    return accepts(f"start: {json_text({'pattern': pattern})}", json.dumps(text, ensure_ascii=False))
+    quoted = json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # which llguidance always escapes
+    return accepts(_or_null({"pattern": pattern}), quoted)
 
 
 def decimal(pattern: str) -> str | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from areno.engine.decoder.grammar import grammar_error
+from areno.engine.decoder.grammar import grammar_error, is_empty
 from areno.errors import GrammarError
 from areno.server.parsers.hermes import CLOSE, OPEN, in_tags
 from areno.server.parsers.json_rules import JsonRules, Style, times
@@ -209,8 +209,9 @@ def _call_grammar(lark: Lark, name: str, document: Document) -> str:
     values = _ParameterRules(lark, document)
 
     def parameter(key: str, value: str) -> str:
-        if set(key + name) & set("<>\n"):
-            raise GrammarError("the name {!r} has <, > or a line break, which this model's calls cannot have", key)
+        if set(key + name) & set("<>\n") or key != key.strip() or not key:
+            why = "is empty, or has <, >, a line break or a space at an end, which this model's calls cannot have"
+            raise GrammarError("the name {!r} {}", key, why)
         return f"{lark.literal(f'{PARAMETER}{key}>' + chr(10))} {value}"
 
     found = [values.fields(form, parameter, "", values.other(form)) for form in document.forms]
@@ -270,7 +271,8 @@ class _ParameterRules(JsonRules):
             terms.append(f"/(?s:.{times(low, high)})/")
         # The line break before the closing tag may be missing where the length of the text does not matter.
         end = _END if terms or others else _END.removeprefix("\n")
-        return self._lark.ended(f"({' & '.join([*terms, _NO_TAGS, *(f'~{each}' for each in others)])})", end)
+        term = f"({' & '.join([*terms, _NO_TAGS, *(f'~{each}' for each in others)])})"
+        return None if (terms or others) and is_empty(term) else self._lark.ended(term, end)
 
     def other(self, form: ObjectForm) -> str | None:
         value = None if form.others is None or form.patterns else self.property_value(_UNLISTED, form.others)

@@ -21,6 +21,7 @@ _SINGLE += ("propertyNames", "unevaluatedItems", "unevaluatedProperties")
 
 KINDS = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+MAX_SIZE = 2**31 - 1  # no answer is larger, and llguidance counts no further
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
@@ -102,6 +103,8 @@ def _check(schema: dict[str, Any]) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if word in SIZES and not (is_number and value >= 0 and value == value // 1):
             raise wrong(word, "an integer from 0 on")
+        if word in SIZES and word.startswith("min") and value > MAX_SIZE:
+            raise wrong(word, f"an integer up to {MAX_SIZE:,}")
         if word in BOUNDS and not (is_number or (word[:2] == "ex" and isinstance(value, bool))):
             raise wrong(word, "a number")
         if word == "multipleOf" and not (value > 0 and math.isfinite(value)):

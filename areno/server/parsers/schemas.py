@@ -18,7 +18,7 @@ from areno.schema.values import show
 from areno.server.parsers.numbers import Range
 from areno.server.parsers.patterns import is_found
 from areno.server.parsers.reading import json_type
-from areno.server.parsers.references import BOUNDS, KINDS, SIZES, Place, References
+from areno.server.parsers.references import BOUNDS, KINDS, MAX_SIZE, SIZES, Place, References
 
 MAX_ALTERNATIVES = 4096
 _MAX_DEPTH = 4  # of properties that are compared to find out whether branches overlap
@@ -143,10 +143,7 @@ class Document:
         return found
 
     def _are_tagged(self, branches: list[list[Alternative]]) -> bool:
-        """Return whether a property that all branches require has a value of its own in each of them.
-
-        This finds the branches of a tagged union disjoint without comparing all pairs.
-        """
+        """Return whether a property that all branches require has a value of its own in each: no pairs are compared."""
         found = [each for branch in branches for each in branch]
         if any(self.kinds(each) != {"object"} for each in found):
             return False
@@ -274,7 +271,6 @@ class Document:
         return all(self.rejects(value, each) for each in self.alternatives(places))
 
     def items_at(self, at: int, alternative: Alternative) -> tuple[Place, ...]:
-        """Return the schemas of the element `at` of an array."""
         found: list[Place] = []
         for schema, base in _places(alternative):
             first, rest = prefix_of(schema)
@@ -282,7 +278,7 @@ class Document:
         return tuple(found)
 
     def object_form(self, alternative: Alternative) -> ObjectForm:
-        """Return the form of the objects of an alternative.
+        """Return the form of the objects.
 
         Where properties are listed and nothing is said of others, there are no others: none but those that are
         required, that match a pattern, or that a branch beside the alternative lists.
@@ -407,7 +403,7 @@ def sizes(alternative: Alternative, word: str) -> tuple[int, int | None]:
     """Return the lowest and highest "Length", or number of "Items" or "Properties"."""
     low = [math.ceil(schema[f"min{word}"]) for schema in parts(alternative) if f"min{word}" in schema]
     high = [math.floor(schema[f"max{word}"]) for schema in parts(alternative) if f"max{word}" in schema]
-    return max(low, default=0), min(high, default=None)
+    return max(low, default=0), min((each for each in high if each <= MAX_SIZE), default=None)
 
 
 def prefix_of(schema: dict[str, Any]) -> tuple[list[Any], Any]:
