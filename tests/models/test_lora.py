@@ -130,7 +130,7 @@ def test_only_adapters_have_gradients_masters_and_moments(trained: Engine, folde
     assert (held.gradients, held.masters, held.moments) == (4 * n, 0, 8 * n)
     assert held.weights == 4 * (parameters.parameters(config) + n)
     flat, moments = backend.flat, backend.optimizer.moments
-    assert flat.grads.numel() == flat.params.numel() == pytest.approx(n, abs=16 * len(flat.places))
+    assert flat.grads.numel() == flat.params.numel() == pytest.approx(n, abs=16 * len(flat.ranges))
     assert sum(buffer.nbytes for buffer in moments.values()) == pytest.approx(held.moments, rel=0.01)
     in_bf16 = memory.model_bytes(config, 2, "adam", adapters=adapters)
     assert (in_bf16.gradients, in_bf16.masters, in_bf16.moments) == (4 * n, 4 * n, 8 * n)
