@@ -1,4 +1,7 @@
-"""FLOPs and bytes that one token costs, and the FLOPs of passes over rows."""
+"""FLOPs and bytes that one token costs, and the FLOPs of passes over rows.
+
+FLOPs of a pass count the LM head for `head_tokens` tokens. None means all tokens of the rows.
+"""
 
 from __future__ import annotations
 
@@ -15,48 +18,23 @@ from areno.models.parameters import active_body_parameters, parameters, q_size
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of one token in a model, over all tensor-parallel ranks.
-
-    Attributes:
-        n_params: the number of parameters of the model.
-        body_params: the number of parameters that a token is multiplied with, without the LM head. Only the experts
-            that the token is routed to count.
-        head_params: the number of parameters of the LM head, which only tokens need whose next token is predicted.
-        kv_bytes: the bytes of a token's keys and values, in all layers.
-        attn_flops: the forward FLOPs of one (query, key) pair of tokens, in all layers and heads.
-        itemsize: the bytes of a weight, and of a cached key or value.
-        windows: pairs of an attention window in tokens and the share of the attention layers that have it. A window of
-            None means all tokens.
-        state_bytes: the bytes of a sequence's recurrent states, in all layers.
-        rule_flops: the forward FLOPs of a token's recurrent updates, in all layers.
-        experts: number and sizes of the experts. None: the model has none.
-        expert_params: the number of parameters of one expert in each layer, summed over the layers with experts.
-        adapter_params: the number of parameters of the adapters, if only these are trained. 0: all parameters are
-            trained.
-    """
+    """The cost of one token in a model, over all tensor-parallel ranks. KV bytes and FLOPs are sums over all layers."""
 
     n_params: int
-    body_params: int
+    body_params: int  # parameters a token is multiplied with, without the LM head: of the experts, its own
     head_params: int
-    kv_bytes: int
-    attn_flops: int
-    itemsize: int
-    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
-    state_bytes: int = 0
-    rule_flops: float = 0.0
+    kv_bytes: int  # of a token
+    attn_flops: int  # forward, of one (query, key) pair of tokens
+    itemsize: int  # bytes of a weight, and of a cached key or value
+    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)  # (tokens or None for all, share of layers)
+    state_bytes: int = 0  # recurrent states of a sequence
+    rule_flops: float = 0.0  # forward, of a token's recurrent updates
     experts: Experts | None = None
-    expert_params: int = 0
-    adapter_params: int = 0
+    expert_params: int = 0  # of one expert, summed over the layers with experts
+    adapter_params: int = 0  # 0: all parameters are trained
 
     @staticmethod
     def of(config: TransformerConfig, itemsize: int, adapters: AdapterSpec | None = None) -> Cost:
-        """Compute the cost from the shape of a model.
-
-        Args:
-            config: the shape of the model.
-            itemsize: the bytes of a weight, and of a cached key or value.
-            adapters: the adapters that are trained. None: all parameters are trained.
-        """
         experts, of_experts = config.experts, 0
         windows = Counter(config.kind(layer).window for layer in config.attention_layers)
         if experts is not None:
@@ -78,45 +56,26 @@ class Cost:
 
     @property
     def active_params(self) -> int:
-        """The number of parameters that one token is multiplied with, including the LM head."""
         return self.body_params + self.head_params
 
     def moved_params(self, n_tokens: float) -> float:
-        """Return the number of parameters that must be read from memory to compute a batch.
-
-        Only experts that some token is routed to are read. Their number is an expected value; see `Experts.distinct`.
-
-        Args:
-            n_tokens: the number of tokens of the batch.
-        """
+        """Return the expected number of parameters that are read to compute a batch, see `Experts.distinct`."""
         if self.experts is None:
             return self.active_params
         return self.active_params + self.expert_params * (self.experts.distinct(n_tokens) - self.experts.top_k)
 
 
 def forward_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
-    """Return the FLOPs of a forward pass over sequences, such as to compute log-probabilities.
-
-    Args:
-        cost: the cost of a token.
-        row_lens: the number of tokens of each sequence.
-        head_tokens: the number of tokens for which the LM head is computed. None: all, as is customary.
-    """
     n_tokens = sum(row_lens)
     flops = _weight_flops(cost, n_tokens, head_tokens) + (2.0 * cost.adapter_params + cost.rule_flops) * n_tokens
     return flops + cost.attn_flops * mean_pairs(cost, row_lens)
 
 
 def train_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
-    """Return the FLOPs of a forward and a backward pass over sequences.
+    """Return the FLOPs of a forward and a backward pass.
 
-    A backward pass takes twice the FLOPs of the forward pass. For products with frozen weights it takes the same FLOPs
-    as the forward pass, because the gradient with respect to the weights is not computed.
-
-    Args:
-        cost: the cost of a token.
-        row_lens: the number of tokens of each sequence.
-        head_tokens: the number of tokens for which the LM head is computed. None: all.
+    A backward pass takes twice the FLOPs of the forward pass. Products with frozen weights take the same FLOPs in both,
+    because the gradient with respect to the weights is not computed.
     """
     frozen = _weight_flops(cost, sum(row_lens), head_tokens) if cost.adapter_params else 0.0
     return 3.0 * forward_flops(cost, row_lens, head_tokens) - frozen
@@ -128,22 +87,12 @@ def _weight_flops(cost: Cost, n_tokens: int, head_tokens: int | None) -> float:
 
 
 def mean_pairs(cost: Cost, row_lens: Sequence[int]) -> float:
-    """Return the number of (query, key) pairs of causal attention, as the mean over the attention layers.
-
-    Args:
-        cost: the cost of a token, which has the windows of the layers.
-        row_lens: the number of tokens of each sequence.
-    """
+    """Return the (query, key) pairs of causal attention, as the mean over the attention layers."""
     return sum(share * pairs(row_lens, window) for window, share in cost.windows)
 
 
 def pairs(row_lens: Iterable[int], window: int | None = None) -> float:
-    """Return the number of (query, key) pairs of causal attention in one layer.
-
-    Args:
-        row_lens: the number of tokens of each sequence.
-        window: the number of last tokens that a token attends to, itself included. None: all.
-    """
+    """Return the (query, key) pairs of causal attention in a layer. A window counts the token itself, too."""
     found = 0
     for n in row_lens:
         beyond = 0 if window is None else max(0, n - window)

@@ -21,30 +21,17 @@ _MIN_SLOTS = 2  # of recurrent states: one sequence, and what pads a batch
 
 @dataclass(frozen=True)
 class Model:
-    """One model of the engine, with the facts that decide how much memory it takes.
+    """One model of the engine, with the facts that decide how much memory it takes."""
 
-    Attributes:
-        name: Name of the model's role, such as "actor".
-        config: Shape of the model.
-        optimizer: Type of the optimizer. None for a frozen model.
-        key: Configuration section of the role.
-        offload: Whether the model rests in host memory while it is not used. If it is trained, its masters and moments
-            are always in host memory. The weights of the actor always stay on the device.
-        recompute: Whether layers recompute activations in the backward pass.
-        adapters: The LoRA adapters, if they are trained in place of the weights. None otherwise.
-        path: Folder of the model.
-        in_training: Whether training passes of the actor use the model, as its teacher.
-    """
-
-    name: str
+    name: str  # of the role
     config: TransformerConfig
-    optimizer: OptimizerType | None
-    key: str
-    offload: bool = False
+    optimizer: OptimizerType | None  # None for a frozen model
+    key: str  # section of the configuration
+    offload: bool = False  # rests in host memory while not in use, see RoleSpec.offload
     recompute: bool = True
-    adapters: AdapterSpec | None = None
+    adapters: AdapterSpec | None = None  # trained in place of the weights
     path: str = ""
-    in_training: bool = False
+    in_training: bool = False  # training passes of the actor use the model, as its teacher
 
     @property
     def keeps_weights(self) -> bool:
@@ -58,14 +45,6 @@ class Model:
 
     @staticmethod
     def of(name: str, config: TransformerConfig, role: RoleSpec, can_offload: bool) -> Model:
-        """Return the memory facts of a role.
-
-        Args:
-            name: Name of the role.
-            config: Shape of the role's model.
-            role: Spec of the role.
-            can_offload: Whether the device has memory of its own. If not, `role.offload` has no effect.
-        """
         kind = role.optimizer.type if role.optimizer else None
         section = section_of(role.key)
         adapters = role.lora.adapters if role.lora else None
@@ -77,45 +56,22 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """The memory that the models of an engine take on each device.
+    """The memory that the models of an engine take on each device."""
 
-    Attributes:
-        models: The models, the actor first.
-        itemsize: Bytes of a weight.
-        layout: Division of the models over the devices.
-        split: Whether sequence parallelism divides the residual stream over tensor-parallel ranks.
-        zero_stage: Stage of ZeRO, from the setting engine.zero_stage.
-        budget: Largest number of tokens in a micro-batch on one device. None if micro-batches are sized in rows.
-        copies_a: Whether each weight with a LoRA adapter takes extra memory for a copy of the adapter's matrix A, see
-            `Adapter.stack`.
-        on_cuda: Whether the devices are GPUs, which have memory of their own.
-        may_adapt: Whether error messages may suggest LoRA for the actor.
-        host_bytes: Free host memory for each device. None if it is not known.
-        share_prefixes: Whether models that can share prefixes may do so: true unless the setting is "off".
-    """
-
-    models: tuple[Model, ...]
-    itemsize: int
+    models: tuple[Model, ...]  # the actor first
+    itemsize: int  # bytes of a weight
     layout: Layout = ALONE
-    split: bool = False
+    split: bool = False  # sequence parallelism divides the residual stream over tensor-parallel ranks
     zero_stage: int = 0
-    budget: int | None = None
-    copies_a: bool = False
+    budget: int | None = None  # tokens of a micro-batch on one device; None: it is sized in rows
+    copies_a: bool = False  # adapted weights have room for copies of the LoRA matrix A, see `Adapter.stack`
     on_cuda: bool = True
-    may_adapt: bool = False
-    host_bytes: int | None = None
+    may_adapt: bool = False  # error messages may suggest LoRA for the actor
+    host_bytes: int | None = None  # free host memory for each device; None: unknown
     share_prefixes: bool = False
 
     @staticmethod
     def of(spec: EngineSpec, itemsize: int, models: Sequence[Model], uses_triton: bool) -> Footprint:
-        """Return the footprint of models on the layout of an engine.
-
-        Args:
-            spec: The engine.
-            itemsize: Bytes of a weight.
-            models: The models, the actor first.
-            uses_triton: Whether Triton kernels run on the devices.
-        """
         engine, within = spec.engine, models[0].config.within if models else ""
         return Footprint(
             models=tuple(models),
@@ -132,10 +88,7 @@ class Footprint:
 
     @property
     def batch_tokens(self) -> int:
-        """Largest number of tokens in a micro-batch, over all context-parallel ranks.
-
-        1,024 if micro-batches are sized in rows.
-        """
+        """Largest number of tokens in a micro-batch, over all context-parallel ranks."""
         return self.budget * self.layout.cp_size if self.budget else _TYPICAL_TOKENS
 
     def of_model(self, model: Model) -> ModelBytes:
@@ -158,12 +111,7 @@ class Footprint:
         return found.weights if model.keeps_weights else 0
 
     def extra_in_use(self, model: Model, training: bool) -> int:
-        """Return the additional bytes of a model on each device while it is used, without activations.
-
-        Args:
-            model: The model.
-            training: Whether the model is trained, rather than only computing scores.
-        """
+        """Return the additional bytes of a model on each device while it is used, without activations."""
         teacher = self._teacher if training and model.key == "actor" else None
         beside = 0 if teacher is None else self.extra_in_use(teacher, training=False)
         if not model.offload:
@@ -174,21 +122,16 @@ class Footprint:
 
     @property
     def _teacher(self) -> Model | None:
-        """The model that training passes of the actor use: of several, the largest one that comes to the device.
-
-        None if there is none.
-        """
+        """The model that training passes of the actor use: of several, the largest one that comes to the device."""
         found = [model for model in self.models if model.in_training]
         return max(found, key=lambda model: self.extra_in_use(model, training=False), default=None)
 
     @property
     def resident(self) -> int:
-        """Bytes on each device that are always in use."""
         return sum(map(self.resident_bytes, self.models))
 
     @property
     def most_extra_in_use(self) -> int:
-        """Largest number of additional bytes on each device while one of the models is used, without activations."""
         return max((self.extra_in_use(model, training=True) for model in self.models), default=0)
 
     @property
@@ -199,11 +142,10 @@ class Footprint:
 
     @property
     def least(self) -> int:
-        """Minimum memory of each device in bytes.
+        """Bytes that each device needs at least.
 
         This is the memory that is always in use, plus the largest single need of these: training a model on a
-        micro-batch of up to 256 tokens, holding an offloaded model, or a KV cache of 256 tokens. Training an offloaded
-        model includes holding it, and the KV cache includes a few recurrent states if the actor has them.
+        micro-batch of up to 256 tokens, holding an offloaded model, or a KV cache of 256 tokens.
         """
         work = [0]
         for model in self.models:
@@ -215,32 +157,21 @@ class Footprint:
         return self.resident + max(*work, kv)
 
     def training_bytes(self, model: Model, n_tokens: int) -> int:
-        """Return the bytes of activations and logits that a micro-batch needs on each device.
-
-        Args:
-            model: The model. If it recomputes activations, all of its layers count as recomputed.
-            n_tokens: Tokens of the micro-batch over all context-parallel ranks.
-        """
+        """Return the bytes of activations and logits of a micro-batch. `n_tokens` counts all context-parallel ranks."""
         return self.training_pass(model).total(-(-n_tokens // self.layout.cp_size))
 
     def training_pass(self, model: Model) -> PassBytes:
-        """Return the bytes of a forward and a backward pass of a model on each device."""
         config, recompute = model.config, model.recompute
         found = PassBytes.of_training(config, self.itemsize, self.layout, recompute=recompute, split=self.split)
         return found.with_two_heads() if model.key == "actor" and self._teacher is not None else found
 
     def scoring_pass(self, model: Model) -> PassBytes:
-        """Return the bytes of a forward pass of a model without gradient, on each device."""
         return PassBytes.of_scoring(model.config, self.itemsize, self.layout, split=self.split)
 
     # -- messages --------------------------------------------------------------------------------------------------
 
     def table(self, device_bytes: int) -> str:
-        """Return a table of the memory on each device in GiB, as several lines of text.
-
-        Args:
-            device_bytes: Bytes that a device has for this engine.
-        """
+        """Return a table of the memory on each device in GiB, as several lines of text."""
         rows: list[tuple[str, ...]] = [("", "weights", "gradients", "masters", "moments", "sum")]
         for model in self.models:
             found = self.of_model(model)
@@ -283,11 +214,6 @@ class Footprint:
         )
 
     def short(self, device_bytes: int) -> str:
-        """Return one line that says how much memory of each device the models take.
-
-        Args:
-            device_bytes: Bytes that a device has for this engine.
-        """
         names = ", ".join(model.name for model in self.models)
         taken = gib(self.resident) if self.resident >= 0.01 * 2**30 else "less than 0.01"
         return f"memory of each device: {taken} of {gib(device_bytes)} GiB for {names}"
@@ -300,16 +226,11 @@ class Footprint:
         return f"tp_size={layout.tp_size}, {copies}{together}"
 
     def fits(self, device_bytes: int) -> bool:
-        """Return whether the models fit a device with this many bytes, with 6 % left free.
-
-        Only the smallest possible work counts, see `least`. Long rows and many requests may need more memory. If
-        `host_bytes` is known, offloaded models must also fit the host memory.
-        """
+        """Return whether the models fit with 6 % left free. Long rows and many requests may need more than `least`."""
         return self.least <= (1 - RESERVE) * device_bytes and self.fits_host
 
     @property
     def fits_host(self) -> bool:
-        """Whether the host memory is large enough for the models, with 6 % left free. True if it is not known."""
         return self.host_bytes is None or self.hosted <= (1 - RESERVE) * self.host_bytes
 
 
@@ -320,22 +241,12 @@ def footprint_of(
     itemsize: int,
     uses_triton: bool,
 ) -> Footprint:
-    """Compute the footprint of an engine's models from the specs of their roles.
-
-    Args:
-        spec: The engine.
-        configs: Shape of each role's model, by role name.
-        roles: Spec of each role, by role name, the actor first.
-        itemsize: Bytes of a weight.
-        uses_triton: Whether Triton kernels run on the devices.
-    """
     on_cuda = spec.devices[0].startswith("cuda")
     models = [Model.of(name, configs[name], role, on_cuda) for name, role in roles.items()]
     return Footprint.of(spec, itemsize, models, uses_triton)
 
 
 def gib(n_bytes: float) -> str:
-    """Return a number of bytes in GiB, as text without the unit."""
     return f"{n_bytes / GIB:.2f}" if n_bytes < 10 * GIB else f"{n_bytes / GIB:.1f}"
 
 
@@ -347,23 +258,11 @@ RESTING = ("ref", "teacher", "reward", "reward.judge", "critic")
 
 
 def section_of(key: str) -> str:
-    """Return the configuration section of a model, such as "teacher".
-
-    Args:
-        key: The setting with its path, such as "teacher.path", or "teacher.models.math" for one of several.
-    """
+    """Return the section of a model's path: "teacher" for "teacher.path", and for "teacher.models.math"."""
     return key.removesuffix(".path").partition(".models.")[0]
 
 
 def may_have_adapters(spec: EngineSpec, within: str = "") -> bool:
-    """Return whether error messages may suggest LoRA for the actor.
-
-    False if the actor is frozen, has adapters already, starts from random weights, or is a part of a larger model.
-
-    Args:
-        spec: The engine.
-        within: Kind of the larger model, such as an image-text model, that contains the actor. "" if the actor is a
-            whole model.
-    """
+    """Return whether error messages may suggest LoRA for the actor, whose `TransformerConfig.within` is given."""
     actor = spec.actor
     return actor.optimizer is not None and actor.lora is None and not actor.random_init and not within

@@ -22,29 +22,17 @@ class WantedCache:
 
     The cache has room for all samples that decode at the same time, each of the maximum length, unless
     `rollout.max_kv_tokens` is smaller.
-
-    Attributes:
-        blocks: Number of blocks.
-        needed: Number of blocks without those for more samples than training decodes. They are the same if an
-            evaluation decodes no more.
-        more_fraction: Share of the free memory up to which the cache grows beyond `needed`.
-        block_bytes: Bytes of a block, for all layers.
-        states: Bytes of the recurrent states of all samples. 0 for a model without such states.
-        layout: Assignment of layers to blocks and block tables.
-        n_slots: Largest number of samples that decode at the same time on this data-parallel rank.
-        max_len: Largest number of tokens of a sample, prompt and completion together.
-        mem_fraction: Share of the free memory that the cache may take. None if `rollout.max_kv_tokens` is set.
     """
 
     blocks: int
-    needed: int
-    more_fraction: float
-    block_bytes: int
-    states: int
+    needed: int  # blocks without those for more samples than training decodes
+    more_fraction: float  # share of the free memory up to which the cache grows beyond `needed`
+    block_bytes: int  # of all layers
+    states: int  # bytes of the recurrent states of all samples
     layout: KVLayout
-    n_slots: int
-    max_len: int
-    mem_fraction: float | None
+    n_slots: int  # samples that decode at the same time on this data-parallel rank
+    max_len: int  # tokens of a prompt and its completion
+    mem_fraction: float | None  # of the free memory that the cache may take; None: max_kv_tokens is set
 
     @staticmethod
     def of(
@@ -56,17 +44,7 @@ class WantedCache:
         block_size: int,
         route_bytes: int,
     ) -> WantedCache:
-        """Return the cache that a rollout wants.
-
-        Args:
-            config: Shape of the model that decodes.
-            itemsize: Bytes of an element of a key or value.
-            engine: Settings of the engine.
-            rollout: Settings of the rollout phase.
-            block_size: Number of tokens in a block.
-            route_bytes: Bytes per token for the chosen experts, which routing replay stores in the blocks. 0 without
-                routing replay.
-        """
+        """Return the cache that a rollout wants. `route_bytes` is what routing replay stores for a token, else 0."""
         layout = KVLayout.of(config, block_size, rollout.max_len, by_window=not engine.keeps_routes(rollout.role))
         blocks_of_sample = layout.blocks_for(rollout.max_len) + layout.n_tables
         blocks_of_chunk = layout.blocks_of_chunk(rollout.decoder.max_prefill_tokens)
@@ -90,30 +68,17 @@ class WantedCache:
         )
 
     def affordable(self, free_bytes: int) -> int:
-        """Return the number of blocks that the share `mem_fraction` of some free memory has room for.
-
-        Args:
-            free_bytes: The free memory.
-        """
+        """Return the number of blocks that the share `mem_fraction` of some free memory has room for."""
         assert self.mem_fraction is not None
         return (int(free_bytes * self.mem_fraction) - self.states) // self.block_bytes
 
     def fitting(self, free_bytes: int, affordable: int) -> int:
-        """Return the number of blocks of the cache.
-
-        Args:
-            free_bytes: The memory that is free before the cache is made.
-            affordable: Number of blocks that `rollout.mem_fraction` allows.
-        """
+        """Return the number of blocks of the cache, at most `affordable`."""
         more = int(free_bytes * self.more_fraction) // self.block_bytes
         return min(max(self.needed, min(self.blocks, more)), affordable)
 
     def bytes_within(self, free_bytes: int) -> int:
-        """Return the bytes that the cache takes, with the recurrent states, in a device with some free memory.
-
-        Args:
-            free_bytes: The memory that is free before the cache is made.
-        """
+        """Return the bytes that the cache takes, with the recurrent states, in a device with some free memory."""
         blocks = self.blocks
         if self.mem_fraction is not None:
             blocks = self.fitting(free_bytes, self.affordable(free_bytes))
@@ -121,21 +86,10 @@ class WantedCache:
 
 
 def may_draft(decoder: DecoderConfig, *, on_cuda: bool) -> bool:
-    """Return whether the settings let a decoding step compute several tokens of a sample.
-
-    Args:
-        decoder: Settings of the decoder.
-        on_cuda: Whether the device is a GPU.
-    """
+    """Return whether the settings let a decoding step compute several tokens of a sample."""
     return decoder.speculation == "on" or (decoder.speculation == "auto" and on_cuda)
 
 
 def verification_rows(max_running: int) -> int:
-    """Return the largest number of rows of a decoding step with drafts.
-
-    The logits of the rows take memory, like those of the `max_running` rows of other steps.
-
-    Args:
-        max_running: Largest number of samples that decode at the same time on this data-parallel rank.
-    """
+    """Return the largest number of rows of a decoding step with drafts. Their logits take memory, too."""
     return min(1024, 8 * max_running)

@@ -25,36 +25,17 @@ _CODES = 256  # 8-bit moments that share a scale: BLOCK of areno/kernels/adam
 
 
 def kv_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
-    """Return the bytes of a token's keys and values on one rank, in all layers with attention.
-
-    Args:
-        config: the shape of the model.
-        itemsize: the bytes of an element of a key or value.
-        layout: how the model is divided over devices. The default is one device.
-    """
+    """Return the bytes of a token's keys and values, in all layers with attention."""
     return 2 * len(config.attention_layers) * kv_heads(config, layout) * config.head_dim * itemsize
 
 
 def state_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
-    """Return the bytes of a sequence's recurrent states on one rank, in all layers that have such states.
-
-    Args:
-        config: the shape of the model.
-        itemsize: the bytes of an element of the convolution's inputs.
-        layout: how the model is divided over devices. The default is one device.
-    """
+    """Return the bytes of a sequence's recurrent states, in all layers that have such states."""
     return 0 if config.delta is None else layout.share(config.delta.state_bytes(itemsize))
 
 
 def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, layout: Layout = ALONE) -> int:
-    """Return the bytes of a sequence's keys and values on one rank. Layers with a window keep its last tokens only.
-
-    Args:
-        config: the shape of the model.
-        n_tokens: the number of tokens of the sequence.
-        itemsize: the bytes of an element of a key or value.
-        layout: how the model is divided over devices. The default is one device.
-    """
+    """Return the bytes of a sequence's keys and values. Layers with a window keep its last tokens only."""
     layers = config.attention_layers
     n_kept = sum(min(kind.window or n_tokens, n_tokens) for kind in map(config.kind, layers))
     return n_kept * kv_bytes(config, itemsize, layout) // len(layers)
@@ -62,26 +43,16 @@ def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, lay
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBytes:
-    """The bytes of one model on each device. Frozen models have weights only.
-
-    Attributes:
-        weights: the bytes of the weights.
-        gradients: the bytes of the gradients.
-        masters: the bytes of the fp32 master weights.
-        moments: the bytes of the optimizer's moments.
-        windows: the bytes of the windows through which masters and moments pass the device in an update, if they are
-            kept in host memory. `total` does not include these bytes.
-    """
+    """The bytes of one model on each device. Frozen models have weights only."""
 
     weights: int
     gradients: int = 0
-    masters: int = 0
-    moments: int = 0
-    windows: int = 0
+    masters: int = 0  # fp32 master weights
+    moments: int = 0  # of the optimizer
+    windows: int = 0  # see WINDOW, not part of `total`
 
     @property
     def total(self) -> int:
-        """The bytes of weights, gradients, master weights and moments together."""
         return self.weights + self.gradients + self.masters + self.moments
 
 
@@ -95,18 +66,10 @@ def model_bytes(
     adapters: AdapterSpec | None = None,
     copies_a: bool = False,
 ) -> ModelBytes:
-    """Return the bytes of a model on each device of the layout.
+    """Return the bytes of a model on each device, without padding between parameters.
 
-    Padding between parameters for alignment is not included.
-
-    Args:
-        config: the shape of the model.
-        itemsize: the bytes of a weight.
-        optimizer: the optimizer that trains the model. None: the model is frozen.
-        layout: how the model is divided over devices. The default is one device.
-        zero_stage: the setting `engine.zero_stage`.
-        adapters: the adapters that are trained. None: all parameters are trained.
-        copies_a: whether adapted weights have room for a copy of the LoRA matrix A, which sampling uses.
+    `adapters` are trained in place of the weights. With `copies_a`, adapted weights have room for a copy of the LoRA
+    matrix A, which sampling uses.
     """
     n_weights = n = parameters(config, layout)
     layer, of_layers = layer_parameters(config, layout), body_parameters(config, layout) - config.hidden_size
@@ -137,31 +100,22 @@ def model_bytes(
 class ActivationBytes:
     """The bytes of activations that one layer holds for each token in training.
 
-    Attributes:
-        always: bytes from the forward to the backward pass, also under recompute: the float32 residual stream before
-            and after attention, the output of attention, and the inputs of norms after attention and MLP.
-        kept: additional bytes without recompute: the outputs of the qkv and gate-up products.
-        at_work: an upper bound of the temporary bytes during the layer's backward pass.
+    `always` is held from the forward to the backward pass, also under recompute: the float32 residual stream before and
+    after attention, the output of attention, and the inputs of norms after attention and MLP.
     """
 
     always: int
-    kept: int
-    at_work: int
+    kept: int  # additional without recompute: outputs of the qkv and gate-up products
+    at_work: int  # upper bound of temporary bytes during the layer's backward pass
 
 
 def activation_bytes(
     config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, split: bool = False
 ) -> ActivationBytes:
-    """Return the bytes of activations that one fused layer holds for one token.
+    """Return the bytes of activations that one fused layer holds for one token, of different layers the most.
 
-    If layers differ, the largest value of each figure is returned. With experts, all copies of a token for its experts
-    count, even if these experts are on other ranks.
-
-    Args:
-        config: the shape of the model.
-        itemsize: the bytes of an activation.
-        layout: how the model is divided over devices. The default is one device.
-        split: whether sequence parallelism divides the residual stream over the ranks.
+    With experts, all copies of a token for its experts count, even if these experts are on other ranks. With `split`,
+    sequence parallelism divides the residual stream.
     """
     experts, inner, size = config.experts, layout.share(2 * config.intermediate_size), config.hidden_size
     residual = layout if split else ALONE
@@ -191,8 +145,7 @@ def _rule_bytes(delta: Delta, itemsize: int) -> int:
     """Return the temporary bytes per token of the backward pass of the gated delta rule.
 
     These are the projected inputs, the result and their gradients, and the fp32 tensors that the kernels of
-    areno/kernels/delta/triton_chunks.py and triton_chunks_backward.py save and exchange. The input and output
-    projections are left out.
+    areno/kernels/delta/triton_chunks.py and triton_chunks_backward.py save and exchange.
     """
     key, value = delta.key_dim, delta.value_dim
     projected = (itemsize + 4) * delta.n_channels + 2 * itemsize * delta.inner_size
@@ -205,40 +158,22 @@ def _rule_bytes(delta: Delta, itemsize: int) -> int:
 class PassBytes:
     """The bytes that the passes over a micro-batch take on one rank, beside the model itself.
 
-    `total` is an upper bound, by which sizes are chosen. `expected` is what a GPU measures, within a few percent.
-
-    Attributes:
-        of_token: bytes of a token's activations that stay until the backward pass.
-        at_work: an upper bound of a token's temporary bytes in the layer that is computed.
-        at_work_expected: the temporary bytes that are expected.
-        of_kept_layer: additional bytes per token for each layer that keeps the outputs of its large matrix products.
-        logits_of_token: bytes of the logits of one token. They are computed for LOGITS_CHUNK tokens at a time.
-        logits_expected: the bytes of the logits of one token that are expected.
-        stored_of_token: bytes per token of gradients of logits that are stored until the backward pass, up to
-            LOGITS_KEPT bytes in all.
+    `total` is an upper bound, by which sizes are chosen. `expected` is what a GPU measures, within a few percent. Both
+    count `n_kept` layers that keep the outputs of their large matrix products. The fields are bytes of one token.
     """
 
-    of_token: int
-    at_work: int = 0
+    of_token: int  # activations that stay until the backward pass
+    at_work: int = 0  # upper bound of the temporary bytes in the layer that is computed
     at_work_expected: float = 0.0
-    of_kept_layer: int = 0
-    logits_of_token: int = 0
+    of_kept_layer: int = 0  # outputs of the large matrix products that a layer keeps
+    logits_of_token: int = 0  # upper bound, for LOGITS_CHUNK tokens at a time
     logits_expected: int = 0
-    stored_of_token: int = 0
+    stored_of_token: int = 0  # gradients of logits until the backward pass, up to LOGITS_KEPT in all
 
     @staticmethod
     def of_training(
         config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, recompute: bool = True, split: bool = False
     ) -> PassBytes:
-        """Return the bytes of a forward and a backward pass.
-
-        Args:
-            config: the shape of the model.
-            itemsize: the bytes of an activation.
-            layout: how the model is divided over devices. The default is one device.
-            recompute: whether layers recompute activations. If False, all layers keep them.
-            split: whether sequence parallelism divides the residual stream over the ranks.
-        """
         layer = activation_bytes(config, itemsize, layout, split=split)
         of_token = config.num_layers * (layer.always + (0 if recompute else layer.kept))
         n_vocab = 0 if config.head != "lm" else layout.share_up(config.vocab_size)
@@ -256,14 +191,7 @@ class PassBytes:
     def of_scoring(
         config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, split: bool = False
     ) -> PassBytes:
-        """Return the bytes of a forward pass without gradient, which holds the activations of one layer at a time.
-
-        Args:
-            config: the shape of the model.
-            itemsize: the bytes of an activation.
-            layout: how the model is divided over devices. The default is one device.
-            split: whether sequence parallelism divides the residual stream over the ranks.
-        """
+        """Return the bytes of a forward pass without gradient, which holds the activations of one layer at a time."""
         layer = activation_bytes(config, itemsize, layout, split=split)
         n_vocab = 0 if config.head != "lm" else layout.share_up(config.vocab_size)
         return PassBytes(
@@ -275,38 +203,21 @@ class PassBytes:
         )
 
     def with_two_heads(self) -> PassBytes:
-        """Return the bytes of a pass that computes logits of two models for each token, such as those of a teacher."""
+        """Return the bytes of a pass that also computes the logits of a teacher."""
         two = {"logits_of_token": 2 * self.logits_of_token, "logits_expected": 2 * self.logits_expected}
         return replace(self, **two, stored_of_token=2 * self.stored_of_token)
 
     def total(self, n_tokens: int, n_kept: int = 0) -> int:
-        """Return the largest number of bytes that a micro-batch takes.
-
-        Args:
-            n_tokens: the number of tokens on this rank.
-            n_kept: the number of layers that keep the outputs of their large matrix products.
-        """
         head = min(LOGITS_KEPT, n_tokens * self.stored_of_token) + min(LOGITS_CHUNK, n_tokens) * self.logits_of_token
         return n_tokens * (self.of_token + self.at_work + n_kept * self.of_kept_layer) + head
 
     def expected(self, n_tokens: int, n_kept: int = 0, n_predicted: int | None = None) -> int:
-        """Return the bytes that a micro-batch is expected to take.
-
-        Args:
-            n_tokens: the number of tokens on this rank.
-            n_kept: the number of layers that keep the outputs of their large matrix products.
-            n_predicted: the number of tokens whose logits are computed. None: all.
-        """
         n = n_tokens if n_predicted is None else n_predicted
         head = min(LOGITS_KEPT, n * self.stored_of_token) + min(LOGITS_CHUNK, n) * self.logits_expected
         return int(n_tokens * (self.of_token + self.at_work_expected + n_kept * self.of_kept_layer)) + head
 
     def fitting_tokens(self, room: int) -> int:
-        """Return the largest number of tokens whose pass fits if no layer keeps its products. 0 if none fits.
-
-        Args:
-            room: the number of free bytes.
-        """
+        """Return the largest number of tokens whose pass fits if no layer keeps its products. 0 if none fits."""
         # `total` is the smallest of four linear functions of the tokens, so the pass fits if one of them fits.
         found = 0
         for all_stored, all_logits in itertools.product((0, 1), (0, 1)):
@@ -316,13 +227,7 @@ class PassBytes:
         return found
 
     def fitting_layers(self, n_tokens: int, room: int, n_layers: int) -> int:
-        """Return the number of layers that can keep the outputs of their large matrix products.
-
-        Args:
-            n_tokens: the number of tokens on this rank.
-            room: the number of free bytes.
-            n_layers: the number of layers of the model.
-        """
+        """Return the number of layers that can keep the outputs of their large matrix products."""
         if not self.of_kept_layer:
             return 0
         return max(0, min(n_layers, (room - self.total(n_tokens)) // (n_tokens * self.of_kept_layer)))

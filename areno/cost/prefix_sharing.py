@@ -25,16 +25,11 @@ class Sharing:
     """Decides when training or scoring with a model computes shared prefixes once.
 
     Times of the host are given in tokens: how many the device computes meanwhile. They are 0 on a CPU.
-
-    Attributes:
-        when: The setting share_prefixes, or "off" if the model cannot share prefixes.
-        launch_tokens: Time in which the host launches the kernels of a pass.
-        search_tokens: Time in which the host looks for the shared prefix of a row.
     """
 
-    when: SharePrefixes = "off"
-    launch_tokens: int = 0
-    search_tokens: float = 0.0
+    when: SharePrefixes = "off"  # the setting share_prefixes, or "off" if the model cannot share prefixes
+    launch_tokens: int = 0  # while the host launches the kernels of a pass
+    search_tokens: float = 0.0  # while the host looks for the shared prefix of a row
 
     @staticmethod
     def of(
@@ -47,17 +42,6 @@ class Sharing:
         adapters: AdapterSpec | None = None,
         tp_size: int = 1,
     ) -> Sharing:
-        """Return the rule for a model.
-
-        Args:
-            when: The setting share_prefixes.
-            config: Shape of the model.
-            itemsize: Bytes of a weight.
-            trains: Whether the rule is for training. Otherwise it is for scoring.
-            on_cuda: Whether the model is on a GPU.
-            adapters: Adapters, if they are trained in place of the weights.
-            tp_size: Number of tensor-parallel GPUs that share the work.
-        """
         if not config.shares_prefixes or when == "off":
             return Sharing()
         if not on_cuda:
@@ -67,42 +51,19 @@ class Sharing:
         return Sharing(when, tp_size * launch, tp_size * search)
 
     def saves_enough(self, n_saved: int, n_tokens: int) -> bool:
-        """Return whether shared prefixes save enough tokens to be used. Never with "off".
-
-        With "auto", a tenth of the tokens is enough, and with "on" a single token.
-
-        Args:
-            n_saved: Number of tokens that are not computed again.
-            n_tokens: Number of tokens of the rows.
-        """
+        """Return whether sharing saves enough tokens: a tenth with "auto", a single one with "on"."""
         return self.when != "off" and n_saved >= (_WORTH_SHARING * n_tokens if self.when == "auto" else 1)
 
     def time(self, sizes: Sequence[int], launch_tokens: float | None = None) -> float:
-        """Estimate the time of passes in tokens: the larger of the host's time and the device's, which overlap.
-
-        Args:
-            sizes: Number of computed tokens of each pass.
-            launch_tokens: Time in which the host launches a pass. None is that of passes without shared prefixes.
-        """
+        """Estimate the time of passes in tokens: the larger of the host's time and the device's, which overlap."""
         return max(len(sizes) * (self.launch_tokens if launch_tokens is None else launch_tokens), sum(sizes))
 
     def may_be_faster(self, n_tokens: int, n_rows: int) -> bool:
-        """Return whether passes would take less time with shared prefixes if nearly all tokens were shared.
-
-        Args:
-            n_tokens: Number of tokens of the rows.
-            n_rows: Number of rows.
-        """
+        """Return whether passes would take less time with shared prefixes if nearly all tokens were shared."""
         return self.is_faster([1], [n_tokens], n_rows)
 
     def is_faster(self, shared: Sequence[int], apart: Sequence[int], n_rows: int) -> bool:
-        """Return whether passes take less time with shared prefixes than without. True unless `when` is "auto".
-
-        Args:
-            shared: Number of computed tokens of each pass, with shared prefixes.
-            apart: The same without shared prefixes.
-            n_rows: Number of rows.
-        """
+        """Return whether passes take less time with shared prefixes, from the computed tokens of each pass."""
         if self.when != "auto":
             return True
         shared_time = self.time(shared, _SHARED_LAUNCH * self.launch_tokens) + n_rows * self.search_tokens

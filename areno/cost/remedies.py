@@ -22,15 +22,6 @@ Way = dict[str, Any]
 
 
 def check_fits(footprint: Footprint, device_bytes: int) -> None:
-    """Raise an error if models cannot fit their devices.
-
-    Args:
-        footprint: The memory of the models.
-        device_bytes: Bytes that each device has for this engine.
-
-    Raises:
-        EngineError: The models do not fit. The message names changes of settings that make them fit.
-    """
     if replace(footprint, host_bytes=None).fits(device_bytes):
         return
     names = " and ".join(model.name for model in footprint.models)
@@ -59,15 +50,7 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
 
 
 def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
-    """Raise an error if the host memory is too small for the models with `offload`.
-
-    Args:
-        footprint: The memory of the models, with `host_bytes`.
-        n_ranks: Number of ranks on this machine, which share the host memory.
-
-    Raises:
-        EngineError: The host memory is too small.
-    """
+    """Raise an EngineError if the host memory, which ranks of a machine share, is too small for offloaded models."""
     if footprint.fits_host:
         return
     assert footprint.host_bytes is not None
@@ -89,20 +72,10 @@ def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
 
 
 def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 4) -> list[tuple[Way, Footprint]]:
-    """Return alternative changes of settings with which the models fit their devices.
+    """Return alternative changes of settings with which the models fit, each with the footprint that results.
 
     The kinds of changes are zero_stage, tp_size, offloading of models that are not always used, offloading of the
-    actor's masters and moments, and 8-bit optimizers. Only the alternatives with the fewest kinds of changes are
-    returned.
-
-    Args:
-        footprint: The memory of models that do not fit.
-        device_bytes: Bytes that each device has for this engine.
-        most: Largest number of alternatives to return.
-
-    Returns:
-        For each alternative, the changed settings (name -> new value) and the resulting footprint. Empty if nothing
-        fits.
+    actor's masters and moments, and 8-bit optimizers. Only the alternatives with the fewest kinds are returned.
     """
     fitting = [(n, way, found) for n, way, found in _others(footprint) if found.fits(device_bytes)]
     fewest = min((n for n, _, _ in fitting), default=0)
@@ -114,11 +87,10 @@ def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 4) -> list[
 
 
 def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
-    """Return changes of settings with LoRA for the actor that make models fit, in the form of `ways_to_fit`.
+    """Return changes of settings with LoRA of the default rank for the actor, in the form of `ways_to_fit`.
 
-    LoRA has its default rank here. Further settings change only if LoRA alone is not enough. A frozen reference
-    model from the actor's own folder then takes no memory, because it is the actor without its adapters. The list is
-    empty if error messages may not suggest LoRA, or if nothing fits.
+    Further settings change only if LoRA alone is not enough. A frozen reference model from the actor's own folder then
+    takes no memory, because it is the actor without its adapters.
     """
     if not footprint.may_adapt:
         return []
@@ -134,14 +106,10 @@ def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, F
 
 
 def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
-    """Yield other settings with which the models take less memory, the least intrusive settings first.
+    """Yield (number of kinds of changes, changes, footprint) of other settings that take less memory.
 
-    zero_stage is raised only if there are several copies of the models, because ZeRO divides the optimizer over the
-    copies.
-
-    Yields:
-        (number of kinds of changes, changed settings by name, resulting footprint). The kinds are those of
-        `ways_to_fit`.
+    The least intrusive ones come first. zero_stage needs several copies of the models, over which ZeRO divides the
+    optimizer.
     """
     now, tp_size, n_ranks = footprint, footprint.layout.tp_size, footprint.layout.world_size
     sizes = [size for size in range(tp_size, n_ranks + 1) if _divides(now, size)]
@@ -184,8 +152,7 @@ def _divides(footprint: Footprint, tp_size: int) -> bool:
 def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) -> Footprint | None:
     """Return the first footprint that fits on 2, 4, 8, ... times as many devices, up to `most` devices in total.
 
-    tp_size and zero_stage may change as well, but not the optimizers or the offloading of models. Returns None if
-    nothing fits. On a CPU the result is always None, because more ranks would share the same memory.
+    tp_size and zero_stage may change as well. On a CPU more ranks would share the same memory.
     """
     size = footprint.layout.world_size
     if not footprint.on_cuda:  # more ranks would share the same memory of the machine
@@ -215,11 +182,7 @@ def _shown(value: Any) -> str:
 
 
 def either(texts: Sequence[str]) -> str:
-    """Join texts as "a, b or c".
-
-    Args:
-        texts: The texts, at least one.
-    """
+    """Join texts as "a, b or c"."""
     return " or ".join([", ".join(texts[:-1])] * (len(texts) > 1) + [*texts[-1:]])
 
 
@@ -237,17 +200,6 @@ def may_stream(role: RoleSpec) -> bool:
 def in_loading(
     spec: EngineSpec, role: RoleSpec, others: Iterable[RoleSpec], *, has_bf16: bool, can_offload: bool
 ) -> Iterator[Option]:
-    """Yield setting changes to suggest if memory runs out while a model is loaded.
-
-    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
-
-    Args:
-        spec: The engine.
-        role: The role to load.
-        others: The roles that are already loaded.
-        has_bf16: Whether the device computes in bfloat16.
-        can_offload: Whether models can rest in host memory, which is true for devices with memory of their own.
-    """
     if spec.layout.dp_size > 1:
         yield ("raise {} to divide the model over more devices", Key("engine.tp_size"))
     else:
@@ -274,19 +226,6 @@ def in_training(
     in_adam: bool,
     may_offload: bool = False,
 ) -> Iterator[Option]:
-    """Yield setting changes to suggest if memory runs out in forward or backward passes.
-
-    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
-
-    Args:
-        section: Configuration section of the model, such as "actor".
-        mb_spec: Size of the micro-batches.
-        recomputes: Whether the backward pass recomputes activations. If False, the advice includes gradient
-            checkpointing.
-        beside: Setting changes that make the KV cache smaller.
-        in_adam: Whether the optimizer is Adam with float32 moments. If True, the advice includes 8-bit moments.
-        may_offload: Whether masters and moments could be moved to host memory. If True, the advice includes this.
-    """
     if mb_spec.max_tokens_per_mb is not None:
         yield ("lower {}", Key(f"{section}.mb_spec.max_tokens_per_mb"))
     elif mb_spec.mini_bs != 1:
@@ -302,14 +241,6 @@ def in_training(
 
 
 def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
-    """Yield setting changes to suggest if memory runs out in a rollout.
-
-    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
-
-    Args:
-        decoder: Settings of the decoder.
-        on_cuda: Whether the device is a GPU, where CUDA graphs take memory.
-    """
     yield from smaller_cache(decoder)
     yield ("lower {}", Key("rollout.max_prefill_tokens"))
     yield FEWER_AT_ONCE
@@ -320,20 +251,11 @@ def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
 
 
 def beside_training(decoder: DecoderConfig) -> Iterator[Option]:
-    """Yield setting changes with which the KV cache leaves more memory to training.
-
-    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
-    """
     yield ("free the KV cache between rollouts with {}=true", Key("rollout.drop_rollout_state"))
     yield from smaller_cache(decoder)
 
 
 def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
-    """Yield setting changes that make the KV cache smaller.
-
-    Each change is an Option: a tuple (text, *values), where the text has a {} for each value. If `max_kv_tokens` is
-    set, lowering it is the only change, because `mem_fraction` then has no effect.
-    """
     if decoder.max_kv_tokens is None:
         yield ("lower {}", Key("rollout.mem_fraction"))
         yield ("set {}", Key("rollout.max_kv_tokens"))

@@ -16,33 +16,17 @@ from areno.models.config import TransformerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The measured speed of a device, or of several devices together.
+    """The measured speed of a device, or of several devices together."""
 
-    Attributes:
-        copy_bytes_s: Bytes per second of a copy in device memory, counting both the read and the write.
-        matmul_flops_s: FLOPs per second of a matrix multiplication.
-        link_bytes_s: Bytes per second that a device sends to another one of the same host.
-    """
-
-    copy_bytes_s: float
+    copy_bytes_s: float  # in device memory, counting both the read and the write
     matmul_flops_s: float
-    link_bytes_s: float = 200e9
+    link_bytes_s: float = 200e9  # from a device to another one of the same host
 
     def of(self, n_devices: int) -> Rates:
-        """Return the rates of several such devices together.
-
-        Args:
-            n_devices: Number of devices.
-        """
         return replace(self, copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
 
     def seconds(self, n_bytes: float, flops: float) -> float:
-        """Return the least seconds to move bytes and compute FLOPs at the same time: the longer of the two times.
-
-        Args:
-            n_bytes: Number of bytes read plus bytes written.
-            flops: Number of FLOPs.
-        """
+        """Return the least seconds to move bytes (read plus written) and compute FLOPs at the same time."""
         return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
 
 
@@ -75,42 +59,23 @@ _UPDATE_BYTES = {"adam": 30.0, "adam_8bit": 18.0, "sgd": 14.0}  # bytes per trai
 
 @dataclass(frozen=True, kw_only=True)
 class PassWork:
-    """The tokens of a forward pass, or of a forward and a backward pass, over all micro-batches of a phase.
+    """The tokens of a forward pass, or of a forward and a backward pass, over all micro-batches of a phase."""
 
-    Attributes:
-        row_lens: Number of tokens of each row.
-        n_predicted: Number of tokens whose logits are computed. 0 for a model with a value head.
-        trains: Whether there is a backward pass.
-        n_recomputed: Number of layers that recompute their large matrix products.
-        budget: Largest number of tokens in a micro-batch.
-        tp_size: Number of tensor-parallel devices, which exchange the outputs of layers.
-        shared_lens: Number of tokens of each prefix that a row has in common with an earlier row, and that is not
-            computed again.
-    """
-
-    row_lens: tuple[int, ...]
-    n_predicted: int
+    row_lens: tuple[int, ...]  # tokens of each row
+    n_predicted: int  # tokens whose logits are computed
     trains: bool
-    n_recomputed: int = 0
-    budget: int = 2**17
+    n_recomputed: int = 0  # layers that recompute their large matrix products
+    budget: int = 2**17  # tokens of a micro-batch
     tp_size: int = 1
-    shared_lens: tuple[int, ...] = ()
+    shared_lens: tuple[int, ...] = ()  # tokens of each prefix that is not computed again
 
     @property
     def n_tokens(self) -> int:
-        """Number of computed tokens."""
         return sum(self.row_lens) - sum(self.shared_lens)
 
 
 def device_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: Rates) -> float:
-    """Estimate the device's time for a phase, without the time in which it waits for the host.
-
-    Args:
-        config: Shape of the model.
-        cost: Cost of the model. With `adapter_params`, only adapters are trained.
-        work: The tokens of the phase.
-        rates: Rates of the devices that share the work.
-    """
+    """Estimate the device's time for a phase, without the time in which it waits for the host."""
     n, size, layers = work.n_tokens, config.hidden_size, config.num_layers
     frozen = bool(cost.adapter_params)
     passes = (2 if frozen else 3) if work.trains else 1
@@ -136,14 +101,6 @@ def device_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates:
 
 
 def pass_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: Rates) -> float:
-    """Estimate the time of a phase that computes micro-batches.
-
-    Args:
-        config: Shape of the model.
-        cost: Cost of the model. With `adapter_params`, only adapters are trained.
-        work: The tokens of the phase.
-        rates: Rates of the devices that share the work.
-    """
     n_micro_batches = -(-work.n_tokens // work.budget)
     launched = n_micro_batches * config.num_layers * _LAUNCH_S[work.trains]
     exchanged = _SUMS[work.trains] * 2.0 * work.n_tokens * config.hidden_size * (1 - 1 / work.tp_size)
@@ -152,37 +109,20 @@ def pass_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: R
 
 
 def host_seconds(n_rows: int, n_numbers: float) -> float:
-    """Estimate the time in which the host packs the rows of a pass, and the devices wait.
-
-    Args:
-        n_rows: Number of rows.
-        n_numbers: Number of values that the rows bring and get, such as the log-probabilities of their tokens.
-    """
+    """Estimate the time in which the host packs `n_rows` rows with `n_numbers` values, and the devices wait."""
     return _ROW_S * n_rows + _NUMBER_S * n_numbers
 
 
 def sampled_seconds(n_samples: int, n_tokens: float, has_critic: bool) -> float:
-    """Estimate the time in which the host works on the samples of a rollout, and the devices wait.
-
-    Args:
-        n_samples: Number of samples.
-        n_tokens: Number of sampled tokens.
-        has_critic: Whether advantages are computed from the values of a critic.
-    """
+    """Estimate the time in which the host works on the samples of a rollout, and the devices wait."""
     return (1 + has_critic) * _SAMPLE_S * n_samples + _SAMPLED_S * n_tokens
 
 
 def host_tokens(config: TransformerConfig, cost: Cost, *, trains: bool) -> tuple[int, float]:
-    """Estimate the host's part of a training or scoring pass, as the number of tokens that an H100 computes meanwhile.
+    """Estimate the host's part of a pass, as the numbers of tokens that an H100 computes meanwhile.
 
-    Args:
-        config: Shape of the model.
-        cost: Cost of the model. With `adapter_params`, only adapters are trained.
-        trains: Whether there is a backward pass.
-
-    Returns:
-        (tokens while the host launches the kernels of the pass, tokens while it looks for the shared prefix of a row).
-        If passes have fewer tokens than the first number on average, the device waits for the host.
+    Returns those for the launch of the kernels and those for the search for the shared prefix of a row. If passes have
+    fewer tokens than the first number on average, the device waits for the host.
     """
     token_s = device_seconds(config, cost, PassWork(row_lens=(1024,), n_predicted=0, trains=trains), H100) / 1024
     return round(config.num_layers * _LAUNCH_S[trains] / token_s), _SEARCH_S / token_s
@@ -197,52 +137,23 @@ def _kept_elements(config: TransformerConfig) -> int:
 
 
 def update_seconds(n_trained: float, optimizer: str, rates: Rates) -> float:
-    """Estimate the time of an optimizer step.
-
-    Args:
-        n_trained: Number of trained parameters on a device.
-        optimizer: Type of the optimizer, such as "adam".
-        rates: Rates of one device.
-    """
     return _UPDATE_S + _UPDATE_BYTES[optimizer] * n_trained / rates.copy_bytes_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutWork:
-    """The samples of a rollout.
-
-    Attributes:
-        n_prompts: Number of prompts.
-        n_samples: Number of samples of each prompt.
-        prompt_len: Number of tokens of a prompt.
-        answer_len: Number of tokens of an answer, on average.
-        n_running: Largest number of samples that decode at the same time.
-        tp_size: Number of tensor-parallel devices, which sum the outputs of layers.
-    """
-
     n_prompts: int
-    n_samples: int
+    n_samples: int  # of each prompt
     prompt_len: int
-    answer_len: float
-    n_running: int
+    answer_len: float  # on average
+    n_running: int  # samples that decode at the same time
     tp_size: int = 1
 
 
 def rollout_seconds(
     config: TransformerConfig, cost: Cost, work: RolloutWork, rates: Rates, copies: int = 1
 ) -> tuple[float, float]:
-    """Estimate the time of a rollout.
-
-    Args:
-        config: Shape of the model.
-        cost: Cost of the model.
-        work: The samples.
-        rates: Rates of the devices that share one copy of the model.
-        copies: Number of copies of the model, which share the samples.
-
-    Returns:
-        (seconds of prefill, seconds of decoding).
-    """
+    """Estimate (seconds of prefill, seconds of decoding). The rates are those of the devices that share one copy."""
     n_prompts = -(-work.n_prompts // copies)
     prompt_lens = (work.prompt_len,) * n_prompts
     prefill = device_seconds(config, cost, PassWork(row_lens=prompt_lens, n_predicted=n_prompts, trains=False), rates)

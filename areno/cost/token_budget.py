@@ -31,25 +31,16 @@ _BETWEEN_S = 0.025  # time between two micro-batches in which the device waits
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """The work of micro-batches of one model in one phase.
-
-    Attributes:
-        need: Memory of a micro-batch.
-        n_layers: Number of layers.
-        flops: FLOPs per token on one device, without recomputation.
-        of_recomputed_layer: FLOPs per token for each layer that recomputes its matrix products.
-        host_s: Seconds in which the host launches the kernels of a micro-batch.
-    """
+    """The work of micro-batches of one model in one phase, on one device."""
 
     need: PassBytes
     n_layers: int
-    flops: float
-    of_recomputed_layer: float
-    host_s: float
+    flops: float  # per token, without recomputation
+    of_recomputed_layer: float  # FLOPs per token of each layer that recomputes its matrix products
+    host_s: float  # for the launch of the kernels of a micro-batch
 
     @staticmethod
     def of(footprint: Footprint, model: Model, phase: str) -> _Work:
-        """Return the work of a model in training (TRAIN) or scoring (SCORE)."""
         config, layout, itemsize = model.config, footprint.layout, footprint.itemsize
         cost, recomputed = Cost.of(config, itemsize, model.adapters), 0.0
         flops = 2.0 * cost.active_params / layout.tp_size
@@ -68,12 +59,7 @@ class _Work:
         )
 
     def seconds_per_token(self, n_tokens: int, room: int) -> float:
-        """Estimate the time of a micro-batch on a GPU, divided by its tokens.
-
-        Args:
-            n_tokens: Tokens of the micro-batch on one device.
-            room: Free memory in bytes. If it is larger, fewer layers recompute their matrix products.
-        """
+        """Estimate the time per token on a GPU. With more free bytes, fewer layers recompute their matrix products."""
         n_recomputed = self.n_layers - self.need.fitting_layers(n_tokens, room, self.n_layers)
         flops = self.flops + n_recomputed * self.of_recomputed_layer
         device_s = (n_tokens + _HALF_TOKENS) * flops / _FLOPS
@@ -86,13 +72,6 @@ def choose_token_budget(footprint: Footprint, model: Model, phase: str, device_b
     On a GPU, this is a number whose estimated time per token is within 2 % of the best number that fits the memory: the
     smallest, because it leaves memory free. If rows share prefixes, the number may be twice as large, because more
     groups of rows then fit a micro-batch. On a CPU, it is the largest number whose activations take at most 128 MiB.
-
-    Args:
-        footprint: The memory of all models.
-        model: The model that is trained or that scores.
-        phase: TRAIN or SCORE.
-        device_bytes: Total memory of a device.
-        cache_bytes: Memory of the KV cache that stays while the model works.
     """
     extra = footprint.extra_in_use(model, training=phase == TRAIN)
     room = int((1 - RESERVE) * device_bytes) - footprint.resident - extra - cache_bytes
@@ -109,10 +88,7 @@ def choose_token_budget(footprint: Footprint, model: Model, phase: str, device_b
 
 
 def _sizes(most: int) -> Iterator[int]:
-    """Yield the sizes of micro-batches to choose from, up to `most` tokens: powers of two, and 1.5 times as many.
-
-    The smallest size is yielded even if it does not fit.
-    """
+    """Yield powers of two and 1.5 times as many, up to `most` tokens. The smallest one is yielded in any case."""
     size = _LEAST_TOKENS
     yield size
     while size < _MOST_TOKENS:

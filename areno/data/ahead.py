@@ -35,19 +35,10 @@ _SLOW_SHARE = 0.1
 class EncodedAhead(Generic[Item]):
     """The encoded rows of the next batches, which are encoded in the order of their use.
 
-    A row with an error is no special case: its error is stored in the place of the item, and the caller raises it
-    when the row is used.
-
-    Args:
-        read: Function of the indices of rows that returns the rows. Only one thread calls it at a time.
-        encode: Function of (rows, index of each row) that returns the item of each row, or the exception of a row that
-            cannot be encoded. An exception that it raises itself concerns the first row.
-        size: Function that returns the number of tokens of an item.
-        n_processes: Number of processes that may replace the thread. Their items must be instances of AnswersItem or
-            PairItem. 0 always uses the thread.
-
-    Attributes:
-        processes: The processes that encode rows.
+    A row with an error is no special case: its error is stored in the place of the item, and the caller raises it when
+    the row is used. `read` returns rows by index, and is called by one thread at a time. `encode` returns an item or an
+    exception for each row. An exception that it raises itself concerns the first row. `size` returns an item's number
+    of tokens. Processes can replace the thread only for instances of AnswersItem and PairItem.
     """
 
     def __init__(
@@ -76,10 +67,8 @@ class EncodedAhead(Generic[Item]):
     def want(self, indices: Sequence[int], at_least: int) -> None:
         """Set the rows to encode next, in the order of their use. Encoded rows that are not among them are dropped.
 
-        Args:
-            indices: Indices of the rows.
-            at_least: Number of rows that are encoded however long they are. Further rows are encoded only while the
-                encoded rows have fewer than a million tokens together.
+        `at_least` rows are encoded however long they are. Further rows are encoded only while the encoded rows have
+        fewer than a million tokens together.
         """
         with self._changed:
             if self._began is None:
@@ -99,12 +88,7 @@ class EncodedAhead(Generic[Item]):
     def take(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
         """Return rows, and encode those that are not encoded yet. Then the thread stops until the next `want`.
 
-        Args:
-            indices: Indices of the rows.
-
-        Returns:
-            Index of a row -> its item, or the exception of a row that cannot be encoded. If the rows themselves cannot
-            be read from some row on, that row has the exception, and later rows are missing.
+        If the rows themselves cannot be read from some row on, that row has the exception, and later rows are missing.
         """
         with self._changed:
             self._wait_for(indices)
@@ -148,18 +132,15 @@ class EncodedAhead(Generic[Item]):
                 heartbeat.beat()
 
     def _drop(self, indices: Iterable[int]) -> dict[int, Item | Exception]:
-        """Remove encoded rows from `_ready`, and return them by their indices."""
         dropped = {index: self._ready.pop(index) for index in indices}
         self._n_tokens -= self._tokens_of(dropped)
         return dropped
 
     def _keep(self, encoded: dict[int, Item | Exception]) -> None:
-        """Add encoded rows to `_ready`."""
         self._ready |= encoded
         self._n_tokens += self._tokens_of(encoded)
 
     def _tokens_of(self, encoded: dict[int, Item | Exception]) -> int:
-        """Return the number of tokens of encoded rows."""
         return sum(self._size(item) for item in encoded.values() if not isinstance(item, Exception))
 
     def _encoded(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
@@ -270,7 +251,6 @@ class EncodedAhead(Generic[Item]):
                     logger.info("encoding rows takes much of the time, so processes do it from now on")
 
     def _has_ended(self, process: EncoderProcess, error: Exception) -> None:
-        """Log that a process has ended, unless it was closed."""
         with self._changed:
             for processes in (self._starting, self.processes):
                 if process in processes:
@@ -282,8 +262,7 @@ class EncodedAhead(Generic[Item]):
     def _encoded_by(self, process: EncoderProcess, indices: Sequence[int]) -> dict[int, Item | Exception]:
         """Encode rows in a process. The driver encodes those that the process cannot, and so gets their errors.
 
-        Raises:
-            OSError, EOFError: The process has ended.
+        Raises OSError or EOFError if the process has ended.
         """
         try:
             with self._in_driver:

@@ -48,7 +48,6 @@ def _cleaned(value: Any) -> Any:
 
 
 def _has_objects(kind: Any) -> bool:
-    """Return whether values of an Arrow type hold objects."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):

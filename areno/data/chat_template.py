@@ -20,25 +20,10 @@ THINK, END_THINK = "<think>", "</think>"
 def render_generation_prompt(
     tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None, tools: list[Any] | None = None
 ) -> str:
-    """Render a prompt as text, up to the start of the assistant's next turn.
+    """Render a prompt as text, up to the start of the assistant's next turn, for `ControlTokens.encode`.
 
-    A control token inside a message, such as a turn marker, gets a break: a random text that keeps the tokenizer from
-    recognising the control token. `ControlTokens.encode` removes the breaks, so encode the rendered text with that
-    method.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        prompt: A text or a list of chat messages. If the tokenizer has a chat template, a text becomes one user
-            message.
-        enable_thinking: Value of the variable enable_thinking in the chat template. None keeps the template's default.
-        tools: Tool definitions in OpenAI's format. None for a prompt without tools.
-
-    Returns:
-        The rendered text.
-
-    Raises:
-        DataError: Messages are given but the tokenizer has no chat template, or the template raises an error for the
-            messages.
+    Control tokens inside messages get a break, see control_tokens.py. If the tokenizer has a chat template, a text
+    becomes one user message.
     """
     if tokenizer.chat_template is None:
         if isinstance(prompt, str):
@@ -59,22 +44,7 @@ def render(
     /,
     **variables: Any,
 ) -> str:
-    """Render messages with the chat template.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        messages: The messages.
-        tools: Tool definitions in OpenAI's format, or None.
-        thinking: Value of the variable enable_thinking. None keeps the template's default.
-        opened: Whether the text ends with the start of the assistant's next turn (`add_generation_prompt`).
-        **variables: Further variables of the template.
-
-    Returns:
-        The rendered text.
-
-    Raises:
-        DataError: The template raises an error for the messages.
-    """
+    """Render messages with the chat template. `opened` is add_generation_prompt."""
     options = {"tools": tools, "tokenize": False, "add_generation_prompt": opened, **variables}
     apply = partial(tokenizer.apply_chat_template, in_parts(tokenizer, messages), **options)
     try:

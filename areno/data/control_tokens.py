@@ -25,29 +25,16 @@ _ROLES = (("system", "user", "assistant", "user"), ("user", "assistant"), ("user
 
 
 def added_tokens(tokenizer: Any) -> Mapping[int, Any]:
-    """Return the added tokens of a tokenizer, which the tokenizer finds in any text.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-
-    Returns:
-        Token id -> added token.
-    """
+    """Return token id -> added token, which the tokenizer finds in any text."""
     return getattr(tokenizer, "added_tokens_decoder", {})
 
 
 def control_names(tokenizer: Any) -> tuple[str, ...]:
-    """Return the texts of the control tokens of a tokenizer and its chat template.
+    """Return the texts of the control tokens of a tokenizer and its chat template, sorted.
 
     These are bos, eos, pad, all special tokens, and the added tokens in brackets that the template writes. Tags that
     come in pairs, such as `<think>` and `</think>`, do not count as control tokens, even if they are flagged as
     special. The exception is a pair that the tokenizer names itself, such as `<s>` and `</s>` for bos and eos.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-
-    Returns:
-        The texts, sorted.
     """
     added = [token for token in added_tokens(tokenizer).values() if len(str(token)) > 1]
     names, named = {str(token) for token in added}, set(getattr(tokenizer, "special_tokens_map", {}).values())
@@ -76,37 +63,23 @@ def _written(tokenizer: Any) -> str:
 
 
 def first_characters(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a regular expression that matches the first character of each control token in a text.
+    """Return a regular expression for the first character of each name in a text.
 
-    The expression also matches the first character of an incomplete control token at the end of the text.
-
-    Args:
-        names: Texts of control tokens, at least one.
-
-    Returns:
-        The compiled expression.
+    It also matches the first character of an incomplete name at the end of the text.
     """
     heads = sorted(_by_first(names).items())
     return re.compile("|".join(f"{re.escape(first)}(?={_one_of(rests)})" for first, rests in heads))
 
 
 def whole_names(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a regular expression that matches whole control tokens, the longest if several match.
-
-    Args:
-        names: Texts of control tokens.
-
-    Returns:
-        The compiled expression.
-    """
+    """Return a regular expression that matches whole names, the longest if several match."""
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
 
 def _one_of(names: set[str]) -> str:
-    """Return the source of a regular expression that matches any of the names.
+    """Return the source of a regular expression that matches any of the names, or their beginnings at the text's end.
 
-    The expression also matches the beginning of a name if the text ends there. It is a prefix tree, which is fast for
-    many names.
+    It is a prefix tree, which is fast for many names.
     """
     if "" in names:
         return ""
@@ -134,17 +107,9 @@ Offsets = list[tuple[int, int]]
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer and its chat template.
+    """The control tokens of a tokenizer and its chat template, cached by `control_tokens`.
 
-    Call `control_tokens` to get an instance, which is cached.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-
-    Attributes:
-        names: Texts of the control tokens. Empty after a call of `allow_control_tokens`, so that `escape` changes
-            nothing.
-        made_of: (chat template, vocabulary size) at construction, by which `control_tokens` notices changes.
+    `names` are their texts, none after a call of `allow_control_tokens`. If `made_of` has changed, the cache is stale.
     """
 
     def __init__(self, tokenizer: Any):
@@ -166,17 +131,10 @@ class ControlTokens:
         return bool(alone) and inside[-len(alone) :] == alone
 
     def escape(self, value: Any) -> Any:
-        """Put a break into each control token in the texts of a value, at any depth.
+        """Return a copy of a JSON value with a break in each control token of its texts, at any depth.
 
-        A break is a random text that keeps the tokenizer from recognising the control token. `encode` removes it. An
-        incomplete control token at the end of a text gets a break, too, because the template may write the rest of the
-        token after it.
-
-        Args:
-            value: JSON value, such as a message or a list of tools.
-
-        Returns:
-            A copy of the value with breaks. A value without texts is returned unchanged.
+        An incomplete control token at the end of a text gets a break, too, because the template may write the rest of
+        the token after it.
         """
         if self._found is None:
             return value
@@ -187,7 +145,6 @@ class ControlTokens:
         return [self.escape(each) for each in value] if isinstance(value, list | tuple) else value
 
     def _escape_text(self, text: str) -> str:
-        """Put a break (a random text) into each control token of a text, and return the text."""
         slices = [text[at : at + SLICE_CHARACTERS] for at in range(0, len(text), SLICE_CHARACTERS)]
         assert self._found is not None
         if not any(map(self._found.search, slices)):
@@ -195,16 +152,7 @@ class ControlTokens:
         return "".join([self._found.sub(rf"\g<0>{BREAK}", each) for each in slices])
 
     def escape_messages(self, messages: Sequence[Any]) -> list[Any]:
-        """Put a break into each control token in messages, as `escape` does for other values.
-
-        The text and the reasoning of the assistant get no breaks.
-
-        Args:
-            messages: Messages of a conversation.
-
-        Returns:
-            Copies of the messages.
-        """
+        """Return escaped copies of messages. The text and the reasoning of the assistant get no breaks."""
         escaped = []
         for message in messages:
             own = _OF_ASSISTANT if message["role"] == "assistant" else frozenset()
@@ -212,47 +160,22 @@ class ControlTokens:
         return escaped
 
     def encode(self, text: str) -> list[int]:
-        """Encode a rendered text without its breaks. A control token with a break is encoded as ordinary text.
-
-        Args:
-            text: Rendered text, with or without breaks from `escape`. A text without breaks is encoded by the tokenizer
-                itself. No special tokens are added.
-
-        Returns:
-            The token ids.
-        """
+        """Encode a rendered text without its breaks. A control token with a break is encoded as ordinary text."""
         if BREAK not in text:
             return self._tokenizer.encode(text, add_special_tokens=False)
         return self._encode_apart(text)[0] if self._tokenizer.is_fast else self._encode_slowly(text)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
-        """Encode a rendered text like `encode`, and return the character offsets of the tokens.
-
-        The tokenizer must be a fast one.
-
-        Args:
-            text: Rendered text, with or without breaks from `escape`.
-
-        Returns:
-            (token ids, offsets), where offsets has (start, end) for each token, as character indices in `text`.
-        """
+        """Encode like `encode` with a fast tokenizer, and return (start, end) in `text` of each token, too."""
         if BREAK in text:
             return self._encode_apart(text)
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return found["input_ids"], found["offset_mapping"]
 
     def encode_with_spans(self, text: str) -> tuple[list[int], Callable[[int], tuple[int, int]]]:
-        """Encode a rendered text like `encode`, and return a function that finds the characters of a token.
+        """Encode like `encode` with a fast tokenizer, and return a function from a token's index to its characters.
 
-        The function exists because computing the offsets of all tokens would block other threads: 50 ms for 200,000
-        tokens. The tokenizer must be a fast one.
-
-        Args:
-            text: Rendered text, with or without breaks from `escape`.
-
-        Returns:
-            (token ids, function), where the function maps the index of a token to (start, end), as character indices in
-            `text`.
+        Computing the offsets of all tokens would block other threads: 50 ms for 200,000 tokens.
         """
         if BREAK in text:
             tokens, offsets = self._encode_apart(text)
@@ -265,9 +188,6 @@ class ControlTokens:
 
         Control tokens without a break are first replaced by their aliases, which the second tokenizer recognises.
         Control tokens with a break stay ordinary text.
-
-        Returns:
-            (token ids, offsets), where offsets has (start, end) for each token, as character indices in `text`.
         """
         tokenizer, aliases, ids = self._plain
         pieces, starts, origins, size = list[str](), list[int](), list[int](), 0
@@ -305,13 +225,10 @@ class ControlTokens:
         return tokens
 
     def _pieces(self, text: str) -> Iterator[tuple[str, int]]:
-        """Split a text at the breaks and at the tokens that must be encoded apart.
+        """Split a text at the breaks, which are left out, and at the tokens that must be encoded apart.
 
-        These tokens are the control tokens or, for a slow tokenizer, all added tokens.
-
-        Yields:
-            (substring, start index in `text`). Each such token is a substring of its own, and breaks are left out. The
-            last substring is empty.
+        These tokens are the control tokens or, for a slow tokenizer, all added tokens. Yields (substring, start in
+        `text`). Each such token is a substring of its own. The last substring is empty.
         """
         at = 0
         for match in self._borders.finditer(text):
@@ -326,7 +243,6 @@ class ControlTokens:
 
     @cached_property
     def _borders(self) -> Any:
-        """The compiled regular expression that matches each break and each token at which `_pieces` splits a text."""
         names = self.names if self._tokenizer.is_fast else map(str, added_tokens(self._tokenizer).values())
         return whole_names([BREAK, *names])
 
@@ -334,14 +250,12 @@ class ControlTokens:
     def _plain(self) -> tuple[Any, dict[str, str], dict[int, tuple[str, list[int]]]]:
         """Make a second tokenizer that encodes the texts of control tokens as ordinary text.
 
-        The second tokenizer shares the vocabulary of the original tokenizer, so it takes little memory. In the text to
-        encode, an alias of a control token stands for the control token itself.
-
-        Returns:
-            (second tokenizer, aliases, ids). `aliases` maps the text of each control token to its alias. `ids` maps a
-            token id of the second tokenizer to (text, ids in the original tokenizer), for ids that must be replaced.
-            The text is "" for aliases and other added tokens. If the vocabulary contains the text of a control token as
-            an ordinary word, `ids` maps the id of that word to (text of the control token, ids of its letters).
+        It shares the vocabulary of the original tokenizer, so it takes little memory. Returns (second tokenizer,
+        aliases, ids). `aliases` maps the text of each control token to an alias, which stands for the token in the text
+        to encode. `ids` maps a token id of the second tokenizer to (text, ids in the original tokenizer), for ids that
+        must be replaced. The text is "" for aliases and other added tokens. If the vocabulary contains the text of a
+        control token as an ordinary word, `ids` maps the id of that word to (text of the control token, ids of its
+        letters).
         """
         from tokenizers import AddedToken, Tokenizer
 
@@ -378,16 +292,7 @@ def note_unknown(tokenizer: Any, text: str, tokens: Sequence[int]) -> None:
 
 
 def control_tokens(tokenizer: Any) -> ControlTokens:
-    """Return the control tokens of a tokenizer.
-
-    The result is cached in the tokenizer until its chat template or vocabulary changes.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-
-    Returns:
-        The control tokens, with the methods that escape and encode.
-    """
+    """Return the control tokens of a tokenizer, cached in it until its chat template or vocabulary changes."""
     cached = vars(tokenizer).get(_CACHED)
     if cached is None or cached.made_of != _made_of(tokenizer):
         cached = vars(tokenizer)[_CACHED] = ControlTokens(tokenizer)
@@ -395,15 +300,10 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
 
 
 def allow_control_tokens(tokenizer: Any) -> None:
-    """Let control tokens inside messages act as control tokens, by turning off the escaping of a tokenizer.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library. All later encoding with this tokenizer is affected.
-    """
+    """Let control tokens inside messages act as control tokens in all later encoding with this tokenizer."""
     tokenizer.allows_control_tokens = True
     vars(tokenizer).pop(_CACHED, None)
 
 
 def _made_of(tokenizer: Any) -> tuple[Any, int]:
-    """Return (chat template, vocabulary size) of a tokenizer."""
     return tokenizer.chat_template, len(tokenizer) if hasattr(tokenizer, "__len__") else 0

@@ -36,22 +36,7 @@ def prompt_draft(
     prompt_key: str = "prompt",
     solutions_key: str = "solutions",
 ) -> Draft[PromptItem]:
-    """Render a row with a prompt, for reinforcement learning.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        row: A row in areno's form: a prompt (text or messages), and optionally solutions and tools.
-        index: Index of the row in its dataset.
-        enable_thinking: Value of the variable enable_thinking in the chat template. None keeps the template's default.
-        prompt_key: Name of the field with the prompt.
-        solutions_key: Name of the field with the reference solutions.
-
-    Returns:
-        The draft of a PromptItem, which has the prompt with its token ids, its solutions and the row.
-
-    Raises:
-        DataError: The row cannot be rendered with the chat template.
-    """
+    """Render a row with a prompt, for reinforcement learning."""
     prompt, plain = row[prompt_key], isinstance(row[prompt_key], str)
     rendered = rendered_prompt(tokenizer, prompt, enable_thinking, tools_of(row))
     text = rendered.replace(BREAK, "")
@@ -77,22 +62,9 @@ def sft_draft(
     enable_thinking: bool | None = None,
     changed: ChangedTurns = "split",
 ) -> Draft[AnswersItem]:
-    """Render a row for supervised fine-tuning.
+    """Render a row for supervised fine-tuning, which trains the response or every assistant turn of the messages.
 
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        row: {prompt, response} or {messages}. The trained tokens are the response and its end token, or every assistant
-            turn of the messages.
-        index: Index of the row in its dataset.
-        enable_thinking: Value of the variable enable_thinking in the chat template. None keeps the template's default.
-        changed: What happens to a conversation whose turns the template renders differently once more messages follow.
-
-    Returns:
-        The draft of an AnswersItem with one row, or with a row for each assistant turn of such a conversation.
-
-    Raises:
-        DataError: The row cannot be rendered with the chat template, or words that should be trained are not in the
-            rendered text.
+    The item has a row for each turn if the template renders turns differently once more messages follow, see `changed`.
     """
     prompt, answer = (row["prompt"], row["response"]) if row.get("response") is not None else ([], row["messages"])
     drafts = _answer(tokenizer, prompt, answer, enable_thinking, tools_of(row), changed)
@@ -102,21 +74,8 @@ def sft_draft(
 def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[PairItem]:
     """Render a row with a chosen and a rejected answer, for DPO.
 
-    Both answers are rendered as in `sft_draft`, except that assistant turns in the prompt are not trained, and that an
-    answer of several turns stays one sequence.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        row: A row in areno's form, with the fields prompt, chosen and rejected. The prompt may be absent if chosen and
-            rejected are conversations that begin with it.
-        index: Index of the row in its dataset.
-
-    Returns:
-        The draft of a PairItem. Its `finish` raises DataError if an answer has no token to train on, and Tie if both
-        answers have the same tokens.
-
-    Raises:
-        DataError: The row is not a pair, or cannot be rendered with the chat template.
+    Assistant turns in the prompt are not trained, and an answer of several turns stays one sequence. `finish` raises
+    DataError if an answer has no token to train on, and Tie if both answers have the same tokens.
     """
     prompt, *answers = prompt_and_answers(row)
     tools = tools_of(row)
@@ -135,39 +94,16 @@ def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[Pair
 
 
 def labelled_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[AnswersItem]:
-    """Render a row with one labelled answer, for KTO.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        row: A row in areno's form, with the fields prompt, response and label.
-        index: Index of the row in its dataset.
-
-    Returns:
-        The draft of an AnswersItem with one row, whose reward is 1 for a desirable answer and 0 otherwise. Its `finish`
-        raises DataError if the answer has no token to train on.
-
-    Raises:
-        DataError: The row has another form, or cannot be rendered with the chat template.
-    """
+    """Render a row with one labelled answer, for KTO. The reward is 1 for a desirable answer and 0 otherwise."""
     prompt, answer, label = labelled_answer(row)
     return _answers_draft(tokenizer, prompt, [answer], tools_of(row), [float(label)], index)
 
 
 def ranked_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[AnswersItem]:
-    """Render a row with ranked answers, for a reward model.
+    """Render a row with ranked answers, for a reward model: a row for each answer, the best first.
 
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        row: A row in areno's form, see `row_schema.ranked_answers`.
-        index: Index of the row in its dataset.
-
-    Returns:
-        The draft of an AnswersItem with a row for each answer, the best first. The reward of a row is the rating of the
-        answer. The `returns` of its tokens are the answer's level: the difference between the levels of two answers is
-        the margin of their comparison.
-
-    Raises:
-        DataError: The row has another form, or cannot be rendered with the chat template.
+    The reward of a row is the rating of the answer. The `returns` of its tokens are the answer's level: the difference
+    between the levels of two answers is the margin of their comparison.
     """
     found = ranked_answers(row)
     draft = _answers_draft(tokenizer, found.prompt, found.answers, tools_of(row), found.ratings, index)
@@ -191,7 +127,6 @@ def _are_equal(one: TrainSequence, other: TrainSequence) -> bool:
 def _answers_draft(
     tokenizer: Any, prompt: Any, answers: Sequence[Any], tools: Any, ratings: Sequence[float], index: int
 ) -> Draft[AnswersItem]:
-    """Render a prompt with several answers, each a text or a list of messages. `ratings` are the rows' rewards."""
     drafts = [draft for answer in answers for draft in _answer(tokenizer, prompt, answer, None, tools)]
 
     def item(rows: list[TrainSequence]) -> AnswersItem:
@@ -247,17 +182,7 @@ def _answer(
 
 
 def tools_of(row: Mapping[str, Any]) -> Any:
-    """Return the tools of a row, parsed if the row holds them as JSON text.
-
-    Args:
-        row: A row of a dataset.
-
-    Returns:
-        The tools. None if the row has none.
-
-    Raises:
-        DataError: The tools are text, but not JSON.
-    """
+    """Return the tools of a row, parsed if they are JSON text."""
     tools = row.get("tools")
     if not isinstance(tools, str):
         return tools

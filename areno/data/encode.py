@@ -25,44 +25,22 @@ Text = tuple[str, bool]
 
 @dataclass(slots=True)
 class Draft(Generic[Item]):
-    """A rendered row whose texts are not encoded yet.
+    """A rendered row whose texts are not encoded yet. `finish` makes the item from the token ids of each text.
 
-    Attributes:
-        texts: The texts to encode. A control token with a break becomes ordinary text.
-        finish: Function that makes the item from the token ids of each text.
+    It raises DataError if there is no valid item, such as a pair with an answer that has no token to train on.
     """
 
     texts: list[Text]
     finish: Callable[[list[list[int]]], Item]
 
     def encode(self, tokenizer: Any) -> Item:
-        """Encode the texts one by one, and return the item.
-
-        Args:
-            tokenizer: Tokenizer that the row was rendered for.
-
-        Raises:
-            DataError: The row has no valid item, such as a pair with an answer that has no token to train on.
-        """
         return self.finish([encode_text(tokenizer, text) for text in self.texts])
 
 
 def encode_rows(
     tokenizer: Any, rows: Sequence[Any], indices: Sequence[int], draft: Callable[[Any, int], Draft[Item]]
 ) -> list[Item | Exception]:
-    """Encode many rows by a few calls of the tokenizer.
-
-    The items are equal to those of rows that are encoded one by one.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        rows: The rows.
-        indices: Index of each row in its dataset.
-        draft: Function (row, index) that renders a row.
-
-    Returns:
-        For each row the item, or the exception of a row that cannot be encoded.
-    """
+    """Encode many rows by a few calls of the tokenizer. The items are those of rows that are encoded one by one."""
     drafts = [_result_of(draft, row, index) for row, index in zip(rows, indices, strict=True)]
     texts = [text for each in drafts if isinstance(each, Draft) for text in each.texts]
     try:
@@ -84,15 +62,7 @@ def _result_of(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
-    """Encode texts together. The Rust backend of a tokenizer encodes them on all CPU cores.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        texts: The texts.
-
-    Returns:
-        The token ids of each text.
-    """
+    """Encode texts together. The Rust backend of a tokenizer encodes them on all CPU cores."""
     found = _encoded(tokenizer, texts)
     for (text, _), tokens in zip(texts, found, strict=True):
         note_unknown(tokenizer, text, tokens)
@@ -127,14 +97,12 @@ def encode_inside(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_insides(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Encode texts by `encode_inside`, together if the tokenizer adds no space."""
     if control_tokens(tokenizer).adds_no_space:
         return encode_texts(tokenizer, [(text, False) for text in texts])
     return [encode_inside(tokenizer, text) for text in texts]
 
 
 def encode_text(tokenizer: Any, text: Text) -> list[int]:
-    """Return the token ids of one text."""
     words, adds_special = text
     if adds_special:
         return tokenizer.encode(words)
@@ -165,51 +133,20 @@ def _encodes_by_backend(kind: type) -> bool:
 def encode_generation_prompt(
     tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None, tools: list[Any] | None = None
 ) -> list[int]:
-    """Encode a prompt, up to the start of the assistant's next turn.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        prompt: A text or a list of chat messages.
-        enable_thinking: Value of the variable enable_thinking in the chat template. None keeps the template's default.
-        tools: Tool definitions in OpenAI's format. None for a prompt without tools.
-
-    Returns:
-        The token ids.
-
-    Raises:
-        DataError: Messages are given but the tokenizer has no chat template, or the template raises an error for the
-            messages.
-    """
+    """Encode a prompt, up to the start of the assistant's next turn, see `render_generation_prompt`."""
     text = render_generation_prompt(tokenizer, prompt, enable_thinking, tools)
     return encode_text(tokenizer, (text, tokenizer.chat_template is None))
 
 
 def decode(tokenizer: Any, tokens: list[int]) -> str:
-    """Decode token ids to text, special tokens included.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        tokens: Token ids.
-
-    Returns:
-        The text.
-    """
+    """Decode token ids to text, special tokens included."""
     if _is_plain(tokenizer):  # transformers checks each token first, which takes as long as decoding
         return tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
     return tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def decode_all(tokenizer: Any, token_rows: Sequence[list[int]], skip_special_tokens: bool) -> list[str]:
-    """Decode rows of token ids to texts, as `tokenizer.batch_decode` does. Many tokens are decoded on all CPU cores.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        token_rows: Token ids of each row.
-        skip_special_tokens: Whether to leave out special tokens.
-
-    Returns:
-        One text per row.
-    """
+    """Decode rows of token ids as `tokenizer.batch_decode` does. Many tokens are decoded on all CPU cores."""
     if _is_plain(tokenizer):
         backend = tokenizer.backend_tokenizer
         if sum(map(len, token_rows)) < _MIN_TOKENS_FOR_THREADS:

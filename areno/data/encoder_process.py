@@ -25,27 +25,15 @@ Encode = Callable[[Sequence[Any], Sequence[int]], Sequence[Any]]
 
 
 def encoder_message(encode: Encode) -> bytes:
-    """Pickle an encoder for `EncoderProcess`.
-
-    Args:
-        encode: Function that encodes rows. Its items are instances of AnswersItem or PairItem.
-
-    Returns:
-        The pickled function.
-
-    Raises:
-        Exception: The function cannot be pickled. The type of the exception depends on the tokenizer.
-    """
+    """Pickle an encoder whose items are instances of AnswersItem or PairItem. The tokenizer may raise any error."""
     return dumps(encode)
 
 
 class EncoderProcess:
     """A process that encodes rows. It ends when `close` is called, or when the driver ends.
 
-    Call `wait_ready` before the first `encode`.
-
-    Args:
-        message: The encoder, pickled by `encoder_message`.
+    Call `wait_ready` before the first `encode`. Both raise OSError or EOFError if the process has ended, for example
+    because it cannot import the code of the tokenizer.
     """
 
     def __init__(self, message: bytes):
@@ -59,47 +47,19 @@ class EncoderProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
         assert self._process.pid is not None, "the process was started"
         return self._process.pid
 
     def wait_ready(self) -> None:
-        """Wait until the process has loaded the encoder, which takes some seconds.
-
-        Raises:
-            OSError, EOFError: The process has ended, for example because it cannot import the code of the tokenizer.
-        """
+        """Wait until the process has loaded the encoder, which takes some seconds."""
         self._pipe.recv_bytes()
 
     @staticmethod
     def message(rows: Sequence[Any], indices: Sequence[int]) -> bytes:
-        """Pickle rows for `encode`.
-
-        Args:
-            rows: The rows.
-            indices: Index of each row in its dataset.
-
-        Returns:
-            The pickled rows.
-
-        Raises:
-            Exception: The rows cannot be pickled.
-        """
         return pickle.dumps((rows, indices), pickle.HIGHEST_PROTOCOL)
 
     def encode(self, message: bytes, indices: Sequence[int]) -> list[Any]:
-        """Encode rows in the process, and wait for the items. Other threads run meanwhile.
-
-        Args:
-            message: The rows, pickled by `message`.
-            indices: Index of each row in its dataset.
-
-        Returns:
-            For each row its item, or None if the row cannot be encoded.
-
-        Raises:
-            OSError, EOFError: The process has ended.
-        """
+        """Encode the rows of a `message`. Other threads run meanwhile. None stands for a row that cannot be encoded."""
         self._pipe.send_bytes(message)
         flat: _FlatItems | None = pickle.loads(self._pipe.recv_bytes())
         return [None] * len(indices) if flat is None else flat.items(indices)
@@ -112,25 +72,15 @@ class EncoderProcess:
 
 @dataclass(slots=True)
 class _FlatItems:
-    """The items of several rows, whose arrays are concatenated.
+    """The items of several rows, whose arrays are concatenated."""
 
-    Attributes:
-        sizes: For each row, the number of its sequences. 0 if the row could not be encoded.
-        are_pairs: Whether the items are pairs, which have two sequences each.
-        lengths: Number of tokens of each sequence.
-        tokens: int64 token ids of all sequences.
-        prompt_mask: bool, the prompt masks of all sequences.
-        returns: float32, the returns of all sequences. None if they have none.
-        others: (eos_token_id, reward) of each sequence.
-    """
-
-    sizes: list[int]
-    are_pairs: bool
-    lengths: list[int]
-    tokens: np.ndarray
-    prompt_mask: np.ndarray
-    returns: np.ndarray | None
-    others: list[tuple[int, float]]
+    sizes: list[int]  # sequences of each row, 0 if it could not be encoded
+    are_pairs: bool  # of two sequences each
+    lengths: list[int]  # tokens of each sequence
+    tokens: np.ndarray  # int64
+    prompt_mask: np.ndarray  # bool
+    returns: np.ndarray | None  # float32
+    others: list[tuple[int, float]]  # (eos_token_id, reward) of each sequence
 
     @classmethod
     def of(cls, found: Sequence[Any]) -> _FlatItems:

@@ -1,7 +1,7 @@
 """Read data files: JSON, JSON lines, CSV, Parquet and Arrow, also with gzip compression.
 
-`format_of` derives the format from the name of a file. The readers raise a DataError that names the faulty line or
-row.
+`format_of` derives the format from the name of a file. The readers raise a DataError that names the faulty line or row
+of the file, which messages call `shown`. They do not check rows.
 """
 
 from __future__ import annotations
@@ -36,32 +36,14 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def format_of(path: str | Path) -> str | None:
-    """Return the data format that the name of a file indicates.
-
-    Args:
-        path: Path of the file.
-
-    Returns:
-        The format as a suffix, such as ".jsonl" for DATA.JSONL.gz. None if the format is not supported.
-    """
+    """Return the data format that a name indicates, such as ".jsonl" for DATA.JSONL.gz. None if it is not supported."""
     name = Path(path).name.lower()
     suffix = Path(name.removesuffix(".gz")).suffix
     return suffix if suffix in (COMPRESSED if name.endswith(".gz") else FORMATS) else None
 
 
 def open_bytes(file: Path, shown: str) -> IO[bytes]:
-    """Open a file to read its decompressed bytes.
-
-    Args:
-        file: Path of the file.
-        shown: Name of the file in error messages.
-
-    Returns:
-        A binary file object, with .gz files decompressed.
-
-    Raises:
-        DataError: The file is UTF-16, an encoding that spreadsheets and PowerShell write.
-    """
+    """Open a file to read its decompressed bytes. UTF-16, which spreadsheets and PowerShell write, is an error."""
     source = GzipFile(file) if file.name.lower().endswith(".gz") else file.open("rb")
     if source.peek(2)[:2] in _UTF_16:
         source.close()
@@ -73,30 +55,12 @@ def open_text(file: Path, shown: str) -> IO[str]:
     """Open a file to read its decompressed lines.
 
     A byte that is not UTF-8 becomes a surrogate character, which `raw_byte` finds later.
-
-    Args:
-        file: Path of the file.
-        shown: Name of the file in error messages.
-
-    Returns:
-        A text file object that decodes UTF-8, with .gz files decompressed.
-
-    Raises:
-        DataError: The file is UTF-16.
     """
     return io.TextIOWrapper(open_bytes(file, shown), encoding="utf-8-sig", errors="surrogateescape")
 
 
 def raw_byte(text: str) -> int | None:
-    """Find the first byte that is not UTF-8.
-
-    Args:
-        text: Text decoded with the error handler surrogateescape, in which a surrogate character stands for each such
-            byte.
-
-    Returns:
-        Index of the surrogate character in `text`, or None if there is no such character.
-    """
+    """Return the index of the first surrogate character in a text of `open_text`."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -105,15 +69,7 @@ def raw_byte(text: str) -> int | None:
 
 
 def not_utf8(text: str, place: int) -> str:
-    """Describe a byte that is not UTF-8, for an error message.
-
-    Args:
-        text: Text decoded with the error handler surrogateescape.
-        place: Index of the surrogate character in `text` that stands for the byte, as returned by `raw_byte`.
-
-    Returns:
-        The description, without the name of the file and the line.
-    """
+    """Describe the byte of a surrogate character at index `place`, for an error message."""
     column = place - text.rfind("\n", 0, place)
     return f"byte 0x{ord(text[place]) - 0xDC00:02x} at character {column} is not UTF-8; save the file as UTF-8"
 
@@ -123,22 +79,9 @@ _MAX_DEPTH = 300  # levels; json reads some more, depending on the version of Py
 
 
 def read_json(file: Path, shown: str, split: str) -> Sequence[Row]:
-    """Read rows from a JSON file.
+    """Read a list of rows, or one JSON value per line.
 
-    The file must hold a list of rows, an object that has a list of rows under the key "data" or under the name of the
-    split, or one JSON value per line.
-
-    Args:
-        file: Path of the file.
-        shown: Name of the file in error messages.
-        split: Name of the split, the key that is read if the file is an object without the key "data".
-
-    Returns:
-        The values in the list. Rows are not checked here.
-
-    Raises:
-        DataError: The file is not JSON or has another form. For invalid JSON, the message names the line.
-        OSError: The file cannot be read.
+    The list may be in an object, under the key "data" or under the name of the split.
     """
     with open_bytes(file, shown) as source:
         text = source.read().decode("utf-8-sig", "surrogateescape")
@@ -161,22 +104,7 @@ def read_json(file: Path, shown: str, split: str) -> Sequence[Row]:
 
 
 def read_jsonl(file: Path, shown: str) -> Sequence[Row]:
-    """Read one JSON value from each line that is not empty.
-
-    The lines of a large file are read when they are used.
-
-    Args:
-        file: Path of the file.
-        shown: Name of the file in error messages.
-
-    Returns:
-        The values, in the order of the lines. Rows are not checked here.
-
-    Raises:
-        DataError: Lines are not JSON. The message names the first of these lines. A line of a large file has this error
-            when it is used.
-        OSError: The file cannot be read.
-    """
+    """Read one JSON value from each line that is not empty. The lines of a large file are read when they are used."""
     if _is_large(file):
         with _uncompressed(file, shown) as source:
             return JsonLines(source, shown, line_fault)
@@ -197,7 +125,7 @@ def read_jsonl(file: Path, shown: str) -> Sequence[Row]:
 
 
 def line_fault(line: str, error: ValueError | RecursionError) -> str:
-    """Describe why a line, decoded with the error handler surrogateescape, is not JSON in UTF-8."""
+    """Describe why a line of `open_text` is not JSON in UTF-8."""
     raw = raw_byte(line)
     return _json_fault(line, error)[1] if raw is None else not_utf8(line, raw)
 
@@ -221,7 +149,6 @@ def _uncompressed(file: Path, shown: str) -> Iterator[IO[bytes]]:
 
 
 def _line(text: str, place: int) -> int:
-    """Return the line number, from 1, of the character at index `place` in a text."""
     return text.count("\n", 0, place) + 1
 
 
@@ -243,20 +170,7 @@ _BLOCK_BYTES = 2**26  # of a CSV file that are read at once; no row can be longe
 
 
 def read_table(file: Path, form: str, shown: str) -> Rows:
-    """Read the rows of a CSV, TSV, Parquet or Arrow file.
-
-    Args:
-        file: Path of the file.
-        form: Format of the file: .csv, .tsv, .parquet or .arrow.
-        shown: Name of the file in error messages.
-
-    Returns:
-        A datasets.Dataset. All cells of .csv and .tsv files are text.
-
-    Raises:
-        DataError: The file is damaged, or two columns have the same name. For CSV, the message names the line or row.
-        OSError: The file cannot be read.
-    """
+    """Read a file in the format `form`: .csv, .tsv, .parquet or .arrow. All cells of CSV and TSV are text."""
     import pyarrow as pa
     from datasets import Dataset
 
@@ -293,7 +207,6 @@ def _read_parquet(file: Path, shown: str) -> Any:
 
 
 def _check_columns(names: list[str], shown: str) -> None:
-    """Raise DataError if several columns have the same name."""
     if repeated := [f"{name!r} {count} times" for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{shown} has the column {', '.join(repeated[:SHOWN])}; give each column a name of its own")
 
@@ -322,17 +235,8 @@ def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
 def _csv_fault(error: Exception, file: Path, shown: str, parse: Any, convert: Any) -> str:
     """Describe why a CSV file could not be read.
 
-    The file is read again by a single thread, in order to find the number of the faulty line or row.
-
-    Args:
-        error: The error from the first reading, which is described if the second reading finds no faulty line or row.
-        file: Path of the file.
-        shown: Name of the file in error messages.
-        parse: pyarrow's ParseOptions of the first reading. They are changed.
-        convert: pyarrow's ConvertOptions of the first reading.
-
-    Returns:
-        The description, without the name of the file.
+    A single thread reads the file again, in order to find the number of the faulty line or row. `parse` is changed. If
+    it finds none, `error` of the first reading is described.
     """
     import pyarrow as pa
     from pyarrow import csv
@@ -353,5 +257,4 @@ def _csv_fault(error: Exception, file: Path, shown: str, parse: Any, convert: An
 
 
 def _one_line(error: object) -> str:
-    """Return an error as one printable line."""
     return printable(" ".join(str(error).split()))

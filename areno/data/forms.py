@@ -57,13 +57,7 @@ _CALLS = {"function_call", "tool_call"}
 
 @dataclass(frozen=True)
 class Form:
-    """A form of rows that another tool uses, and its conversion to areno's form.
-
-    Attributes:
-        name: Name of the form.
-        description: Short text for the log that says which fields of the form become which of areno's fields.
-        convert: Function from a row to a dictionary of areno's fields, which are added to the row.
-    """
+    """A form of rows that another tool uses. `convert` returns areno's fields to add to a row."""
 
     name: str
     description: str
@@ -71,13 +65,7 @@ class Form:
 
 
 class Converted:
-    """A dataset whose rows are converted when they are read. Each row keeps its other fields.
-
-    Args:
-        rows: The original rows.
-        convert: Function from a row to the fields of areno's form.
-        kind: Kind of training for which each row is checked when it is read. None does not check.
-    """
+    """A dataset whose rows are converted and, with `kind`, checked when they are read. Other fields stay."""
 
     def __init__(self, rows: Rows, convert: Callable[[Row], Mapping[str, Any]], kind: RowKind | None = None):
         self.rows, self.convert = rows, convert
@@ -93,17 +81,6 @@ class Converted:
         return [self.converted(row) for row in rows_at(self.rows, indices)]
 
     def converted(self, row: Any) -> Any:
-        """Convert one row.
-
-        Args:
-            row: One of the original rows. An object that is not a mapping is returned unchanged.
-
-        Returns:
-            A copy of the row with the fields of areno's form.
-
-        Raises:
-            DataError: The row does not have the form.
-        """
         found = {**row, **self.convert(row)} if isinstance(row, Mapping) else row
         if self._kind is not None and (problem := row_problem(found, self._kind)):
             raise DataError(problem)
@@ -111,18 +88,7 @@ class Converted:
 
 
 def rename_columns(rows: Rows, columns: Mapping[str, str]) -> Converted:
-    """Add areno's fields to the rows of a dataset, with the values of columns that have other names.
-
-    Args:
-        rows: The rows of the dataset.
-        columns: Field of areno's form -> name of the column.
-
-    Returns:
-        The rows with the fields added. The columns stay in the rows.
-
-    Raises:
-        DataError: The dataset lacks one of the columns.
-    """
+    """Add areno's fields to the rows, with the values of columns that have other names (field -> column)."""
     there = column_names(rows)
     if missing := [name for name in columns.values() if name not in there]:
         has = join_names(there) or "none"
@@ -131,14 +97,7 @@ def rename_columns(rows: Rows, columns: Mapping[str, str]) -> Converted:
 
 
 def column_names(rows: Rows) -> list[str]:
-    """Return the names of the columns of a dataset.
-
-    Args:
-        rows: The rows. For a list, the columns are the fields of its first hundred rows.
-
-    Returns:
-        The names, without duplicates.
-    """
+    """Return the names of the columns of a dataset. For a list, these are the fields of its first hundred rows."""
     names = getattr(rows, "column_names", None)
     if names is not None:
         return list(names)
@@ -147,15 +106,7 @@ def column_names(rows: Rows) -> list[str]:
 
 
 def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
-    """Recognise the form of a dataset by the fields of its first row.
-
-    Args:
-        rows: The rows, at least one.
-        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto", "rw" or "prm".
-
-    Returns:
-        The form, which can convert rows. None if the rows are in areno's form or in an unknown form.
-    """
+    """Recognise the form by the fields of the first row. None if it is areno's or unknown."""
     first: Any = rows[0]
     if not isinstance(first, Mapping):
         return None
@@ -171,10 +122,6 @@ def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
 
 
 def _for_prompts(there: set[str]) -> Form | None:
-    """Return the form of rows for reinforcement learning that have the columns `there`.
-
-    None if the rows are in areno's form or in an unknown form.
-    """
     if "prompt" in there:
         if "reward_model" in there and "solutions" not in there:
             return Form("verl", "solutions from reward_model.ground_truth", _ground_truth)
@@ -192,16 +139,7 @@ def _for_prompts(there: set[str]) -> Form | None:
 
 
 def _questions(there: set[str], question: str) -> Form | None:
-    """Return the form "questions", which converts a question and possibly an answer to {prompt, solutions}.
-
-    Args:
-        there: Names of all columns of the rows.
-        question: Name of the column that holds the question.
-
-    Returns:
-        The form. None if the question column is `prompt` and there is no answer column, so that nothing is
-        converted.
-    """
+    """Return the form of a question and possibly its answer. None if a prompt alone needs no conversion."""
     answer = next((name for name in _ANSWERS if name in there), None)
     if answer is None and question == "prompt":
         return None
@@ -211,10 +149,6 @@ def _questions(there: set[str], question: str) -> Form | None:
 
 
 def _for_answers(there: set[str]) -> Form | None:
-    """Return the form of rows for supervised fine-tuning that have the columns `there`.
-
-    None if the rows are in areno's form or in an unknown form.
-    """
     if "messages" in there or {"prompt", "response"} <= there:
         return None
     if {"prompt", "completion"} <= there:
@@ -233,20 +167,12 @@ def _for_answers(there: set[str]) -> Form | None:
 
 
 def _for_labels(there: set[str]) -> Form | None:
-    """Return the form of labelled answers that have the columns `there`.
-
-    None if the rows are in areno's form or in an unknown form.
-    """
     if "response" not in there and {"prompt", "completion", "label"} <= there:
         return Form("completion", "the answer from completion", lambda row: {"response": row.get("completion")})
     return None
 
 
 def _for_pairs(there: set[str]) -> Form | None:
-    """Return the form of rows for preference training that have the columns `there`.
-
-    None if the rows are in areno's form or in an unknown form.
-    """
     if {"conversations", "chosen", "rejected"} <= there:
         description = "prompt from conversations, answers from chosen and rejected"
         return Form("sharegpt", description, _sharegpt_pair)
@@ -257,10 +183,6 @@ def _for_pairs(there: set[str]) -> Form | None:
 
 
 def _for_steps(there: set[str]) -> Form | None:
-    """Return the form of solutions with labelled steps that have the columns `there`.
-
-    None if the rows are in areno's form or in an unknown form.
-    """
     if "completions" not in there and {"input", "label"} <= there:
         description = "prompt and completions from input, cut at ки, labels from + and - in label"
         return Form("math-shepherd", description, _math_shepherd)
@@ -277,12 +199,9 @@ def _ground_truth(row: Row) -> dict[str, Any]:
 
 
 def _alpaca(answer: str) -> Callable[[Row], dict[str, Any]]:
-    """Return the function that converts Alpaca rows to {prompt, solutions} or {prompt, response}.
+    """Return the function that converts Alpaca rows to a prompt and the field `answer`.
 
     The prompt is one text of instruction and input, or messages if the row has a system text or a history.
-
-    Args:
-        answer: Name of the field for the row's output: "solutions" or "response".
     """
 
     def convert(row: Row) -> dict[str, Any]:
@@ -301,17 +220,7 @@ def _alpaca(answer: str) -> Callable[[Row], dict[str, Any]]:
 
 
 def _completion(row: Row) -> dict[str, Any]:
-    """Convert a row of TRL, with the fields prompt and completion, for supervised fine-tuning.
-
-    Returns:
-        Areno's fields to add to the row. {response: the completion} if the completion is a text. Otherwise
-        {messages: the messages of the prompt and then those of the completion}, where a prompt that is a text becomes
-        one user message.
-
-    Raises:
-        DataError: The completion is neither a text nor a list. Or the completion is a list, and the prompt is neither a
-            text nor a list.
-    """
+    """Convert a row of TRL to {response} if the completion is a text, and otherwise to {messages}."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(completion, str):
         return {"response": completion}
@@ -324,9 +233,6 @@ def _math_shepherd(row: Row) -> dict[str, Any]:
 
     The field input has a question and its steps, "Step 1: ... ки Step 2: ... ки". The field label is the same text with
     + (right) or - (wrong) in place of each ки.
-
-    Raises:
-        DataError: The fields have another form.
     """
     solution, marked = row.get("input"), row.get("label")
     if not isinstance(solution, str) or not isinstance(marked, str):
@@ -350,23 +256,14 @@ def _math_shepherd(row: Row) -> dict[str, Any]:
 
 
 def _question_of(messages: list[Any]) -> dict[str, Any]:
-    """Split a conversation that ends with an answer of the assistant.
-
-    Returns:
-        {prompt: the messages before the answer, solutions: the text of the answer}. Only {prompt: all messages} if the
-        last message is not the assistant's.
-    """
+    """Split a conversation into {prompt, solutions} if the last message is the assistant's."""
     if not messages or not isinstance(messages[-1], Mapping) or messages[-1].get("role") != "assistant":
         return {"prompt": messages}
     return {"prompt": messages[:-1], "solutions": messages[-1].get("content")}
 
 
 def _sharegpt_pair(row: Row) -> dict[str, Any]:
-    """Convert a ShareGPT row with a preference pair to {prompt, chosen, rejected}.
-
-    The prompt is a list of messages. An answer {from, value} becomes a list with one message. Any other answer is
-    kept.
-    """
+    """Convert a ShareGPT row with a preference pair. An answer {from, value} becomes a list with one message."""
     return {"prompt": sharegpt_messages(row)} | {
         name: [_sharegpt_message(row[name], name)] if isinstance(row.get(name), Mapping) else row.get(name)
         for name in ("chosen", "rejected")
@@ -374,17 +271,7 @@ def _sharegpt_pair(row: Row) -> dict[str, Any]:
 
 
 def sharegpt_messages(row: Row) -> list[dict[str, Any]]:
-    """Return the messages {role, content} of a ShareGPT row.
-
-    Args:
-        row: A row with the field conversations.
-
-    Returns:
-        The messages, after a system message if the row has the field system.
-
-    Raises:
-        DataError: A turn has another form.
-    """
+    """Return the messages {role, content} of a ShareGPT row, its field system first."""
     turns = _listed(row, "conversations")
     messages = [_sharegpt_message(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
     system = row.get("system")
@@ -392,16 +279,9 @@ def sharegpt_messages(row: Row) -> list[dict[str, Any]]:
 
 
 def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
-    """Convert one turn {from, value} to a message {role, content}.
+    """Convert one turn {from, value} to a message {role, content}. Errors call it `where`.
 
     A turn that calls tools becomes a message with empty content and tool_calls. A turn with a role is only copied.
-
-    Args:
-        turn: The turn.
-        where: Name of the turn in the row, such as "conversations[0]", which errors quote.
-
-    Raises:
-        DataError: The turn has another form, or `from` is unknown.
     """
     if isinstance(turn, Mapping) and "role" in turn:  # some sets mix the two forms
         return dict(turn)
@@ -418,18 +298,7 @@ def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
 
 
 def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Convert tool calls to the format of OpenAI's messages.
-
-    Args:
-        value: One call {name, arguments}, a list of calls, or either as JSON text.
-        where: Name of the field that holds the calls, which errors quote.
-
-    Returns:
-        The calls, each {type, function: {name, arguments}}.
-
-    Raises:
-        DataError: The value has another form.
-    """
+    """Convert a call {name, arguments}, a list of calls, or either as JSON text, to the format of OpenAI's messages."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -444,7 +313,6 @@ def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _text(row: Row, name: str) -> str:
-    """Return the field `name` of a row as text, "" if the row lacks the field. Raises DataError for other types."""
     value = row.get(name)
     if value is not None and not isinstance(value, str):
         raise DataError(f"field {name} is {describe_value(value)}, not text")
@@ -452,7 +320,6 @@ def _text(row: Row, name: str) -> str:
 
 
 def _listed(row: Row, name: str) -> list[Any]:
-    """Return the field `name` of a row as a list. Raises DataError for other types."""
     value = row.get(name)
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
         raise DataError(f"field {name} is {describe_value(value, name in row)}, not a list")
@@ -470,21 +337,8 @@ def prepare_rows(
 ) -> Rows:
     """Convert rows to areno's form, and check them: all of them, or of very many rows an even sample.
 
-    Args:
-        rows: The rows, in areno's form or in a form that `recognise_form` knows.
-        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto", "rw" or "prm".
-        setting: Name of the setting that the rows come from, which errors quote.
-        name: Path or other name of the rows, which messages quote.
-        columns: Field of areno's form -> name of the column. None or empty recognises forms of other tools.
-        key: Configuration section whose settings `columns` and `loader` errors suggest. "" suggests nothing.
-
-    Returns:
-        The rows. Rows in another form are converted each time that they are read. So are rows checked that are not in
-        the sample.
-
-    Raises:
-        DataError: There are no rows, or rows do not have the form. The message shows the first faulty rows and how
-            many there are.
+    Rows in another form are converted each time that they are read. Rows that are not in the sample are checked then.
+    Errors quote `setting` and `name`, and suggest the settings `columns` and `loader` of the section `key`.
     """
     rows = without_nulls(rows)
     if len(rows) == 0:
@@ -556,11 +410,7 @@ def _fault_problems(
     faults: Sequence[tuple[int, str]],
     counts: tuple[int, int],
 ) -> list[Problem]:
-    """Return a Problem for each faulty row to show and, if several rows are faulty, a Problem with their number.
-
-    `key` is the section whose settings the message suggests, "" suggests nothing. `faults` has the index and the reason
-    of the rows to show, and `counts` the numbers of faulty and of checked rows.
-    """
+    """Return a Problem for each of `faults`, and one with the `counts` of faulty and checked rows."""
     number, problem = faults[0]
     first = f"row {number}: {problem}; expected {EXPECTED[kind]}"
     if not isinstance(rows, Converted) and isinstance(rows[number], Mapping):

@@ -21,13 +21,7 @@ _CR, _LF, _SPACE, _ASCII = 13, 10, 32, 128
 
 
 class JsonLines(Sequence[Any]):
-    """The rows of an open file.
-
-    Args:
-        file: The file: UTF-8 text, which has to stay unchanged. It may be closed afterwards.
-        shown: Name of the file in error messages.
-        fault: Function that describes why a line cannot be read.
-    """
+    """The rows of an open file of UTF-8 text, which has to stay unchanged. It may be closed afterwards."""
 
     def __init__(self, file: IO[bytes], shown: str, fault: Callable[[str, ValueError | RecursionError], str]):
         self._file, self._shown, self._fault = os.dup(file.fileno()), shown, fault
@@ -107,7 +101,6 @@ def _is_blank(file: int, start: int, length: int) -> bool:
 
 
 def _line_number(file: int, start: int) -> int:
-    """Return the number, from 1, of the line that begins at an offset."""
     count, before = 1, 0
     for _, block in _blocks(file, start):
         previous = np.concatenate([[before], block[:-1]])

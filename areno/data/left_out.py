@@ -24,15 +24,10 @@ _FLOAT_MARK = str(secrets.randbelow(9 * 10**7) + 10**7)  # few digits, which flo
 
 
 class LeftOut(NamedTuple):
-    """Parts of trained messages that a template leaves out: index of the message -> name of the first such part.
+    """Parts of trained messages that a template leaves out: index of the message -> name of the first such part."""
 
-    Attributes:
-        as_last: Parts that are left out although the message is the last.
-        in_talk: Parts that are left out of the whole conversation.
-    """
-
-    as_last: dict[int, str]
-    in_talk: dict[int, str]
+    as_last: dict[int, str]  # although the message is the last
+    in_talk: dict[int, str]  # of the whole conversation
 
 
 def check_rendered(
@@ -45,25 +40,10 @@ def check_rendered(
     /,
     **variables: Any,
 ) -> LeftOut:
-    """Check that the chat template renders every message, and find the parts of trained messages that it leaves out.
+    """Check that the template renders every message, and find the parts of trained messages that it leaves out.
 
     A message of the assistant that the template only drops once more messages follow is no fault. Text beside tool
     calls may be dropped from messages that are not trained.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        messages: Messages from `template_messages`.
-        tools: Tool definitions in OpenAI's format, or None.
-        thinking: Value of the variable enable_thinking. None keeps the template's default.
-        opened: Whether the text ends with the start of the assistant's next turn.
-        trained: Indices of the trained messages, which are the assistant's.
-        **variables: Further variables of the template.
-
-    Returns:
-        The parts of trained messages that are left out.
-
-    Raises:
-        DataError: A message is not rendered.
     """
     form = form_of(tokenizer)
     if form.template is None:

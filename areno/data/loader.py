@@ -43,24 +43,9 @@ Encode = Callable[[Sequence[Any], Sequence[int]], Sequence[Item | Exception]]
 class BatchLoader(Generic[Item]):
     """Iterates over a dataset in batches of encoded rows, epoch after epoch.
 
-    The order of rows in an epoch depends only on the seed and the number of the epoch.
-
-    Attributes:
-        rows: The rows of the dataset.
-        encode: Function that encodes rows, see Encode. An item is an object with the attribute `tokens`.
-        config: The configuration section of the dataset, with batch_size, shuffle and drop_last.
-        max_tokens: Largest number of tokens in an item. Longer items are skipped and counted in `total_skipped_long`.
-        max_tokens_key: Name of the setting that `max_tokens` comes from, which messages quote.
-        seed: Seed of the order of rows.
-        key: Name of the dataset's configuration section, which messages quote.
-        n_processes: Number of processes that may encode rows beside the run, see EncodedAhead.
-        name: Path or loader that the rows come from, which messages quote.
-        epoch: Number of the current epoch, from 0.
-        total_skipped_long: Number of rows skipped as too long so far.
-        total_skipped_ties: Number of rows skipped so far because no answer is preferred.
-
-    Raises:
-        DataError: drop_last is set and there are fewer rows than batch_size, or the first row cannot be encoded.
+    The order of rows in an epoch depends only on the seed and the number of the epoch. Items have the attribute
+    `tokens`. Those with more than `max_tokens` tokens are skipped and counted in `total_skipped_long`, rows in which no
+    answer is preferred in `total_skipped_ties`. Messages quote the settings `max_tokens_key` and `key`.
     """
 
     rows: Rows
@@ -95,7 +80,6 @@ class BatchLoader(Generic[Item]):
 
     @property
     def batch_size(self) -> int:
-        """Number of rows in a full batch."""
         return self.config.batch_size or _ROWS
 
     def batches(self) -> Iterator[Batch[Item]]:
@@ -104,12 +88,6 @@ class BatchLoader(Generic[Item]):
         Batches are encoded ahead. When a batch is yielded, the next batch is already encoded, so that it is known
         whether the yielded batch is the last of the epoch. A thread encodes the rows of the batches after the next
         while the caller uses the yielded batch. `state_dict` counts only batches that were yielded.
-
-        Yields:
-            The batches, each with its items and the numbers of skipped rows.
-
-        Raises:
-            DataError: An epoch has no batch, or a row cannot be encoded.
         """
         order = self._order(self.epoch)
         items, long, ties, end = self._fill(order, self._next)
@@ -139,12 +117,7 @@ class BatchLoader(Generic[Item]):
         self.total_skipped_ties += ties
 
     def _prepare(self, order: np.ndarray, start: int) -> None:
-        """Let a thread encode the rows of the next batches, also those of the next epoch if the run has one.
-
-        Args:
-            order: Indices of the rows in this epoch's order.
-            start: Position in `order` of the first row.
-        """
+        """Let a thread encode the rows of the next batches, also those of the next epoch if the run has one."""
         n_rows = _BATCHES_AHEAD * self.batch_size
         indices = order[start : start + n_rows]
         if len(indices) < n_rows and self.epoch + 1 < self._n_epochs:
@@ -162,46 +135,21 @@ class BatchLoader(Generic[Item]):
         return [process.pid for process in self._ahead.processes]
 
     def close(self) -> None:
-        """End the processes that encode rows, if there are any."""
         self._ahead.close()
 
     def epochs(self, n: int) -> Iterator[Batch[Item]]:
-        """Iterate over the batches from the current position to the end of epoch `n`.
-
-        Args:
-            n: Number of epochs of the whole run, including epochs that are already done.
-
-        Yields:
-            The batches.
-        """
+        """Iterate over the batches from the current position to the end of epoch `n`, counted from the run's start."""
         self._n_epochs = n
         while self.epoch < n:
             yield from self.batches()
 
     def n_batches(self, n_epochs: int) -> int:
-        """Return the number of batches in `n_epochs` whole epochs.
-
-        The number is an upper bound, since rows that are not encoded yet may turn out to be skipped.
-
-        Args:
-            n_epochs: Number of epochs.
-
-        Returns:
-            The number of batches.
-        """
+        """Return an upper bound of the batches in whole epochs: rows not encoded yet may turn out to be skipped."""
         usable, size = len(self.rows) - len(self._too_long) - len(self._ties), self.batch_size
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 
     def _fill(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int, int]:
-        """Encode the rows of the batch that begins at position `start` of the epoch.
-
-        Args:
-            order: Indices of the rows in this epoch's order.
-            start: Position in `order` of the first row.
-
-        Returns:
-            (encoded rows, number of rows skipped as too long, number of ties, position in `order` after the batch).
-        """
+        """Return (items, rows skipped as too long, ties, end in `order`) of the batch at `start` in `order`."""
         items: list[Item] = []
         place = start
         while place < len(order) and len(items) < self.batch_size:
@@ -217,55 +165,34 @@ class BatchLoader(Generic[Item]):
         return items, sum(at in self._too_long for at in seen), sum(at in self._ties for at in seen), place
 
     def _is_batch(self, items: list[Item]) -> bool:
-        """Return whether the items make a batch: batch_size items with drop_last, otherwise at least one item."""
         return len(items) == self.batch_size or (bool(items) and not self.config.drop_last)
 
     def items(self) -> Iterator[Item]:
-        """Iterate over all rows that are not skipped, in the order of the dataset.
-
-        The position of the loader does not change.
-
-        Yields:
-            The encoded rows.
-        """
+        """Iterate over all rows that are not skipped, in the order of the dataset. The position does not change."""
         for start in range(0, len(self.rows), CHUNK):
             due = range(start, min(start + CHUNK, len(self.rows)))
             found = self._ahead.take(self._unknown(due))
             yield from (item for index in due if (item := self._item(index, found)) is not None)
 
     def items_at(self, indices: Sequence[int]) -> list[Item]:
-        """Return the encoded rows with the given indices. The position of the loader does not change.
-
-        Args:
-            indices: Indices of rows that are not skipped.
-        """
+        """Return encoded rows by index, without those that are skipped. The position does not change."""
         found = self._ahead.take(self._unknown(dict.fromkeys(indices)))
         items = [self._item(index, found) for index in indices]
         return [item for item in items if item is not None]
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the loader, right after the last batch that it yielded.
-
-        Returns:
-            {epoch, next, total_skipped_long, total_skipped_ties}, where next is the position of the next row in this
-            epoch's order.
-        """
+        """Return the position of the loader, right after the last batch that it yielded."""
         skipped = {"total_skipped_long": self.total_skipped_long, "total_skipped_ties": self.total_skipped_ties}
         return {"epoch": self.epoch, "next": self._next, **skipped}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a saved position. The rows and the seed must be the same as when it was saved.
-
-        Args:
-            state: A position returned by `state_dict`.
-        """
+        """Continue from a saved position. The rows and the seed must be the same as when it was saved."""
         self.epoch = state["epoch"]
         self._next = state["next"]
         self.total_skipped_long = state["total_skipped_long"]
         self.total_skipped_ties = state.get("total_skipped_ties", 0)  # absent in older states
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Return the indices of the rows in the order of an epoch, shape [rows]."""
         if not self.config.shuffle:
             return np.arange(len(self.rows))
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
@@ -335,7 +262,6 @@ class BatchLoader(Generic[Item]):
 
 
 def _n_tokens(item: Any) -> int:
-    """Return the number of tokens of an encoded row."""
     return len(item.tokens)
 
 
@@ -356,29 +282,10 @@ def row_loader(
 ) -> BatchLoader[Any]:
     """Make the batch loader of a training loop.
 
-    Args:
-        kind: Kind of training: "prompt" (items are PromptItem), "dpo" (PairItem), "sft", "kto", "rw"
-            or "prm" (AnswersItem).
-        rows: The rows of the dataset.
-        tokenizer: Tokenizer of the transformers library.
-        config: The configuration section of the dataset.
-        context_len: A second limit on the tokens of a row, besides config.max_length. The smaller limit applies. A
-            prompt must be shorter by one token, to leave room for a completion, and so must a row for a reward model,
-            to leave room for its score. For a pair, the longer of its two rows counts. None sets no second limit.
-        context_key: Name of the setting that `context_len` comes from, which messages quote.
-        enable_thinking: Value of the variable enable_thinking in the chat template, for prompts only. None keeps the
-            template's default.
-        step_separator: Text after each step, for the kind "prm" only.
-        seed: Seed of the order of rows.
-        key: Name of the dataset's configuration section, which messages quote.
-        n_processes: Number of processes that may encode rows beside the run. Not for the kind "prompt".
-        teacher: What each row needs for a teacher, for the kind "prompt" only.
-
-    Returns:
-        The loader, at the start of the first epoch.
-
-    Raises:
-        DataError: There are too few rows for a batch, or the first row cannot be encoded.
+    A row has at most config.max_length and, if it is set, `context_len` tokens. A prompt must be shorter by one token,
+    to leave room for a completion, and so must a row for a reward model, to leave room for its score. For a pair, the
+    longer of its two rows counts. Messages quote `context_key` and `key`. The kind "prompt" has `enable_thinking` and
+    `teacher`, but no encoding processes. The kind "prm" has `step_separator`.
     """
     given = (enable_thinking, step_separator, config.changed_turns, teacher)
     encode = partial(encode_rows, tokenizer, draft=partial(_draft, kind, tokenizer, *given))
@@ -431,25 +338,7 @@ def given_prompt_loader(
     solutions_key: str,
     enable_thinking: bool | None,
 ) -> BatchLoader[PromptItem]:
-    """Make a batch loader for prompts that a script passes in.
-
-    The prompts keep their order. The last batch may be smaller than batch_size.
-
-    Args:
-        rows: A list of dictionaries, or any object with a length and indexing.
-        tokenizer: Tokenizer of the transformers library.
-        batch_size: Number of prompts in a batch.
-        max_prompt_tokens: Largest number of tokens in a prompt. Longer prompts are skipped.
-        prompt_key: Name of the field with the prompt.
-        solutions_key: Name of the field with the reference solutions.
-        enable_thinking: Value of the variable enable_thinking in the chat template. None keeps the template's default.
-
-    Returns:
-        The loader, at the start of its first epoch.
-
-    Raises:
-        DataError: `rows` is not a dataset, has no rows, or its first row cannot be encoded.
-    """
+    """Make a batch loader for prompts that a script passes in, in their order. The last batch may be smaller."""
     if problem := rows_problem(rows):
         raise DataError(f"dataset {problem}")
     if not len(rows):

@@ -27,15 +27,7 @@ _MARK = str(secrets.randbits(80) + 10**25)  # digits, which templates neither tr
 
 
 def with_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
-    """Return a tokenizer whose chat template has the values of variables in it. `tokenizer` itself without variables.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        variables: Name of a variable -> JSON value.
-
-    Raises:
-        DataError: The tokenizer has no chat template.
-    """
+    """Return a tokenizer whose chat template has the variables' values, `tokenizer` itself if there are none."""
     if not variables:
         return tokenizer
     if tokenizer.chat_template is None:
@@ -55,19 +47,12 @@ _variants: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDicti
 
 
 def template_messages(tokenizer: Any, messages: Sequence[Any]) -> list[Message]:
-    """Write messages in the form that the chat template reads. Messages in this form are unchanged.
+    """Return copies of messages in OpenAI's form, in the form that the chat template reads.
 
     A list of text parts becomes one text, joined as the template joins parts, or by a line break if it takes no parts.
     The arguments of tool calls become objects, or JSON text if the template takes no objects. Reasoning gets the name
     that the template reads. The role developer becomes system, and function becomes tool, where the template does not
     render them.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        messages: Valid messages, in OpenAI's form.
-
-    Returns:
-        Copies of the messages.
     """
     form = form_of(tokenizer)
     return [_message(tokenizer, form, message) for message in messages]
@@ -125,7 +110,6 @@ def rendered_or_none(
     /,
     **variables: Any,
 ) -> str | None:
-    """Render messages. None if the template raises an error."""
     try:
         return render(tokenizer, list(messages), tools, thinking, opened, **variables)
     except DataError:

@@ -50,16 +50,7 @@ class Rows(Protocol):
 
 
 def rows_at(rows: Rows, indices: Sequence[int]) -> list[Any]:
-    """Return several rows of a dataset.
-
-    Args:
-        rows: The dataset. If it has the method `__getitems__`, as `datasets.Dataset` has, all rows are read by one
-            call, which takes a fraction of the time.
-        indices: Indices of the rows.
-
-    Returns:
-        The rows.
-    """
+    """Return several rows. `datasets.Dataset` reads them by one call of `__getitems__`, in a fraction of the time."""
     read_all = getattr(rows, "__getitems__", None) if len(indices) > 1 else None
     return [rows[index] for index in indices] if read_all is None else read_all(list(indices))
 
@@ -105,30 +96,14 @@ MAX_DEPTH = 100  # levels of lists and objects in a field, since copying, pickli
 
 
 def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | None:
-    """Check that a row has the form that its kind of training needs.
-
-    Args:
-        row: The row.
-        kind: Kind of training: "prompt", "sft", "dpo", "kto", "rw" or "prm".
-        prompt_key: Name of the field that holds the prompt.
-
-    Returns:
-        The reason why the row does not have the form, for an error message. None if the row is valid.
-    """
+    """Return the reason why a row does not have the form that its kind of training needs. None if it is valid."""
     problem = _form_problem(row, kind, prompt_key) or _variables_problem(row)
     fields = (prompt_key, *FIELDS[kind], *SHARED_FIELDS, VARIABLES) if problem is None else ()
     return next((f"field {name} {found}" for name in fields if (found := bad_text(row.get(name)))), problem)
 
 
 def template_variables(row: Row) -> Mapping[str, Any]:
-    """Return the variables that a row sets for the chat template, its field chat_template_kwargs.
-
-    Args:
-        row: The row. The field may be an object or JSON text.
-
-    Raises:
-        DataError: The field is not an object, or holds names that are no variables.
-    """
+    """Return the row's field chat_template_kwargs, an object or JSON text: variables of the chat template."""
     found = row.get(VARIABLES)
     if isinstance(found, str):
         try:
@@ -151,16 +126,7 @@ def _variables_problem(row: Row) -> str | None:
 
 
 def name_problem(row: Any, field: str, names: Collection[str]) -> str | None:
-    """Check that a field of a row contains one of several names.
-
-    Args:
-        row: The row.
-        field: Name of the field.
-        names: The allowed values.
-
-    Returns:
-        The problem, for an error message. None if the field contains an allowed value.
-    """
+    """Return an error message unless a field of a row contains one of several names."""
     value = row.get(field) if isinstance(row, Mapping) else None
     if isinstance(value, str) and value in names:
         return None
@@ -169,15 +135,7 @@ def name_problem(row: Any, field: str, names: Collection[str]) -> str | None:
 
 
 def bad_text(value: Any, levels: int = MAX_DEPTH) -> str | None:
-    """Check the texts and the nesting of a JSON value.
-
-    Args:
-        value: The JSON value.
-        levels: Largest number of nesting levels.
-
-    Returns:
-        The reason why a text is invalid or the value is nested too deeply. None if the value is valid.
-    """
+    """Return why a text in a JSON value is invalid, or the value has too many levels. None if it is valid."""
     if isinstance(value, str):
         return text_problem(value)
     if isinstance(value, Mapping):
@@ -190,7 +148,6 @@ def bad_text(value: Any, levels: int = MAX_DEPTH) -> str | None:
 
 
 def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
-    """Return the reason why a row lacks the fields that its kind of training needs. None if it has all of them."""
     if not isinstance(row, Mapping):
         return f"is {describe_value(row)}, not a dictionary"
     if kind == "prompt":
@@ -215,14 +172,7 @@ def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
 
 
 def rows_problem(rows: Any) -> str | None:
-    """Check that an object that a script passes in can be a dataset.
-
-    Args:
-        rows: The object. A list of dictionaries or a dataset is expected.
-
-    Returns:
-        The reason why the object cannot be a dataset. None if it can.
-    """
+    """Return the reason why an object that a script passes in cannot be a dataset. None if it can."""
     expected = "a list of dictionaries, or a dataset, is expected"
     if hasattr(rows, "iloc"):  # indexing a DataFrame gives columns, not rows
         return f'is a pandas {type(rows).__name__}; {expected}: write .to_dict("records")'
@@ -232,7 +182,6 @@ def rows_problem(rows: Any) -> str | None:
 
 
 def _prompt_problem(row: Row, field: str = "prompt") -> str | None:
-    """Return the reason why the prompt of a row is invalid, or None if it is valid."""
     prompt = row.get(field)
     if isinstance(prompt, str):
         return None if prompt else f"field {field} is empty"
@@ -245,14 +194,7 @@ def _prompt_problem(row: Row, field: str = "prompt") -> str | None:
 
 
 def messages_problem(messages: Any) -> str | None:
-    """Check that an object is a list of chat messages.
-
-    Args:
-        messages: The object.
-
-    Returns:
-        The reason why the object is not a list of chat messages. None if it is.
-    """
+    """Return the reason why an object is not a list of chat messages. None if it is."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return f"is {describe_value(messages)}, not a list of messages"
     if not messages:
@@ -301,18 +243,10 @@ def with_text(messages: Sequence[Any], rendered: Sequence[Any] = ()) -> list[dic
 
 
 def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
-    """Split a row for DPO into (prompt, chosen, rejected).
+    """Split a row for DPO into (prompt, chosen, rejected): three lists of messages unless the answers are text.
 
-    Args:
-        row: A row with the fields prompt, chosen and rejected. The prompt may be absent if chosen and rejected are
-            conversations that begin with it.
-
-    Returns:
-        If the answers are text: the prompt unchanged and the two texts. Otherwise: three lists of messages.
-
-    Raises:
-        Tie: The answers are the same.
-        DataError: The row is not a valid pair.
+    The prompt may be absent if chosen and rejected are conversations that begin with it. Raises Tie if the answers are
+    the same.
     """
     answers: dict[str, Any] = {name: row.get(name) for name in ("chosen", "rejected")}
     for name, answer in answers.items():
@@ -341,17 +275,7 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
 
 
 def labelled_answer(row: Row) -> tuple[Any, Any, bool]:
-    """Split a row for KTO into (prompt, answer, label).
-
-    Args:
-        row: A row with the fields prompt, response and label.
-
-    Returns:
-        The prompt, the answer (a text, or a list of messages) and whether the answer is desirable.
-
-    Raises:
-        DataError: The row is not a labelled answer.
-    """
+    """Split a row for KTO into (prompt, answer, whether the answer is desirable)."""
     if problem := _prompt_problem(row):
         raise DataError(problem)
     _check_answer(row.get("response"), "response", "response" in row)
@@ -363,34 +287,18 @@ def labelled_answer(row: Row) -> tuple[Any, Any, bool]:
 
 @dataclass(frozen=True)
 class RankedAnswers:
-    """The prompt of a row for a reward model, with its answers.
+    """The prompt of a row for a reward model, with its answers."""
 
-    Attributes:
-        prompt: Text or messages.
-        answers: Texts, or lists of messages, the best first.
-        ratings: A number for each answer. The answer with the higher number is preferred. Equal numbers are ties.
-        levels: A number for each answer. The difference between two of them is the margin of their comparison.
-    """
-
-    prompt: Any
-    answers: list[Any]
-    ratings: list[float]
-    levels: list[float]
+    prompt: Any  # text or messages
+    answers: list[Any]  # texts, or lists of messages, the best first
+    ratings: list[float]  # the answer with the higher number is preferred, equal numbers are ties
+    levels: list[float]  # the difference between two is the margin of their comparison
 
 
 def ranked_answers(row: Row) -> RankedAnswers:
-    """Split a row for a reward model.
+    """Split a row for a reward model. Raises Tie if no answer is preferred to another.
 
-    Args:
-        row: A row with two answers (prompt, chosen, rejected, and optionally margin), or with a list of answers
-            (prompt, answers, and optionally ratings).
-
-    Returns:
-        The prompt and the answers. Without ratings, the answers are in their order, and all margins are 0.
-
-    Raises:
-        Tie: No answer is preferred to another.
-        DataError: The row has another form.
+    Without ratings, the answers are in their order, and all margins are 0.
     """
     if row.get("answers") is None:
         prompt, chosen, rejected = prompt_and_answers(row)
@@ -420,17 +328,7 @@ def ranked_answers(row: Row) -> RankedAnswers:
 
 
 def labelled_steps(row: Row) -> tuple[Any, list[str], list[float]]:
-    """Split a row for a process reward model into (prompt, steps, labels).
-
-    Args:
-        row: A row with the fields prompt, completions and labels.
-
-    Returns:
-        The prompt, the texts of the steps, and a label from 0 (wrong) to 1 (right) for each step.
-
-    Raises:
-        DataError: The row has another form. The message has all reasons.
-    """
+    """Split a row for a process reward model into (prompt, steps, labels from 0, wrong, to 1, right)."""
     steps, labels = row.get("completions"), row.get("labels")
     problems = [_prompt_problem(row)]
     for name, values in (("completions", steps), ("labels", labels)):
@@ -465,15 +363,11 @@ _PARSERS: dict[RowKind, Callable[[Row], Any]] = {
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_answer(answer: Any, name: str, present: bool) -> None:
-    """Raise DataError if an answer is neither text nor messages that begin with the assistant's.
-
-    `name` is the field of the answer, and `present` is whether the row has it.
-    """
+    """Raise DataError if an answer is neither text nor messages that begin with the assistant's."""
     if isinstance(answer, str):
         return
     if isinstance(answer, Mapping) or not isinstance(answer, Sequence):
@@ -487,14 +381,7 @@ def _check_answer(answer: Any, name: str, present: bool) -> None:
 def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Split a preference pair into (prompt, chosen, rejected), each a list of messages.
 
-    Args:
-        prompt: The prompt, as text or messages. None takes the messages with which both answers begin.
-        chosen: Messages of the preferred answer. If both answers begin with the prompt, the prompt is removed from
-            both.
-        rejected: Messages of the rejected answer.
-
-    Raises:
-        DataError: `prompt` is None, and the answers begin with different messages.
+    If both answers begin with the prompt, it is removed from both. If it is None, it is what both answers begin with.
     """
     if prompt is None:
         if n := shared_length(with_text(chosen), with_text(rejected)):
@@ -508,62 +395,30 @@ def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) ->
 
 
 def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of items that two sequences have in common at the start.
-
-    Args:
-        one: The first sequence.
-        other: The second sequence.
-
-    Returns:
-        The length of the common prefix.
-    """
+    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def join_names(names: Iterable[Any]) -> str:
-    """Join names of fields with commas, for an error message.
-
-    Args:
-        names: The names.
-
-    Returns:
-        The joined names, with unprintable characters escaped.
-    """
     return ", ".join(printable(str(name)) for name in names)
 
 
 def json_problem(error: ValueError | RecursionError) -> str:
-    """Describe in a few words why json.loads raised an error.
-
-    Args:
-        error: The error that json.loads raised.
-
-    Returns:
-        The description.
-    """
+    """Describe in a few words why json.loads raised an error."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at character {error.colno}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def _not_text(field: str, value: Any, present: bool) -> str:
-    """Return the problem of a field that is neither text nor messages."""
     if value is None and not present:
         return f"field {field} is missing; text or messages are expected"
     return f"field {field} is {describe_value(value, present)}, not text or messages"
 
 
 def describe_value(value: Any, present: bool = True) -> str:
-    """Describe a value in a few words, for a message that says that another value was expected.
-
-    Args:
-        value: The value.
-        present: Whether the row has the field. A value None is described as "null" if True and as "missing" if False.
-
-    Returns:
-        The type and the shortened repr of the value.
-    """
+    """Describe a value that is not the expected one. None is "null" or, if the field is not present, "missing"."""
     if value is None:
         return "null" if present else "missing"
     try:

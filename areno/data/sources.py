@@ -48,21 +48,7 @@ from areno.files.user_code import (
 
 
 def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") -> Rows:
-    """Read the rows of a configured dataset and check each of them.
-
-    Args:
-        config: The configuration section of the dataset.
-        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto", "rw" or "prm".
-        key: Name of the configuration section, which errors quote.
-
-    Returns:
-        The rows in areno's form (see areno.data.row_schema).
-
-    Raises:
-        DataError: The data cannot be read, is empty or has another form.
-        ConfigError: Neither path nor loader is set, the loader cannot be used, or a column is set for a field that
-            these rows do not have.
-    """
+    """Read the rows of a configured dataset, convert them to areno's form and check each of them."""
     if config.loader is not None:
         rows = _rows_from_loader(config, config.loader, key)
         return prepare_rows(rows, kind, f"{key}.loader", config.path or config.loader)
@@ -84,14 +70,7 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
 def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tuple[Rows, DatasetConfig]:
     """Return checked rows, and the configuration section to make a BatchLoader with.
 
-    Args:
-        config: The configuration section of the dataset.
-        given: Rows that a script passes in, in place of the configured dataset. None reads the configured dataset.
-        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto", "rw" or "prm".
-        key: Name of the configuration section, which errors quote.
-
-    Returns:
-        (rows, section). The section is `config`, without path and loader if rows were passed in.
+    If a script passes in rows (`given`), the section has no path and no loader.
     """
     if given is None:
         rows = load_rows(config, kind, key)
@@ -103,17 +82,11 @@ def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tup
 
 
 class ValidSet(NamedTuple):
-    """One validation set.
+    """One validation set."""
 
-    Attributes:
-        name: Name of the set. "" if the run has only one set, without a name.
-        config: The configuration section of the set.
-        rows: Rows that a script passes in. None means that the configured dataset is read.
-    """
-
-    name: str
+    name: str  # "" if the run has only one set, without a name
     config: ValidSetConfig
-    rows: Any
+    rows: Any  # that a script passes in; None: the configured dataset is read
 
     @property
     def key(self) -> str:
@@ -122,20 +95,7 @@ class ValidSet(NamedTuple):
 
 
 def valid_sets(config: ExperimentConfig, given: Any) -> list[ValidSet]:
-    """Return the validation sets of a run.
-
-    Args:
-        config: Configuration of the run.
-        given: Rows that a script passes in: the rows of one set, or a mapping of set names to rows. None uses the
-            configured sets.
-
-    Returns:
-        The sets. Empty if the run does not evaluate.
-
-    Raises:
-        ConfigError: A name of a given set is not allowed, or the given sets have other names than the configured
-            sets.
-    """
+    """Return the validation sets of a run. `given` are rows of one set, or a mapping of set names to rows."""
     train, section = config.train_dataset, config.valid_dataset
     if given is None:
         return [ValidSet(name, of, None) for name, of in (section.by_name() if section else {}).items()]
@@ -153,33 +113,12 @@ def valid_sets(config: ExperimentConfig, given: Any) -> list[ValidSet]:
 
 
 def check_valid_sources(config: ValidDatasetConfig | None) -> None:
-    """Check that the local file or loader of every validation set exists.
-
-    Args:
-        config: The configuration section valid_dataset. None has no sets.
-
-    Raises:
-        ConfigError: A loader does not exist.
-        DataError: A file does not exist.
-    """
     sets = config.by_name() if config is not None else {}
     all_of(*(partial(check_source, of, ValidSet(name, of, None).key) for name, of in sets.items()))
 
 
 def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
-    """Check rows that a script passes in, and convert them to areno's form.
-
-    Args:
-        rows: A list of dictionaries, or any object with a length and indexing.
-        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto", "rw" or "prm".
-        key: Name of the script's argument, which errors quote.
-
-    Returns:
-        The rows in areno's form.
-
-    Raises:
-        DataError: `rows` is not a dataset, has no rows, or a row does not have the form.
-    """
+    """Check rows that a script passes in, and convert them to areno's form."""
     if problem := rows_problem(rows):
         raise DataError(Problem(key, problem))
     return prepare_rows(rows, kind, "", Key(key))
@@ -188,22 +127,17 @@ def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
 def read_rows(
     path: str, split: str = "train", key: str = "train_dataset", kwargs: Mapping[str, Any] | None = None
 ) -> Rows:
-    """Read the rows of a data file, a folder, or a dataset on the Hugging Face hub.
+    """Read the rows of a data file, a folder, or a dataset on the Hugging Face hub, without checking them.
 
     Args:
         path: Path of a data file or folder, or a hub reference repo[:config[:split]]. JSON, JSON lines, CSV and TSV
             files may be compressed (.gz).
         split: Name of the split to read, if the source has several splits and `path` names none.
         key: Name of the configuration section, which errors quote.
-        kwargs: Further arguments for datasets.load_dataset, which reads hub datasets and folders of data files. None
-            passes none.
-
-    Returns:
-        The rows as they are in the source, not checked.
+        kwargs: Further arguments for datasets.load_dataset, which reads hub datasets and folders of data files.
 
     Raises:
-        DataError: The source does not exist, cannot be read completely, or does not take `kwargs`. For a damaged
-            file, the message names the line or row.
+        DataError: The source does not exist, cannot be read completely, or does not take `kwargs`.
     """
     file, setting = _find(path, key), f"{key}.path"
     if file is None:
@@ -227,17 +161,9 @@ def read_rows(
 
 
 def check_source(config: DatasetConfig | None, key: str) -> None:
-    """Check that a dataset has a local file or loader that exists, or a hub reference, before anything is read.
+    """Check that a local file or loader exists, before anything is read.
 
     Hub datasets and environments are checked only when they are read.
-
-    Args:
-        config: The configuration section of the dataset. None checks nothing.
-        key: Name of the configuration section, which errors quote.
-
-    Raises:
-        ConfigError: The loader does not exist, or there is neither a path nor a loader.
-        DataError: The file does not exist.
     """
     if config is not None and (config.loader or "").startswith(VERIFIERS):
         return
@@ -254,11 +180,7 @@ def _no_rows(key: str) -> Problem:
 
 
 def _find(path: str, key: str) -> Path | None:
-    """Return the local file or folder at a path. None if there is none and the path may be a hub reference.
-
-    Raises:
-        DataError: There is no such file or folder, and the path cannot be a hub reference.
-    """
+    """Return the local file or folder at a path. None if there is none and the path may be a hub reference."""
     file = existing_path(path)
     is_reference = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) and path[0] not in "./~"
     if file is None and (not is_reference or format_of(path) is not None):
@@ -268,10 +190,7 @@ def _find(path: str, key: str) -> Path | None:
 
 
 def _check_split(config: DatasetConfig, path: str, key: str) -> None:
-    """Raise DataError if the setting `split` is set but has no effect on the source at `path`.
-
-    A data file other than .json has no splits, and a hub reference may name its split itself.
-    """
+    """Raise DataError if `split` has no effect: files other than .json have no splits, hub references may name one."""
     file = existing_path(path)
     own = file is None and path.count(":") == 2
     if not config.is_default("split") and (own or (file is not None and file.is_file() and format_of(file) != ".json")):
@@ -283,13 +202,6 @@ def _check_split(config: DatasetConfig, path: str, key: str) -> None:
 
 
 def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
-    """Return the rows that the configured loader gives.
-
-    Args:
-        config: The configuration section of the dataset.
-        loader: Value of the setting `loader`: a function in a Python file, or verifiers:NAME.
-        key: Name of the configuration section, which errors quote.
-    """
     if loader.startswith(VERIFIERS):
         if config.dataset_kwargs:
             raise ConfigError(
@@ -353,7 +265,6 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _read_folder(folder: Path, shown: str, split: str, key: str, kwargs: Mapping[str, Any]) -> Rows:
-    """Read a folder that was written by `save_to_disk`, or a folder of data files."""
     import datasets
 
     try:
@@ -398,11 +309,7 @@ def _read_hub(path: str, split: str, setting: str, kwargs: Mapping[str, Any]) ->
 
 
 def hub_answers(timeout_s: float = 5.0) -> bool:
-    """Return whether the hub can be reached through the configured proxies, within about `timeout_s` seconds.
-
-    Args:
-        timeout_s: Limit of the wait, in seconds.
-    """
+    """Return whether the hub can be reached through the configured proxies."""
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     answered = threading.Event()
 
@@ -429,19 +336,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def load_environment(spec: str, key: str) -> Any:
-    """Load an environment of the verifiers package.
-
-    Args:
-        spec: Name of the environment in the form `verifiers:NAME`.
-        key: Name of the setting, which errors quote.
-
-    Returns:
-        The environment object of the verifiers package.
-
-    Raises:
-        ConfigError: The verifiers package is not installed, or the environment cannot be loaded or does not use chat
-            messages.
-    """
+    """Load an environment of the verifiers package, `verifiers:NAME`, which must use chat messages."""
     name = spec.removeprefix(VERIFIERS)
     try:
         import verifiers
@@ -466,19 +361,7 @@ def load_environment(spec: str, key: str) -> Any:
 
 
 def environment_rows(spec: str, split: str, key: str) -> list[dict[str, Any]]:
-    """Return the rows of an environment of the verifiers package, with `solutions` taken from `answer`.
-
-    Args:
-        spec: Name of the environment in the form `verifiers:NAME`.
-        split: "train" for the environment's training data, anything else for its evaluation data.
-        key: Name of the setting, which errors quote.
-
-    Returns:
-        The rows as dictionaries.
-
-    Raises:
-        ConfigError: The environment or its rows cannot be loaded.
-    """
+    """Return an environment's training rows for "train", else its evaluation rows. `solutions` is their `answer`."""
     environment = load_environment(spec, key)
     try:
         found = environment.get_dataset() if split == "train" else environment.get_eval_dataset()

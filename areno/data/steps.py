@@ -36,10 +36,7 @@ _REDUCE: dict[StepScore, Callable[[Sequence[float]], float]] = {
 def separator_of(actor: ModelConfig, model: TransformerConfig) -> str | None:
     """Return the text after each step in the training of a process reward model. None for other models.
 
-    Args:
-        actor: Settings of the model. If step_separator is None, config.json of the model may record the text. Otherwise
-            the text is a line break.
-        model: Shape of the model, with the fields of its config.json.
+    If step_separator is None, config.json of the model may record the text. Otherwise the text is a line break.
     """
     if not isinstance(actor, ProcessRewardActorConfig):
         return None
@@ -47,15 +44,7 @@ def separator_of(actor: ModelConfig, model: TransformerConfig) -> str | None:
 
 
 def separator_problem(tokenizer: Any, separator: str) -> str | None:
-    """Check that a tokenizer can encode a separator of steps.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        separator: The text after each step.
-
-    Returns:
-        The reason why it cannot, for an error message. None if it can.
-    """
+    """Return the reason why a tokenizer cannot encode a separator of steps. None if it can."""
     tokens = tokenizer.encode(separator, add_special_tokens=False)
     if not tokens:
         return f"is {separator!r}, of which the tokenizer makes no token; choose another text"
@@ -65,17 +54,7 @@ def separator_problem(tokenizer: Any, separator: str) -> str | None:
 
 
 def check_separator(tokenizer: Any, separator: str, rows: Rows, key: str) -> None:
-    """Check that a separator of steps fits a tokenizer and a dataset.
-
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        separator: The text after each step.
-        rows: The rows of the dataset, in areno's form. A step may end with the separator, but not contain it elsewhere.
-        key: Name of the dataset's configuration section, which errors quote.
-
-    Raises:
-        DataError: The tokenizer cannot encode the separator, or steps contain it. All problems are reported together.
-    """
+    """Raise DataError if the tokenizer cannot encode the separator, or steps contain it elsewhere than at the end."""
     setting, problems = "actor.step_separator", []
     if problem := separator_problem(tokenizer, separator):
         problems.append(Problem(setting, problem))
@@ -95,15 +74,9 @@ def check_separator(tokenizer: Any, separator: str, rows: Rows, key: str) -> Non
 
 
 def split_steps(answer: str, separator: str) -> list[str]:
-    """Cut an answer into its steps.
+    """Cut an answer into its steps, without separators. Pieces of white space alone are no steps.
 
-    Args:
-        answer: The text of the answer.
-        separator: The text after each step. The last step may lack it.
-
-    Returns:
-        The steps, without separators. Pieces of white space alone are no steps. An answer without any other piece is
-        one step, the answer itself without separators.
+    An answer without any other piece is one step.
     """
     pieces = answer.split(separator)
     return [piece for piece in pieces if piece.strip()] or ["".join(pieces)]
@@ -123,18 +96,8 @@ def _joined(
 def step_draft(tokenizer: Any, row: Mapping[str, Any], index: int, separator: str) -> Draft[AnswersItem]:
     """Render a row with labelled steps, for a process reward model.
 
-    Args:
-        tokenizer: Tokenizer of the transformers library.
-        row: A row in areno's form, see `row_schema.labelled_steps`.
-        index: Index of the row in its dataset.
-        separator: The text after each step. A step that ends with it already gets no second one.
-
-    Returns:
-        The draft of an AnswersItem with one row. Its prompt_mask is False at the marked tokens, whose `returns` are the
-        labels of the steps.
-
-    Raises:
-        DataError: The row has another form, or cannot be rendered with the chat template.
+    prompt_mask is False at the marked tokens, whose `returns` are the labels of the steps. A step that ends with the
+    separator already gets no second one.
     """
     prompt, steps, labels = labelled_steps(row)
     rendered = rendered_prompt(tokenizer, prompt, None, tools_of(row))
@@ -157,35 +120,21 @@ def step_draft(tokenizer: Any, row: Mapping[str, Any], index: int, separator: st
 
 @dataclass(frozen=True)
 class StepReader:
-    """Encodes answers for a process reward model, and reduces the scores of their steps to rewards.
-
-    Attributes:
-        tokenizer: Tokenizer of the policy and the reward model.
-        separator: The text after each step.
-        score: How the scores of an answer's steps become its reward.
-        limit: Largest number of tokens in a row.
-    """
+    """Encodes answers for a process reward model, and reduces the scores of their steps to rewards."""
 
     tokenizer: Any
     separator: str
     score: StepScore
-    limit: int
+    limit: int  # tokens of a row
 
     def encode(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[str]
     ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Encode prompts with the steps of their answers.
+        """Return (token ids, index of the last token of each step) for each answer, a text without special tokens.
 
         The last step of an answer also gets a separator. A row that is too long is cut off: the step at the limit is
         shortened, so that its separator fits, and later steps are left out. If the prompt alone reaches the limit, its
         last token stands for the answer.
-
-        Args:
-            prompts: Token ids of each prompt.
-            answers: Text of each answer, without special tokens.
-
-        Returns:
-            For each answer, (token ids, index of the last token of each step).
         """
         of_answers = [split_steps(answer, self.separator) for answer in answers]
         texts = [self.separator, *(step for steps in of_answers for step in steps)]
@@ -204,9 +153,5 @@ class StepReader:
         return found
 
     def reduce(self, scores: Sequence[float]) -> float:
-        """Return the reward of an answer.
-
-        Args:
-            scores: The probability that each step is right.
-        """
+        """Return the reward of an answer from the probability that each step is right."""
         return _REDUCE[self.score](scores)

@@ -19,21 +19,12 @@ from areno.types import PromptItem
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """Checks and encodes the rows of a run with a teacher.
+    """Checks and encodes the rows of a run with a teacher."""
 
-    Attributes:
-        names: Names of several teachers. Empty for one teacher.
-        by: Field with the name of the row's teacher.
-        prompt_key: Field with the prompt that the teacher reads. None: the prompt of the row.
-        needs_answer: Whether rows need a response, since the student does not answer all of them.
-        context_len: Context of the model, in tokens.
-        max_new_tokens: Most tokens of a response.
-    """
-
-    names: tuple[str, ...]
-    by: str
-    prompt_key: str | None
-    needs_answer: bool
+    names: tuple[str, ...]  # of several teachers
+    by: str  # field with the name of the row's teacher
+    prompt_key: str | None  # field with the prompt that the teacher reads; None: the row's
+    needs_answer: bool  # rows need a response, since the student does not answer all of them
     context_len: int
     max_new_tokens: int
 
@@ -62,11 +53,7 @@ class TeacherRows:
                 raise DataError("row {}: " + problem.template, index, *problem.args) from error
 
     def draft(self, tokenizer: Any, row: Mapping[str, Any], index: int, thinking: bool | None) -> Draft[PromptItem]:
-        """Render a row with the prompt of the teacher.
-
-        Returns:
-            The draft of a PromptItem with `teacher_tokens`. Its `finish` raises TooLong if they leave too little room.
-        """
+        """Render a row with the prompt of the teacher. `finish` raises TooLong if it leaves too little room."""
         self.check(row)
         own, key = prompt_draft(tokenizer, row, index, thinking), self.prompt_key
         if key is None:

@@ -26,23 +26,17 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "f", "para
 class TurnEnds:
     """What a chat template writes after an assistant's turn, found by rendering example conversations.
 
-    Attributes:
-        closing: The text after an answer that ends a conversation, such as "<|im_end|>" and a line break.
-        end: The beginning of `closing` up to the end of its first control tokens, "" if it has none.
-        call_closing: `closing` after tool calls.
-        call_end: `end` after tool calls.
-        marks: Whether the template marks what is trained with {% generation %}.
-        reads_reasoning: Whether the template reads the reasoning of messages.
-        follows: "user" or "tool" -> the control token with which the template begins that message. It ends the turn
-            before, if the template has no token for that.
+    `end` is the beginning of `closing` up to the end of its first control tokens. `follows` maps "user" or "tool" to
+    the control token with which the template begins that message. It ends the turn before, if the template has no token
+    for that.
     """
 
-    closing: str = ""
+    closing: str = ""  # after an answer that ends a conversation, such as "<|im_end|>" and a line break
     end: str = ""
-    call_closing: str = ""
+    call_closing: str = ""  # after tool calls
     call_end: str = ""
-    marks: bool = False
-    reads_reasoning: bool = False
+    marks: bool = False  # the template marks what is trained with {% generation %}
+    reads_reasoning: bool = False  # the template reads the reasoning of messages
     follows: dict[str, str] | None = None
 
     def following(self, role: str) -> str:

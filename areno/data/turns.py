@@ -34,17 +34,11 @@ _AS_PAIRS = "give the rows as {prompt, response}"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An assistant's turn as the last of its conversation.
+    """An assistant's turn as the last of its conversation."""
 
-    Attributes:
-        prompt: The text that the server sends for the messages before the turn.
-        answer: The text that the model writes, with the token that ends the turn.
-        closing: The text that the template writes after the turn.
-    """
-
-    prompt: str
-    answer: str
-    closing: str
+    prompt: str  # what the server sends for the messages before the turn
+    answer: str  # what the model writes, with the token that ends the turn
+    closing: str  # what the template writes after the turn
 
     @property
     def text(self) -> str:

@@ -15,15 +15,9 @@ TokenBudgets = dict[str, dict[str, int]]
 
 
 class ChosenBudgets:
-    """The numbers of tokens in micro-batches that the workers have chosen, as the driver keeps them.
+    """Keeps the smallest of the choices of all ranks, which `choose` returns.
 
-    Args:
-        choose: Returns the choices of all ranks.
-
-    Attributes:
-        tokens: The chosen numbers by role and phase.
-        are_due: Whether the numbers must be chosen again before their next use, because a model has been loaded or a
-            rollout with other settings has begun.
+    They are due before their next use if a model has been loaded, or a rollout with other settings has begun.
     """
 
     def __init__(self, choose: Callable[[], Sequence[TokenBudgets]]):
@@ -35,10 +29,6 @@ class ChosenBudgets:
         """Return the number of tokens in a micro-batch, and log new choices.
 
         A number never rises, so it does not depend on the order in which models are loaded and rollouts begin.
-
-        Args:
-            role: The role of the model.
-            phase: TRAIN or SCORE.
         """
         if self.are_due:
             before, chosen = copy.deepcopy(self.tokens), self._choose()
@@ -53,13 +43,7 @@ class ChosenBudgets:
         return self.tokens[role][phase]
 
     def lower(self, role: str, phase: str, n_halvings: int) -> None:
-        """Halve the number of tokens in a micro-batch as often as the workers have done, with a warning.
-
-        Args:
-            role: The role of the model.
-            phase: TRAIN or SCORE.
-            n_halvings: How often to halve the number. 0 does nothing.
-        """
+        """Halve the number of tokens in a micro-batch as often as the workers have done, with a warning."""
         if n_halvings:
             before = self.tokens[role][phase]
             self.tokens[role][phase] = now = max(1, before >> n_halvings)
@@ -75,11 +59,6 @@ class ChosenBudgets:
 
 
 def budgets_in_words(budgets: TokenBudgets) -> str:
-    """Return one line that says how many tokens a micro-batch has, for each role and phase.
-
-    Args:
-        budgets: The chosen numbers of tokens.
-    """
     of_roles = []
     for role, tokens in budgets.items():
         of_phases = ", ".join(f"{n:,} ({phase})" for phase, n in tokens.items())

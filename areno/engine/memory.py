@@ -38,27 +38,14 @@ def use_expandable_segments() -> None:
 
 
 def device_bytes(device: Any, n_sharing: int) -> int:
-    """Return how many bytes of device memory a worker may use.
-
-    Args:
-        device: The torch.device of the worker.
-        n_sharing: Number of workers that share the memory of the machine. Ignored for a CUDA device.
-
-    Returns:
-        The free memory of a CUDA device. For a CPU, an equal share of the machine's whole memory.
-    """
+    """Return the free memory of a CUDA device or, for a CPU, an equal share of the machine's whole memory."""
     import torch
 
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total_bytes(device, n_sharing)
 
 
 def total_bytes(device: Any, n_sharing: int) -> int:
-    """Return the whole memory of a CUDA device or, for a CPU, an equal share of the machine's whole memory.
-
-    Args:
-        device: The torch.device of a worker.
-        n_sharing: Number of workers that share the memory of the machine. Ignored for a CUDA device.
-    """
+    """Return the whole memory of a CUDA device or, for a CPU, an equal share of the machine's whole memory."""
     import torch
 
     if device.type == "cuda":
@@ -67,11 +54,7 @@ def total_bytes(device: Any, n_sharing: int) -> int:
 
 
 class RolloutCollector:
-    """Tunes the garbage collector of Python in a process that samples. Call `begin` and `end` for each rollout phase.
-
-    Attributes:
-        in_rollout: Whether a phase has begun and not ended.
-    """
+    """Tunes the garbage collector of Python in a process that samples. Call `begin` and `end` for each phase."""
 
     def __init__(self) -> None:
         self.in_rollout = False
@@ -88,7 +71,6 @@ class RolloutCollector:
             gc.set_threshold(_ROLLOUT_THRESHOLD, *self._threshold[1:])
 
     def end(self) -> None:
-        """Restore the settings from before `begin`."""
         gc.freeze()  # with `unfreeze`, all objects are old ones, or the next collection would look through the samples
         gc.unfreeze()
         if self.in_rollout:
@@ -114,13 +96,10 @@ def resident_bytes() -> int:
 
 
 def take_peak_bytes(device: Any) -> int:
-    """Return the peak of memory since the last call, in bytes: of a CUDA device, or of this process for a CPU.
+    """Return the peak memory since the last call: of a CUDA device, or of this process for a CPU.
 
     If the system cannot reset the peak of a process, which Linux can, the peak of a CPU counts from the start of the
     process.
-
-    Args:
-        device: The torch.device of a worker.
     """
     import torch
 
@@ -140,7 +119,7 @@ def take_peak_bytes(device: Any) -> int:
 
 
 def host_bytes_free() -> int:
-    """Return the bytes of available memory of this machine or, if it is less, of this process's container.
+    """Return the available memory of this machine or, if it is less, of this process's container.
 
     Without /proc/meminfo, half of the whole memory of the machine.
     """
@@ -181,18 +160,11 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 @contextmanager
 def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]], *args: Any) -> Iterator[None]:
-    """Inside a `with` block, turn an out-of-memory error into an EngineError that names the settings to change.
+    """Turn an out-of-memory error of a `with` block into an EngineError that names the settings to change.
 
-    Args:
-        when: A phrase for the message that says what the memory was for, such as "in training, with {}={}". It has one
-            {} for each of `args`.
-        advice: Function that returns the setting changes that would help, each a tuple (text, *values for the text). It
-            is called only after memory has run out.
-        *args: Values for the {} in `when`. A Key stands for the name of a setting. A function is called after memory
-            has run out, and its result is the value.
-
-    Raises:
-        EngineError: The block ran out of memory.
+    The phrase `when` says what the memory was for, such as "in training, with {}={}", with one {} for each of `args`.
+    Functions among these, and `advice`, are called only after memory has run out. An option of `advice` is a tuple
+    (text, *values for the text).
     """
     try:
         yield
@@ -219,18 +191,10 @@ def training_hint(
     in_adam: bool,
     may_offload: bool = False,
 ) -> AbstractContextManager[None]:
-    """Return the `out_of_memory_hint` context manager for forward and backward passes of micro-batches.
+    """Return the `out_of_memory_hint` of forward and backward passes. The arguments say which advice would help.
 
-    Args:
-        section: Configuration section of the model, such as "actor".
-        mb_spec: Size of the micro-batches.
-        fitting: Function that returns the end of the error message, about the largest micro-batch that would fit. "" on
-            a CPU.
-        beside: Function that returns setting changes that make the KV cache smaller.
-        recomputes: Whether the backward pass recomputes activations. If False, the advice includes gradient
-            checkpointing.
-        in_adam: Whether the optimizer is Adam with float32 moments. If True, the advice includes 8-bit moments.
-        may_offload: Whether masters and moments could be moved to host memory. If True, the advice includes this.
+    `fitting` returns the end of the message, about the largest micro-batch that would fit, or "". `beside` returns
+    changes of settings that make the KV cache smaller.
     """
     size = ("max_tokens_per_mb", mb_spec.max_tokens_per_mb)
     if mb_spec.max_tokens_per_mb is None:

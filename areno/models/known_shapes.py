@@ -144,18 +144,7 @@ def known_shape(name: str) -> dict[str, Any] | None:
 
 
 def shape_of(path: str, key: str, head: HeadName = "lm", needs_head: bool = False) -> TransformerConfig:
-    """Return the shape of a model: from its folder, or from the table of published models.
-
-    Args:
-        path: Model folder or hub id.
-        key: The setting that holds `path`, for messages.
-        head: Kind of the model's head.
-        needs_head: As in `load_config`.
-
-    Raises:
-        CheckpointError: The folder holds no model that areno can run, or the hub id is unknown and cannot be
-            downloaded.
-    """
+    """Return the shape of a model from its folder or the table of published models. Errors name the setting `key`."""
     local = existing_path(path)
     if local is None and (values := known_shape(path)) is not None:
         return parse_config(values, path, head)  # of a published model, whose head may be of another kind

@@ -24,18 +24,7 @@ from areno.types import SamplingParams, TrainSequence
 
 
 def check_sampling(n_samples: Any, params: Any, vocab_size: int | None = None) -> None:
-    """Check the sampling arguments of a rollout. The engine checks later whether they fit its memory.
-
-    Args:
-        n_samples: Number of completions per prompt.
-        params: The sampling settings, an areno.SamplingParams.
-        vocab_size: Vocabulary size of the model. None skips the check of stop_token_ids.
-
-    Raises:
-        ConfigError: `n_samples` or values in `params` are out of bounds. All problems with `params` are reported
-            together.
-        DataError: `params` is of another class.
-    """
+    """Check the sampling arguments of a rollout. The engine checks later whether they fit its memory."""
     check_count("n_samples", n_samples)
     if not isinstance(params, SamplingParams):
         raise DataError(f"sampling_params is a {type(params).__name__}; an areno.SamplingParams is expected")
@@ -46,49 +35,25 @@ def check_sampling(n_samples: Any, params: Any, vocab_size: int | None = None) -
 
 
 def check_count(name: str, value: Any, least: int | None = 1) -> None:
-    """Raise ConfigError unless an argument is a whole number of at least `least`.
-
-    Args:
-        name: Name of the argument, for the message.
-        value: Value of the argument. Integers of numpy are accepted, bools are not.
-        least: Smallest allowed number. None sets no bound.
-    """
+    """Raise ConfigError unless an argument is a whole number. Integers of numpy are accepted, bools are not."""
     if not _is_int(value) or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
         raise ConfigError([Problem(name, f"is {value!r}; a whole number{bound} is expected")])
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raise ConfigError unless an argument is a finite number above 0.
-
-    Args:
-        name: Name of the argument, for the message.
-        value: Value of the argument. Numbers of numpy are accepted, bools are not.
-    """
     if not _is_number(value) or not 0 < value < math.inf:
         raise ConfigError([Problem(name, f"is {value!r}; a number above 0 is expected")])
 
 
 def check_folder(name: str, path: Any) -> None:
-    """Raise ConfigError unless an argument can be the path of a folder. The folder need not exist.
-
-    Args:
-        name: Name of the argument, for the message.
-        path: Value of the argument, a str or a Path.
-    """
+    """Raise ConfigError unless an argument can be the path of a folder. The folder need not exist."""
     text = str(path) if isinstance(path, (str, Path)) else ""
     if is_no_folder(text) or text_problem(text):
         raise ConfigError([Problem(name, f"is {path!r}; the name of a folder is expected")])
 
 
 def check_prompts(prompts: Any) -> None:
-    """Raise DataError unless prompts are a non-empty list of valid prompts.
-
-    A valid prompt is a non-empty text or a list of chat messages.
-
-    Args:
-        prompts: Value of the argument `prompts`.
-    """
     hint = "; for one prompt, write [prompt]" if isinstance(prompts, str) else ""
     _check_list("prompts", prompts, f"a list of strings is expected{hint}", "at least one is expected")
     for index, prompt in enumerate(prompts):
@@ -97,11 +62,7 @@ def check_prompts(prompts: Any) -> None:
 
 
 def prompt_problem(prompt: Any) -> str | None:
-    """Return what is wrong with a prompt, or None if it is a non-empty text or a list of chat messages.
-
-    Args:
-        prompt: Any object.
-    """
+    """Return what is wrong with a prompt, or None if it is a non-empty text or a list of chat messages."""
     if isinstance(prompt, str):
         return None if prompt else "is an empty string"
     if isinstance(prompt, (list, tuple)) and prompt and _is_int(prompt[0]):
@@ -112,16 +73,7 @@ def prompt_problem(prompt: Any) -> str | None:
 
 
 def check_token_rows(rows: Any, name: str, vocab_size: int | None = None, *, may_be_empty: bool = False) -> None:
-    """Raise DataError unless rows are a list and, if `vocab_size` is given, each row is a valid list of token ids.
-
-    A valid row is not empty, and its ids are from 0 to vocab_size - 1.
-
-    Args:
-        rows: Value of the argument.
-        name: Name of the argument, for messages.
-        vocab_size: Vocabulary size of the model. None leaves the check of each row to the engine.
-        may_be_empty: Whether an empty list of rows is allowed.
-    """
+    """Raise DataError unless rows are a list of lists of token ids. Without `vocab_size` the engine checks each row."""
     if_empty = None if may_be_empty else "at least one row is expected"
     _check_list(name, rows, "a list of lists of token ids is expected", if_empty)
     if vocab_size is not None:
@@ -130,13 +82,7 @@ def check_token_rows(rows: Any, name: str, vocab_size: int | None = None, *, may
 
 
 def check_rows(rows: Any) -> None:
-    """Raise DataError unless rows are a non-empty list of TrainSequences.
-
-    The engine checks the fields of each TrainSequence later.
-
-    Args:
-        rows: Value of the argument `batch_data`.
-    """
+    """Raise DataError unless rows are a non-empty list. The engine checks the fields of each row later."""
     _check_list("batch_data", rows, "a list of areno.TrainSequence is expected", "there are no rows to train on")
     for index, row in enumerate(rows):
         if not isinstance(row, TrainSequence):
@@ -144,12 +90,7 @@ def check_rows(rows: Any) -> None:
 
 
 def check_update(update: UpdateSpec, loss_fn: Any) -> None:
-    """Raise ConfigError if an argument of Trainer.train is wrong or contradicts another argument.
-
-    Args:
-        update: How the rows are divided into optimizer steps and micro-batches.
-        loss_fn: The loss function.
-    """
+    """Raise ConfigError if an argument of Trainer.train is wrong or contradicts another argument."""
     if not callable(loss_fn):
         raise ConfigError([Problem("loss_fn", f"is a {type(loss_fn).__name__}; a function is expected")])
     check_count("n_minibatches", update.n_minibatches)
@@ -172,11 +113,6 @@ def check_update(update: UpdateSpec, loss_fn: Any) -> None:
 
 
 def _check_list(name: str, value: Any, expected: str, if_empty: str | None) -> None:
-    """Raise DataError unless a value is a list or tuple.
-
-    `name` is the name of the argument, and `expected` the end of the message. If the list is empty, the message ends
-    with `if_empty`. If `if_empty` is None, an empty list is allowed.
-    """
     if not isinstance(value, (list, tuple)):
         raise DataError(f"{name} is a {type(value).__name__}; {expected}")
     if not value and if_empty is not None:

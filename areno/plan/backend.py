@@ -104,7 +104,6 @@ class BackendSettings(Section):
 
     @forbid("devices", "is {self.devices}; the ids of different CUDA devices are expected, from 0")
     def not_different_ids(self) -> bool:
-        """Return whether device ids are repeated or negative."""
         ids = self.devices or []
         return len({*ids}) < len(ids) or min(ids, default=0) < 0
 
@@ -120,19 +119,16 @@ class TrainerSettings(Section):
 
     @forbid("model_path", "is empty; a model folder or hub id is expected")
     def no_model(self) -> bool:
-        """Return whether model_path is empty."""
         return not self.model_path.strip()
 
     @check
     def copies_fill_the_world(self) -> Iterator[Problem]:
-        """Yield a problem if tp_size or cp_size (context parallel) does not divide the number of ranks."""
         layout = Layout(self.world_size, self.custom_config.tp_size, self.custom_config.runtime.cp_size)
         for problem in layout.problems():
             yield problem.under("engine").renamed(argument_of)
 
     @check
     def the_number_of_copies_follows(self) -> Iterator[Problem]:
-        """Yield a problem if dp_size is set to another number than world_size // tp_size."""
         given, copies = self.custom_config.dp_size, self.world_size // self.custom_config.tp_size
         if given is not None and given != copies:
             found = f"is {given}, but world_size // tp_size is {copies}; set it to that, or leave it out"
@@ -140,7 +136,6 @@ class TrainerSettings(Section):
 
     @check
     def each_rank_has_a_device(self) -> Iterator[Problem]:
-        """Yield a problem if the number of device ids differs from the number of ranks."""
         devices, size = self.custom_config.devices, self.world_size
         if devices is not None and len(devices) != size:
             found = f"is {devices}, but world_size is {size}; give one id for each rank"
@@ -148,7 +143,6 @@ class TrainerSettings(Section):
 
     @check
     def inline_is_one_rank(self) -> Iterator[Problem]:
-        """Yield a problem if the setting `workers` is "inline" (no worker process) but there are several ranks."""
         if self.custom_config.runtime.workers == "inline" and self.world_size > 1:
             found = f"is inline, which holds one rank, but world_size is {self.world_size}; use spawn or auto"
             yield Problem("custom_config.runtime.workers", found)
@@ -159,18 +153,7 @@ class Areno:
 
 
 def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
-    """Make the plan of a Trainer from the arguments of a script. Reads config.json and the tokenizer, but no weights.
-
-    Args:
-        given: The checked arguments.
-
-    Returns:
-        The plan, from which a Trainer starts.
-
-    Raises:
-        ConfigError: An argument does not fit the model or the machine.
-        CheckpointError: A folder holds no model.
-    """
+    """Make the plan of a Trainer from checked arguments. Reads config.json and the tokenizer, but no weights."""
     config, runtime = given.custom_config, given.custom_config.runtime
     actor = ModelConfig.of(
         runtime,
@@ -199,21 +182,7 @@ def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
 def read_arguments(
     world_size: Any, model_path: Any, backend_type: Any, custom_config: Any, metrics_log_dir: Any
 ) -> TrainerSettings:
-    """Check the arguments of a Trainer.
-
-    Args:
-        world_size: Number of ranks.
-        model_path: Model folder or hub id.
-        backend_type: areno.Areno, or None for the default.
-        custom_config: An areno.ArenoConfig, or None for the defaults.
-        metrics_log_dir: Folder of the TensorBoard files. None writes none.
-
-    Returns:
-        The arguments as checked settings.
-
-    Raises:
-        ConfigError: Arguments are invalid. All problems are reported together.
-    """
+    """Check the arguments of a Trainer. All problems are reported together."""
     problems = []
     if backend_type is not None and backend_type is not Areno:
         name = backend_type.__name__ if isinstance(backend_type, type) else repr(backend_type)
@@ -260,11 +229,7 @@ _OF_ANY_MODEL = {
 
 
 def argument_of(setting: str) -> str:
-    """Return the argument of a script that corresponds to a setting, or the setting itself if there is none.
-
-    Args:
-        setting: Dotted name of a recipe's setting, such as "engine.tp_size".
-    """
+    """Return the argument of a script that corresponds to a recipe's setting, or the setting if there is none."""
     if setting in _ARGUMENTS:
         return _ARGUMENTS[setting]
     section, _, name = setting.partition(".")

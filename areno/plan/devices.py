@@ -16,18 +16,9 @@ logger = logging.getLogger("areno")
 def find_devices(
     engine: EngineConfig, cuda_ids: Sequence[int] | None = None, key: str = "engine.world_size"
 ) -> list[str]:
-    """Return the devices of this machine that a run uses, such as ["cuda:0", "cuda:1"].
+    """Return a device of this machine for each worker, such as ["cuda:0", "cuda:1"], or "cpu" for each.
 
-    Args:
-        engine: Settings of devices and processes (the section `engine`).
-        cuda_ids: Indices of visible CUDA devices. None takes the first devices.
-        key: The setting that determines engine.world_size, for messages.
-
-    Returns:
-        A device for each worker. On a CPU, "cpu" for each worker.
-
-    Raises:
-        ConfigError: There are fewer devices than requested.
+    Raises ConfigError if there are fewer devices than `key` asks for.
     """
     import torch
 
@@ -62,14 +53,6 @@ def devices_of(engine: EngineConfig, cluster: ClusterConfig, scheduler: Schedule
     """Return the devices of a run, one for each worker, node by node.
 
     The numbers of the devices start from 0 on each node, as in ["cuda:0", "cuda:1", "cuda:0", "cuda:1"] for two nodes.
-
-    Args:
-        engine: Settings of devices and processes.
-        cluster: Number of nodes, and devices on each node.
-        scheduler: Whether workers run on this machine or on a Ray cluster.
-
-    Raises:
-        ConfigError: There are fewer devices than requested.
     """
     if scheduler.type == "ray":
         return _on_nodes(engine, cluster, scheduler)
@@ -79,18 +62,7 @@ def devices_of(engine: EngineConfig, cluster: ClusterConfig, scheduler: Schedule
 
 
 def n_workers_here(engine: EngineConfig, cluster: ClusterConfig, scheduler: SchedulerConfig) -> int:
-    """Return the number of workers that share the CPU cores of this machine.
-
-    With Ray this is an upper bound, since the cluster may place the workers on other nodes.
-
-    Args:
-        engine: Settings of devices and processes.
-        cluster: Number of nodes, and devices on each node.
-        scheduler: Whether workers run on this machine or on a Ray cluster.
-
-    Raises:
-        ConfigError: A run on this machine asks for more devices than there are.
-    """
+    """Return how many workers share the CPU cores of this machine. With Ray this is an upper bound."""
     if scheduler.type == "local":
         return len(devices_of(engine, cluster, scheduler))
     import torch
@@ -103,7 +75,6 @@ def n_workers_here(engine: EngineConfig, cluster: ClusterConfig, scheduler: Sche
 
 
 def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:
-    """Wait for enough nodes of a Ray cluster, and return their devices, node by node."""
     from areno.engine.processes import ray_cluster
 
     n_nodes, size = settings.n_nodes, engine.world_size
@@ -134,10 +105,7 @@ def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: Schedule
 
 
 def _take_cpu(found: str) -> None:
-    """Warn that engine.device=auto uses CPUs. Raises ConfigError if this machine has GPUs that Ray does not see.
-
-    `found` describes the devices of the Ray cluster, for the messages.
-    """
+    """Warn that engine.device=auto uses CPUs. Raises ConfigError if this machine has GPUs that Ray does not see."""
     import torch
 
     if n_here := torch.cuda.device_count():

@@ -23,17 +23,7 @@ _LOOKED_AT = 1000  # rows
 def facts(
     config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec], loader: BatchLoader[Any]
 ) -> dict[str, str]:
-    """Describe the models, the training rows and the devices of a run in one line each.
-
-    Args:
-        config: Settings of the run.
-        plan: The plan of the run's Trainer.
-        roles: Role -> specification of each model beside the actor.
-        loader: The training batches.
-
-    Returns:
-        The lines by name: "model", "rows" and "layout".
-    """
+    """Describe the "model", the training "rows" and the "layout" over devices of a run in one line each."""
     spec, n_devices = plan.spec, len(plan.spec.devices)
     others = [f"{name} ({'the same' if of.path == spec.actor.path else of.path})" for name, of in roles.items()]
     lora = f" (LoRA of rank {spec.actor.lora.adapters.rank})" if spec.actor.lora is not None else ""
@@ -56,11 +46,6 @@ def facts(
 
 
 def log_model(engine: Engine) -> None:
-    """Log the parameters, the data type, the devices and the memory of a started engine.
-
-    Args:
-        engine: The engine, after its workers have loaded the actor.
-    """
     from areno.kernels.attention import BACKENDS  # imports torch
 
     info, lora = engine.info, engine.spec.actor.lora
@@ -95,10 +80,7 @@ def log_model(engine: Engine) -> None:
 
 
 def _origin(lora: LoraSpec) -> str:
-    """Return a text that says from which folder adapters start, and on which model they were trained.
-
-    The text is "" for new adapters.
-    """
+    """Return a text that says from which folder adapters start, and on which model they were trained."""
     if not lora.init_from:
         return ""
     base = lora.trained_on or "a model that is not named"
@@ -115,11 +97,7 @@ def _log_memory(engine: Engine) -> None:
 
 @contextmanager
 def log_memory_after(engine: Engine) -> Iterator[None]:
-    """Log the computed memory of an engine's models after a `with` block, if the block has changed it.
-
-    Args:
-        engine: A started engine.
-    """
+    """Log the computed memory of an engine's models after a `with` block, if the block has changed it."""
     before = engine.memory_table()
     yield
     if engine.memory_table() != before:
@@ -127,16 +105,7 @@ def log_memory_after(engine: Engine) -> Iterator[None]:
 
 
 def without_answers(loader: BatchLoader[Any]) -> str:
-    """Return a text such as "no row of train.jsonl" if the training rows have no solutions.
-
-    Only the first 1000 rows are examined.
-
-    Args:
-        loader: The training batches.
-
-    Returns:
-        The text. "" if at least one row has solutions.
-    """
+    """Return a text such as "no row of train.jsonl" if the first 1000 training rows have no solutions, else ""."""
     count = min(len(loader.rows), _LOOKED_AT)
     if any(loader.rows[index].get("solutions") is not None for index in range(count)):
         return ""

@@ -66,34 +66,20 @@ _SCORED_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The memory and time of a run, for one kind of device.
-
-    Attributes:
-        config: Settings of the run.
-        hardware: The device.
-        n_devices: Number of devices.
-        footprint: The memory of the models.
-        lengths: The assumed lengths.
-        phases: The phases of a step, in order.
-        problems: Reasons why the run cannot start or runs out of memory. Empty if it fits.
-    """
-
     config: ExperimentConfig
     hardware: Hardware
     n_devices: int
     footprint: Footprint
     lengths: Lengths
     phases: list[Phase]
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # why the run cannot start or runs out of memory
 
     @property
     def fits(self) -> bool:
-        """Whether each phase fits the memory of a device."""
         return not self.problems
 
     @property
     def peak(self) -> int:
-        """The largest peak of memory over all phases, in bytes."""
         return max(phase.peak for phase in self.phases)
 
     @property
@@ -119,19 +105,7 @@ def forecast(
     prompt_tokens: int | None = None,
     answer_tokens: int | None = None,
 ) -> Forecast:
-    """Compute the memory and the time of each phase of a step.
-
-    Args:
-        config: Settings of the run.
-        hardware: The device.
-        n_devices: Number of devices.
-        prompt_tokens: Tokens of a prompt. None takes the limit of the settings, at most 512.
-        answer_tokens: Tokens of an answer, on average. None takes the limit of the settings.
-
-    Raises:
-        ConfigError: The devices cannot hold the layout, or settings do not fit the model.
-        CheckpointError: The shape of a model cannot be read.
-    """
+    """Compute the memory and the time of each phase of a step. The answer's length is a mean, see `Lengths.of`."""
     model = shape_of(config.actor.path, "actor.path", config.head)
     layout = config.engine.layout(n_devices)
     problems = [each.under("engine") for each in layout.problems()] or layout_problems(model, layout)
@@ -166,17 +140,6 @@ def forecast(
 
 
 class _Step:
-    """The phases of one training step.
-
-    Args:
-        config: Settings of the run.
-        hardware: The device.
-        spec: The engine.
-        footprint: The memory of the models.
-        lengths: The assumed lengths.
-        roles: Spec of each role, by name.
-    """
-
     def __init__(
         self,
         config: ExperimentConfig,
@@ -203,7 +166,6 @@ class _Step:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def _cache(self) -> WantedCache | None:
-        """Return the KV cache that the rollout wants. None for a run without a rollout."""
         config, model = self.config, self.footprint.models[0].config
         if not isinstance(config, PolicyExperimentConfig):
             return None
@@ -273,12 +235,7 @@ class _Step:
         return self.models.get(name) or self.models["actor"]
 
     def budget(self, name: str, phase: str) -> int:
-        """Return the number of tokens in a micro-batch: that of the settings, or the one that the engine chooses.
-
-        Args:
-            name: Name of the model.
-            phase: TRAIN or SCORE.
-        """
+        """Return the number of tokens in a micro-batch: that of the settings, or the one that the engine chooses."""
         mb_spec = self.config.actor.mb_spec
         if phase == TRAIN and name == "critic" and isinstance(self.config, CriticExperimentConfig):
             mb_spec = self.config.critic.mb_spec
@@ -296,7 +253,6 @@ class _Step:
     # -- phases ----------------------------------------------------------------------------------------------------
 
     def phases(self) -> list[Phase]:
-        """Return the phases of a step, in order."""
         config, found = self.config, []
         if isinstance(config, PolicyExperimentConfig):
             found.append(self._rollout(config))
@@ -393,7 +349,6 @@ class _Step:
         )
 
     def _pass(self, name: str, phase: str) -> Phase:
-        """Return the phase in which the model `name` scores or trains the rows of a step."""
         model, role = self._model(name), self.roles[name]
         rows = rows_of_role(self.config, self.lengths, name, self.roles)
         row, n_each = rows.each, -(-rows.n // self.layout.data_size)
@@ -455,10 +410,7 @@ class _Step:
         return seconds
 
     def _n_sharing(self, model: Model, rows: Rows, n_rows: int, phase: str, budget: int) -> int:
-        """Return how many of the `n_rows` rows of a device use the prompt of another row, which computes it for them.
-
-        `budget` is the number of tokens in a micro-batch. The result is 0 if each row computes its own prompt.
-        """
+        """Return how many of a device's `n_rows` rows use the prompt that another row computes."""
         config, lengths, trains = self.config, rows.lengths, phase == TRAIN
         rule = Sharing.of(
             config.actor.share_prefixes,
@@ -491,7 +443,6 @@ class _Step:
     # -- problems --------------------------------------------------------------------------------------------------
 
     def problems(self) -> list[str]:
-        """Return the reasons why the run does not fit a device. Empty if it fits."""
         limit = self.hardware.usable_bytes
         worst = max(self._phases, key=lambda phase: phase.least)
         if worst.least > limit:
@@ -504,7 +455,6 @@ class _Step:
 
 
 def _lacking_room(cache: WantedCache | None, free_bytes: int, of: str) -> Iterator[str]:
-    """Yield the reason why a KV cache has no room for the longest sample."""
     if cache is None:
         return
     room = cache.affordable(free_bytes) if cache.mem_fraction is not None else cache.blocks

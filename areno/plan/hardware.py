@@ -17,20 +17,12 @@ _COPY, _PRODUCTS, _LINK = 0.88, 0.78, 0.44  # shares of the rates of a data shee
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A kind of device.
+    """A kind of device."""
 
-    Attributes:
-        name: Name for the option `--device`.
-        title: Name in texts.
-        memory: Bytes of memory that CUDA reports. For a CPU, the memory of the machine.
-        rates: Speed of copies and of large matrix products in bfloat16 (float32 on a CPU).
-        is_cuda: Whether the device is a GPU.
-    """
-
-    name: str
-    title: str
-    memory: int
-    rates: Rates
+    name: str  # for the option `--device`
+    title: str  # in texts
+    memory: int  # that CUDA reports, or of the machine for a CPU
+    rates: Rates  # of copies and of large matrix products in bfloat16 (float32 on a CPU)
     is_cuda: bool = True
 
     @property
@@ -75,19 +67,11 @@ def this_cpu() -> Hardware:
 
 
 def names() -> list[str]:
-    """Return the names of all known devices."""
     return [*(gpu.name for gpu in _GPUS), "cpu"]
 
 
 def hardware_of(name: str) -> Hardware:
-    """Return a device by its name.
-
-    Args:
-        name: One of `names()`, or the beginning of a single one, such as "h100". Upper case is accepted.
-
-    Raises:
-        ConfigError: The name is unknown.
-    """
+    """Return a device by its name, or by the beginning of a single name, such as "h100"."""
     called = name.lower()
     if called == "cpu":
         return this_cpu()
@@ -127,13 +111,9 @@ def _visible(gpus: list[list[str]]) -> list[list[str]]:
 
 
 def gpu_called(title: str, memory: int) -> Hardware:
-    """Return a GPU by the name that its driver reports.
+    """Return a GPU by the name that its driver reports, such as "NVIDIA H100 80GB HBM3".
 
     A GPU of an unknown kind has the rates of the known GPU nearest in memory.
-
-    Args:
-        title: Name of the GPU, such as "NVIDIA H100 80GB HBM3".
-        memory: Bytes of memory that CUDA reports.
     """
     words = title.upper().replace("-", " ").split()
     alike = [gpu for gpu in _GPUS if gpu.title.split()[0] in words or gpu.title.upper() in title.upper()] or [*_GPUS]

@@ -26,19 +26,9 @@ Actor = TypeVar("Actor", bound=ModelConfig)
 
 
 def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
-    """Return the specification of the LoRA adapters that the settings ask for.
+    """Return the specification of the LoRA adapters that the settings ask for. None if actor.use_lora is false.
 
-    Args:
-        actor: Settings of the actor.
-        model: Shape of the base model.
-
-    Returns:
-        The specification. None if actor.use_lora is false.
-
-    Raises:
-        ConfigError: The base model lacks one of actor.target_modules, or a setting differs from the adapters in the
-            folder actor.init_lora_from.
-        CheckpointError: The folder actor.init_lora_from cannot be read.
+    Raises ConfigError if they do not fit the base model, or differ from the adapters in actor.init_lora_from.
     """
     if not actor.use_lora:
         return None
@@ -65,17 +55,7 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
 def teacher_adapters(actor: ModelConfig, path: str, key: str) -> LoraSpec | None:
     """Return the specification of a teacher that is the actor's base model with trained adapters.
 
-    Args:
-        actor: Settings of the actor.
-        path: Folder or hub id of the teacher.
-        key: Setting with the path, for messages.
-
-    Returns:
-        The specification. None if `path` holds a whole model, or does not exist.
-
-    Raises:
-        ConfigError: The base model of the actor lacks a layer that the adapters are for.
-        CheckpointError: The folder cannot be read.
+    None if `path` holds a whole model, or does not exist. Errors name the setting `key`.
     """
     from areno.models.registry import load_config
 
@@ -94,7 +74,6 @@ def _adapted_shapes(actor: LoraConfig, model: TransformerConfig) -> dict[str, tu
 
 
 def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
-    """Yield a problem for each target module that is not a linear layer of the model."""
     known, within = list(linear_shapes(model)), fused_names(model)
     for name in actor.target_modules:
         if name not in (*known, ALL_LINEAR):
@@ -109,10 +88,7 @@ def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Pr
 
 
 def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
-    """Yield a problem if lora_rank exceeds the smaller dimension of every layer that gets adapters.
-
-    There is no problem if only some of these layers are narrower than lora_rank.
-    """
+    """Yield a problem if lora_rank exceeds the smaller dimension of every layer that gets adapters."""
     widths = [min(shape) for shape in _adapted_shapes(actor, model).values()]
     if widths and actor.lora_rank > (most := max(widths)):
         text = "is {}, but none of the layers with adapters is wider than {}, so a higher rank adds nothing"
@@ -120,14 +96,7 @@ def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Prob
 
 
 def _other_than(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
-    """Yield a problem for each adapter setting that contradicts the adapters in the folder init_lora_from.
-
-    A setting that is left at its default contradicts nothing.
-
-    Args:
-        adapters: The adapters in the folder: their rank, alpha, target modules and use_rslora.
-        actor: Settings of the actor.
-    """
+    """Yield a problem for each adapter setting, not left at its default, that contradicts `adapters`."""
     theirs = dict(
         zip(FROM_FOLDER, (adapters.rank, adapters.alpha, list(adapters.targets), adapters.use_rslora), strict=True)
     )
@@ -140,17 +109,7 @@ def _other_than(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
 
 
 def adapter_folder(path: str) -> Path | None:
-    """Return the local folder of adapters for a path or hub id.
-
-    Args:
-        path: A local path, or a hub id, which is downloaded.
-
-    Returns:
-        The folder. None if the path holds a whole model, or does not exist.
-
-    Raises:
-        CheckpointError: The hub id cannot be downloaded.
-    """
+    """Return the local folder of adapters for a path or a hub id, which is downloaded. None for a whole model."""
     from areno.models.adapters import is_adapter
 
     folder = existing_path(path)
@@ -163,13 +122,7 @@ def adapter_folder(path: str) -> Path | None:
 def with_model(actor: Actor, path: str) -> Actor:
     """Return a copy of the actor's settings with another model.
 
-    Args:
-        actor: Settings of the actor.
-        path: A model folder or hub id. If the folder holds adapters, the copy has their base model as its path, and
-            starts LoRA from these adapters.
-
-    Raises:
-        CheckpointError: The base model of the adapters is missing, or a hub id cannot be downloaded.
+    If `path` holds adapters, the copy has their base model as its path, and starts LoRA from these adapters.
     """
     no_lora = {name: vars(LoraConfig())[name] for name in vars(LoraConfig())}
     folder = adapter_folder(path)
@@ -186,13 +139,6 @@ def with_model(actor: Actor, path: str) -> Actor:
 
 
 def own_tokenizer(path: str) -> str | None:
-    """Return the local folder of adapters if the folder also has tokenizer files.
-
-    Args:
-        path: A local path or hub id.
-
-    Returns:
-        The folder. None if `path` holds no adapters, or if the folder of the adapters has no tokenizer files.
-    """
+    """Return the local folder of adapters if the folder also has tokenizer files."""
     folder = adapter_folder(path)
     return str(folder) if folder is not None and any((folder / name).is_file() for name in TOKENIZER) else None

@@ -1,4 +1,4 @@
-"""The phases of a training step in a forecast, and the lengths and numbers of rows on which time and memory depend.
+"""The phases of a training step in a forecast, and the lengths and numbers of rows on which they depend.
 
 `shared_decoder` returns the numbers of samples that are decoded at once. `compare` compares the phases with the times
 and the peaks of memory that a run has recorded. Imports no torch.
@@ -24,26 +24,14 @@ _MOST_EVALUATED = 512  # samples for each copy of the model: their logits still 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """The lengths that a forecast assumes, in tokens.
-
-    Attributes:
-        prompt: Tokens of a prompt.
-        answer: Tokens of an answer, on average.
-    """
+    """The lengths of a prompt and, on average, of an answer that a forecast assumes, in tokens."""
 
     prompt: int
     answer: int
 
     @staticmethod
     def of(config: ExperimentConfig, context_len: int, prompt: int | None, answer: int | None) -> Lengths:
-        """Return the given lengths. A length that is None is the limit that the settings give, at most 512 for prompts.
-
-        Args:
-            config: Settings of the run.
-            context_len: Context length of the model.
-            prompt: Tokens of a prompt, or None.
-            answer: Tokens of an answer, or None.
-        """
+        """Return the given lengths, or the limits that the settings give, at most 512 for prompts."""
         limit = min(config.train_dataset.longest, context_len)
         if not isinstance(config, PolicyExperimentConfig):
             prompt = min(limit, 512) // 2 if prompt is None else prompt
@@ -55,17 +43,11 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The number and lengths of the token sequences (rows) that a model scores or trains on in a step.
+    """The number and lengths of the token sequences (rows) that a model scores or trains on in a step."""
 
-    Attributes:
-        n: Number of rows on all devices together.
-        lengths: Number of tokens of the prompt and of the answer of a row.
-        n_same: Number of rows with the same prompt, which may be computed only once.
-    """
-
-    n: int
+    n: int  # on all devices together
     lengths: Lengths
-    n_same: int
+    n_same: int  # rows with the same prompt, which may be computed only once
 
     @property
     def each(self) -> int:
@@ -75,56 +57,34 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One phase of a training step.
+    """One phase of a training step."""
 
-    Attributes:
-        name: Name, such as "rollout" or "train actor".
-        clock: Name of the phase in the scalars time/* and memory/* of a run.
-        seconds: Expected time.
-        terms: Bytes on a device, by what takes them. Their sum is the expected peak of the phase.
-        n_tokens: Tokens that the phase generates, scores or trains, over all devices.
-        budget: Largest number of tokens in a micro-batch. None for a phase that decodes.
-        least: Bytes on a device that the phase needs at least. If they do not fit, the phase runs out of memory.
-    """
-
-    name: str
-    clock: str
+    name: str  # such as "rollout" or "train actor"
+    clock: str  # its name in the scalars time/* and memory/* of a run
     seconds: float
-    terms: dict[str, int]
-    n_tokens: float
-    budget: int | None = None
-    least: int = 0
+    terms: dict[str, int]  # bytes on a device, by what takes them
+    n_tokens: float  # generated, scored or trained, over all devices
+    budget: int | None = None  # tokens of a micro-batch; None for a phase that decodes
+    least: int = 0  # bytes on a device that the phase needs at least
 
     @property
     def decodes(self) -> bool:
-        """Whether a model samples tokens in the phase, rather than scoring or training rows."""
         return self.budget is None
 
     @property
     def peak(self) -> int:
-        """The expected peak of memory, in bytes."""
         return sum(self.terms.values())
 
 
 def shared_decoder(
     config: PolicyExperimentConfig, model: TransformerConfig, layout: Layout, n_prompts: int | None = None
 ) -> SharedDecoder | None:
-    """Return how many samples training and evaluation decode at the same time.
+    """Return how many samples training and evaluation decode at the same time. None if the numbers are the same.
 
     An evaluation may decode more samples at once than a training step has. This changes its samples only by rounding,
-    and not at all with engine.exact.
-
-    Args:
-        config: Settings of the run.
-        model: Shape of the actor.
-        layout: Division of the devices into copies of the model.
-        n_prompts: Largest number of prompts that an evaluation samples at the same time. None derives an upper limit
-            from the settings.
-
-    Returns:
-        The numbers. None if an evaluation decodes no more samples than training, because
-        rollout.max_concurrent_rollouts is set, a step has as many, agents continue during evaluations, or the samples
-        have recurrent states, which take memory for each sample that may run.
+    and not at all with engine.exact. It does not decode more if agents continue during evaluations, or if recurrent
+    states take memory for each sample that may run. `n_prompts` are those of an evaluation. If it is None, the settings
+    give an upper limit.
     """
     are_live = config.agent.fn is not None and config.rollout.max_head_offpolicyness > 0
     if config.rollout.max_concurrent_rollouts is not None or model.delta is not None or are_live:
@@ -138,25 +98,14 @@ def shared_decoder(
 
 
 def rows_of_step(config: ExperimentConfig) -> int:
-    """Return the number of rows that a step trains on.
-
-    Args:
-        config: Settings of the run.
-    """
+    """Return the number of rows that a step trains on."""
     if isinstance(config, PolicyExperimentConfig):
         return config.train_dataset.batch_size * config.trained_per_prompt
     return config.train_dataset.batch_size * config.rows_per_item()
 
 
 def rows_of_role(config: ExperimentConfig, lengths: Lengths, name: str, roles: Collection[str]) -> Rows:
-    """Return the rows that a model scores or trains in a step. A judge reads a row for each label of a question.
-
-    Args:
-        config: Settings of the run.
-        lengths: The assumed lengths.
-        name: Name of the model's role.
-        roles: Names of all roles.
-    """
+    """Return the rows that a model scores or trains in a step. A judge reads a row for each label of a question."""
     n_rows = rows_of_step(config)
     if not isinstance(config, PolicyExperimentConfig):
         return Rows(n=n_rows, lengths=lengths, n_same=1)
@@ -178,12 +127,7 @@ def values_per_token(config: ExperimentConfig) -> int:
 
 
 def questions_of_step(config: PolicyExperimentConfig, lengths: Lengths) -> Rows:
-    """Return the questions to the judge in a step. The answer of a row is a label, or the longest reply in JSON.
-
-    Args:
-        config: Settings of the run.
-        lengths: The assumed lengths of prompts and completions.
-    """
+    """Return the questions to the judge in a step. The answer of a row is a label, or the longest reply in JSON."""
     judge = config.reward.judge
     question = len(judge.question) // _CHARS_PER_TOKEN + lengths.prompt + (1 + judge.compare) * lengths.answer
     n_questions = config.train_dataset.batch_size * judge.n_questions(config.gconfig.n_samples)
@@ -193,17 +137,11 @@ def questions_of_step(config: PolicyExperimentConfig, lengths: Lengths) -> Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """The predicted and the measured time and memory of one phase.
-
-    Attributes:
-        name: Name of the phase as in `Phase.name`, or "step" for a whole step.
-        seconds: (predicted seconds, median of the measured seconds).
-        gib: (predicted peak of memory, largest measured peak), in GiB.
-    """
+    """The predicted and the measured time and memory of a phase, or of the whole "step"."""
 
     name: str
-    seconds: tuple[float, float]
-    gib: tuple[float, float]
+    seconds: tuple[float, float]  # (predicted, median of the measured)
+    gib: tuple[float, float]  # (predicted peak of memory, largest measured peak)
 
     def __str__(self) -> str:
         of_seconds = " / ".join(f"{value:.3g}" for value in self.seconds)
@@ -211,17 +149,10 @@ class Compared:
 
 
 def measured_lengths(config: ExperimentConfig, metrics: Mapping[str, Sequence[float]]) -> tuple[int, int] | None:
-    """Return the mean lengths in the recorded steps: (tokens of a prompt, tokens of an answer).
+    """Return the mean (tokens of a prompt, tokens of an answer) in the recorded steps, or None.
 
     The rows of a run without a rollout have no recorded lengths. The number of trained tokens gives the length of a
     row, half of which counts as the prompt.
-
-    Args:
-        config: Settings of the run.
-        metrics: Name of a scalar -> its recorded values.
-
-    Returns:
-        The lengths, each at least 1. None if the run has not recorded them.
     """
     if isinstance(config, PolicyExperimentConfig):
         names = ("rollout/seq_len_mean", "rollout/response_len_mean")
@@ -239,15 +170,9 @@ def measured_lengths(config: ExperimentConfig, metrics: Mapping[str, Sequence[fl
 
 
 def compare(phases: Sequence[Phase], metrics: Mapping[str, Sequence[float]]) -> list[Compared]:
-    """Compare the phases of a forecast with the times and the peaks of memory that a run has recorded.
+    """Compare the phases of a forecast with the scalars that a run has recorded.
 
-    Args:
-        phases: The phases of the forecast.
-        metrics: Name of a scalar, such as "time/train" or "memory/train" -> its recorded values.
-
-    Returns:
-        One entry for each phase that the run has recorded, and one for the whole step. The predicted time of the step
-        is the sum over these phases. Empty if no phase was recorded.
+    Returns an entry for each recorded phase, and one for the step, whose predicted time is the sum over these phases.
     """
     found = [each for phase in phases for each in _compared(phase, metrics)]
     if not found or not metrics.get("time/step"):

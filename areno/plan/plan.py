@@ -36,37 +36,21 @@ from areno.types import SamplingParams
 class TrainerPlan:
     """The engine that a Trainer starts, and how it samples.
 
-    Attributes:
-        spec: Specification of the engine: models, devices and precision.
-        tokenizer: The tokenizer of the actor.
-        workers: Kind of worker processes: a value of engine.workers, or "ray".
-        rollout: Settings of the decoder. If rollout.max_concurrent_rollouts is null, all samples of a rollout are
-            decoded at the same time, as far as the memory of the engine allows.
-        max_len: Longest prompt plus completion that the KV cache holds, in tokens. None enlarges the cache whenever a
-            rollout needs longer sequences.
-        progress_interval_s: Seconds between log lines of a rollout.
-        shared: Numbers of samples that training and evaluation decode at the same time. None if they are the same.
+    If rollout.max_concurrent_rollouts is null, all samples of a rollout are decoded at the same time, as far as the
+    memory of the engine allows.
     """
 
     spec: EngineSpec
     tokenizer: Any
-    workers: str = "auto"
+    workers: str = "auto"  # a value of engine.workers, or "ray"
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    max_len: int | None = None
-    progress_interval_s: float = 10.0
-    shared: SharedDecoder | None = None
+    max_len: int | None = None  # tokens of a sequence in the KV cache; None: as many as each rollout needs
+    progress_interval_s: float = 10.0  # between log lines of a rollout
+    shared: SharedDecoder | None = None  # None: an evaluation decodes no more samples at a time than training
 
 
 def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
-    """Make the plan of a run from its configuration. Reads config.json and the tokenizer, but no weights.
-
-    Args:
-        config: Settings of the run.
-
-    Raises:
-        ConfigError: Settings do not fit the model or the machine. All problems are reported together.
-        CheckpointError: A folder holds no model.
-    """
+    """Make the plan of a run from its configuration. Reads config.json and the tokenizer, but no weights."""
     devices: list[str] = []
 
     def find() -> list[str]:
@@ -99,18 +83,12 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
 
 
 def _memory_problems(config: ExperimentConfig, device: str) -> Iterator[Problem]:
-    """Yield a problem if snapshots of the device memory are set, but the device is a CPU."""
     if config.memory_profiler is not None and device == "cpu":
         yield Problem("memory_profiler", "takes snapshots of CUDA memory, but the run is on the CPU; leave it out")
 
 
 def on_ray(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan:
-    """Return a copy of a plan that runs its workers on the nodes of a Ray cluster.
-
-    Args:
-        plan: The plan for the devices of the cluster.
-        config: Settings of the run. The copy lists its output folders, which all nodes must see.
-    """
+    """Return a plan that runs its workers on a Ray cluster, whose nodes must all see the output folders."""
     folders = {"cluster.fileroot": config.cluster.fileroot, "saver.path": config.saver.path}
     shared = tuple((key, os.path.abspath(os.path.expanduser(path))) for key, path in folders.items() if path)
     spec = replace(
@@ -135,25 +113,10 @@ def open_actor(
     head: HeadName = "lm",
     teaches: bool = False,
 ) -> TrainerPlan:
-    """Make the plan of a Trainer that trains one model.
+    """Make the plan of a Trainer that trains one model. All problems are reported together.
 
-    Args:
-        actor: Settings of the model.
-        engine: Settings of devices and processes.
-        devices_of: Function without arguments that returns the devices of the run, one for each worker.
-        tokenizer_path: Folder or hub id of the tokenizer. None takes the tokenizer of the model.
-        control_tokens: Whether text in messages that spells a control token is encoded as this token, instead of as
-            ordinary text.
-        seed: Seed of sampling and random weights.
-        routing_replay: Whether training uses the experts that the rollout chose.
-        more_problems: Function from the shape of the model to further problems of the configuration, which are reported
-            together with those found here.
-        head: Kind of head of the model.
-        teaches: Whether the model is also the teacher in its own training passes.
-
-    Raises:
-        ConfigError: Settings do not fit the model or the machine. All problems are reported together.
-        CheckpointError: A folder holds no model.
+    With `control_tokens`, text in messages that spells a control token is encoded as this token. With `teaches`, the
+    model is also the teacher in its own training passes.
     """
     from areno.models.registry import layout_problems  # imports torch, which building a Trainer does not need
 
@@ -203,15 +166,7 @@ def open_actor(
 def actor_role(
     actor: ModelConfig, path: str, lora: LoraSpec | None, head: HeadName = "lm", teaches: bool = False
 ) -> RoleSpec:
-    """Return the specification of the trained model, without what its tokenizer and its folder add.
-
-    Args:
-        actor: Settings of the model.
-        path: Folder of the model.
-        lora: The adapters that are trained. None: all weights.
-        head: Kind of head of the model.
-        teaches: Whether the model is also the teacher in its own training passes.
-    """
+    """Return the specification of the trained model, without what its tokenizer and its folder add."""
     copied = ("optimizer", "gradient_checkpointing", "offload", "router_aux_loss_coef")
     return RoleSpec(
         path=path,
@@ -224,7 +179,6 @@ def actor_role(
 
 
 def actor_of(config: ExperimentConfig, path: str, lora: LoraSpec | None) -> RoleSpec:
-    """Return the `actor_role` of a configuration."""
     actor = replace(config.actor, offload=config.offloads(config.actor))
     return actor_role(actor, path, lora, config.head, _teaches(config))
 
@@ -234,7 +188,7 @@ def _teaches(config: ExperimentConfig) -> bool:
 
 
 def _dtype_of(actor: ModelConfig, devices: list[str]) -> str:
-    """Return the data type of the weights, such as "bfloat16". Raises ConfigError if a device does not support it."""
+    """Return the data type of the weights. Raises ConfigError if a device does not support it."""
     from areno.kernels.backend import check_dtype, default_dtype
     from areno.models.weights import DTYPE_NAMES
 
@@ -250,10 +204,7 @@ def _raise(problems: list[Problem]) -> None:
 
 
 def _open_config(path: str, head: HeadName) -> tuple[str, TransformerConfig]:
-    """Return the local folder of the actor's model and its parsed config.json. `path` is a folder or hub id.
-
-    Raises ConfigError if the folder holds only adapters.
-    """
+    """Return the local folder of the actor's model and its shape. Raises ConfigError if it holds only adapters."""
     from areno.models.adapters import is_adapter
 
     folder = model_folder(path, "actor.path")
@@ -265,30 +216,13 @@ def _open_config(path: str, head: HeadName) -> tuple[str, TransformerConfig]:
 
 
 def model_folder(path: str, key: str) -> str:
-    """Return the local folder of a model. If `path` is a hub id, the model is downloaded.
-
-    Args:
-        path: The folder or hub id.
-        key: The setting that holds `path`, for messages.
-
-    Raises:
-        CheckpointError: The folder does not exist, or the hub id cannot be downloaded.
-    """
+    """Return the local folder of a model, which is downloaded if `path` is a hub id. `key` is for messages."""
     with model_setting(key):
         return str(resolve(existing_path(path) or path))
 
 
 def whole_model(path: str, key: str) -> str:
-    """Return the local folder of a model that has no adapters, such as a reference or reward model.
-
-    Args:
-        path: Model folder or hub id.
-        key: The setting that holds `path`, for messages.
-
-    Raises:
-        ConfigError: The folder holds adapters without a model.
-        CheckpointError: The folder does not exist, or the hub id cannot be downloaded.
-    """
+    """Return the `model_folder` of a model such as a reference model. Raises ConfigError if it holds adapters."""
     from areno.models.adapters import is_adapter
 
     folder = model_folder(path, key)
@@ -299,18 +233,7 @@ def whole_model(path: str, key: str) -> str:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """Load the tokenizer of a local folder.
-
-    Args:
-        folder: Folder with tokenizer files.
-
-    Returns:
-        A tokenizer of the transformers library, which accepts texts of any length without a warning.
-
-    Raises:
-        ConfigError: The folder has no usable tokenizer.
-        CheckpointError: The transformers library cannot read config.json in the folder.
-    """
+    """Load a tokenizer of the transformers library, which accepts texts of any length without a warning."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:
@@ -333,15 +256,7 @@ def load_tokenizer(folder: str) -> Any:
 def expert_problems(
     model: TransformerConfig, actor: ModelConfig, engine: EngineConfig, routing_replay: bool, device: str
 ) -> Iterator[Problem]:
-    """Yield problems with settings that need a model with experts, or that such a model does not support.
-
-    Args:
-        model: Shape of the model.
-        actor: Settings of the model.
-        engine: Settings of devices and processes.
-        routing_replay: Whether training uses the experts that the rollout chose.
-        device: The first device, such as "cuda:0".
-    """
+    """Yield problems with settings that need a model with experts, or that such a model does not support."""
     if model.experts is None:
         text = "but the model has no experts, so it has no effect; "
         if routing_replay:
@@ -354,24 +269,13 @@ def expert_problems(
 
 
 def state_problems(model: TransformerConfig, engine: EngineConfig) -> Iterator[Problem]:
-    """Yield a problem if engine.exact is set for a model with recurrent states, which does not support it.
-
-    Args:
-        model: Shape of the model.
-        engine: Settings of devices and processes.
-    """
     if engine.exact and model.delta is not None:
         text = "is true, but training and decoding compute the recurrent states of this model in different orders; "
         yield Problem("engine.exact", f"{text}set it to false")
 
 
 def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterator[Problem]:
-    """Yield problems with lengths and stop tokens of a configuration that exceed the model's context or vocabulary.
-
-    Args:
-        config: Settings of the run.
-        model: Shape of the model.
-    """
+    """Yield problems with lengths and stop tokens that exceed the model's context or vocabulary."""
     context = model.max_position_embeddings
     shown = f"{context} tokens{model.rope.limit}"
     if not isinstance(config, PolicyExperimentConfig):  # rows that are longer than the context are skipped
@@ -394,12 +298,8 @@ def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterat
 def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
     """Raise ConfigError if an optimizer step has fewer rows than there are copies of the model to train on them.
 
-    The check is skipped for agents, which return any number of rows, and for an actor with gradient_accumulation_steps,
-    which counts micro-batches instead of rows. In these two cases, training itself raises an error.
-
-    Args:
-        config: Settings of the run.
-        spec: Specification of the engine, with the number of copies.
+    Agents return any number of rows, and gradient_accumulation_steps counts micro-batches. In these two cases, training
+    itself raises an error.
     """
     rows, updates = config.train_dataset.batch_size, {"actor": 1}
     if isinstance(config, PolicyExperimentConfig):
@@ -421,23 +321,11 @@ def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
 
 
 def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
-    """Convert a gconfig section to the sampling settings of the decoder.
-
-    Args:
-        gconfig: The section `gconfig` or `eval_gconfig`.
-    """
     return SamplingParams.of(gconfig, max_context_len=gconfig.max_tokens)
 
 
 def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
-    """Return the length of the longest possible prompt plus completion, in tokens.
-
-    Training and evaluation are both included, because they use the same KV cache.
-
-    Args:
-        config: Settings of the run.
-        context_len: Context length of the model.
-    """
+    """Return the tokens of the longest prompt plus completion of training and evaluation, which share a KV cache."""
     uses = [(config.gconfig, config.train_dataset.longest)]
     if config.valid_dataset is not None:
         sampled = config.eval_gconfig or config.gconfig

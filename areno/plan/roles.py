@@ -32,16 +32,8 @@ def experiment_roles(
 ) -> dict[str, RoleSpec]:
     """Return role -> specification of the models beside the actor that a configuration asks for.
 
-    Args:
-        config: Settings of the run.
-        folder_of: Function from (path or hub id, name of the setting) to the folder of a model.
-
-    Returns:
-        The specifications. In a specification, the path "" stands for the folder of the actor.
-
-    Raises:
-        CheckpointError: A folder holds no model.
-        ConfigError: A folder holds only adapters.
+    `folder_of` returns a model's folder from (path or hub id, name of the setting). In a specification, the path ""
+    stands for the folder of the actor.
     """
     if isinstance(config, ReferencedExperimentConfig) and config.ref.path not in (None, config.actor.path):
         return {"ref": RoleSpec(path=folder_of(str(config.ref.path), "ref.path"), head="lm", key="ref.path")}
@@ -74,7 +66,6 @@ def experiment_roles(
 
 
 def _teacher_role(config: PolicyExperimentConfig, name: str, folder_of: Callable[[str, str], str]) -> RoleSpec:
-    """Return the specification of a teacher by the name of its role, as `experiment_roles` does."""
     teacher = config.teacher
     assert teacher is not None
     path, key = teacher.paths[name], teacher.key_of(name)
@@ -89,37 +80,19 @@ def _teacher_role(config: PolicyExperimentConfig, name: str, folder_of: Callable
 
 
 def check_plan(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> dict[str, RoleSpec]:
-    """Check a plan together with the models beside the actor.
-
-    Args:
-        config: Settings of the run.
-        plan: The plan of the actor.
-        roles: Role -> specification of each model beside the actor.
-
-    Returns:
-        The roles. Those of teachers with another vocabulary than the actor's have `common_ids`.
-
-    Raises:
-        ConfigError: An optimizer step has too few rows, or the tokenizer of a teacher is of another kind.
-    """
+    """Check a plan together with the models beside the actor, and return these `with_common_ids`."""
     check_copies(config, plan.spec)
     return with_common_ids(roles, plan)
 
 
 def with_common_ids(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> dict[str, RoleSpec]:
-    """Return the roles, with `common_ids` for teachers whose vocabulary differs from the actor's.
-
-    Raises ConfigError if the tokenizer of a teacher is of another kind.
-    """
+    """Return the roles, with `common_ids` for teachers whose vocabulary differs from the actor's."""
     teachers = {name: partial(_with_common_ids, role, plan) for name, role in roles.items() if is_teacher(name)}
     return {**roles, **dict(zip(teachers, all_of(*teachers.values()), strict=True))}
 
 
 def _with_common_ids(role: RoleSpec, plan: TrainerPlan) -> RoleSpec:
-    """Return the role of a teacher, with `common_ids` if its vocabulary differs from the actor's.
-
-    Raises ConfigError if a token has different ids in the two tokenizers, or the teacher lacks ids of the actor.
-    """
+    """Return one teacher. Raises ConfigError if tokens have different ids, or the teacher lacks ids of the actor."""
     if not role.path or same_folder(role, plan.spec.actor):
         return role
     with model_setting(role.key):
@@ -142,18 +115,10 @@ def _with_common_ids(role: RoleSpec, plan: TrainerPlan) -> RoleSpec:
 
 
 def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
-    """Return role -> specification of the models that a script requests.
+    """Return role -> specification of the models that a script requests by ModelRole. A RoleSpec is kept.
 
     A trainable role gets the optimizer settings of the policy, with its own learning rate if it has one. If the policy
     is offloaded, so are the roles.
-
-    Args:
-        roles: Role name -> ModelRole. A RoleSpec in place of a ModelRole is returned unchanged.
-        actor: Specification of the policy.
-
-    Raises:
-        ConfigError: A role is invalid. All problems are reported together.
-        CheckpointError: A path holds no model.
     """
     if not isinstance(roles, Mapping):
         found = f"is a {type(roles).__name__}; a dictionary of role names to areno.ModelRole is expected"
@@ -169,7 +134,6 @@ _SCORED: dict[str, HeadName] = {"ref": "lm", ROLE: "lm", "judge": "lm", "reward"
 
 
 def _problems(name: Any, role: Any) -> Iterator[Problem]:
-    """Yield the problems with one role that a script requests. `role` should be a ModelRole."""
     key = f"roles[{name!r}]"
     if not isinstance(name, str):
         yield Problem(key, "is named by no string; role names are strings, such as 'critic'")
@@ -231,10 +195,7 @@ def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
 
 
 def _head_of(folder: str) -> HeadName:
-    """Return the kind of head of the model in a folder.
-
-    If the model is not supported, return "lm": `load_config` raises the error later.
-    """
+    """Return the kind of head in a folder. For an unsupported model "lm": `load_config` raises the error later."""
     try:
         return head_of(Path(folder))
     except CheckpointError:

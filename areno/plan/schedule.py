@@ -20,19 +20,7 @@ _EARLY, _LATE = 0.9, 2.0  # lr_decay_steps outside of this range, relative to th
 def with_schedules(
     config: ExperimentConfig, plan: TrainerPlan, roles: dict[str, RoleSpec], n_steps: int
 ) -> tuple[TrainerPlan, dict[str, RoleSpec]]:
-    """Return copies of plan and roles in which each trained model's lr_decay_steps is its number of updates.
-
-    A value of lr_decay_steps that the configuration sets is kept.
-
-    Args:
-        config: Settings of the run.
-        plan: The plan of the Trainer.
-        roles: Role -> specification of the models beside the actor.
-        n_steps: Number of steps in the run.
-
-    Returns:
-        (plan, roles), the copies.
-    """
+    """Return copies in which each trained model's lr_decay_steps is its number of updates, unless it is set."""
     updates = n_updates(config, n_steps)
 
     def fitted(optimizer: OptimizerConfig, name: str) -> OptimizerConfig:
@@ -49,13 +37,7 @@ def with_schedules(
 
 
 def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
-    """Return role -> number of optimizer updates of each trained model in a run, if all batches are full.
-
-    Args:
-        config: Settings of the run.
-        n_steps: Number of steps in the run. A step is one batch of the training dataset and may have several
-            updates.
-    """
+    """Return role -> number of optimizer updates of each trained model in a run, if all batches are full."""
     actor = config.actor
     each, first = 1, 0
     found = {}
@@ -75,12 +57,6 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
 
 
 def device_warnings(config: ExperimentConfig, spec: EngineSpec) -> Iterator[str]:
-    """Yield warnings about settings that have no effect on the devices of a run.
-
-    Args:
-        config: Settings of the run.
-        spec: The engine of the run.
-    """
     is_policy = isinstance(config, PolicyExperimentConfig)
     if is_policy and config.prompts_ahead > 0 and config.rollout.speculation == "on":
         yield (
@@ -96,11 +72,7 @@ def device_warnings(config: ExperimentConfig, spec: EngineSpec) -> Iterator[str]
 
 
 def staleness_warnings(config: ExperimentConfig) -> Iterator[str]:
-    """Yield a warning if samples get stale and the loss treats all tokens as those of the current policy.
-
-    Args:
-        config: Settings of the run.
-    """
+    """Yield a warning if samples get stale and the loss treats all tokens as those of the current policy."""
     if not isinstance(config, PolicyExperimentConfig) or not (limit := config.rollout.max_head_offpolicyness):
         return
     teacher = config.teacher
@@ -119,15 +91,7 @@ def staleness_warnings(config: ExperimentConfig) -> Iterator[str]:
 
 
 def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:
-    """Yield warnings about a run that ends early, and about schedules and profiles that do not fit its length.
-
-    Args:
-        config: Settings of the run.
-        n_steps: Number of steps in the run.
-
-    Yields:
-        The text of a warning, which names the setting to change. A learning rate of 0 also gives a warning.
-    """
+    """Yield warnings about a run that ends early, and about schedules and profiles that do not fit its length."""
     if config.total_train_steps is not None and n_steps < config.total_train_steps:
         limit = f"total_train_epochs={config.total_train_epochs}"
         if config.total_train_n_seqs is not None:

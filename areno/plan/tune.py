@@ -46,22 +46,14 @@ _MOST = 6  # candidates that are tried
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Settings of memory and speed for a run.
+    """Settings of memory and speed for a run."""
 
-    Attributes:
-        settings: Setting -> value, for the settings that are chosen. The value None of BUDGET leaves the choice of a
-            size to the engine.
-        full: The forecast for samples of the largest lengths, which predicts memory.
-        usual: The forecast for samples of mean lengths, which predicts time.
-    """
-
-    settings: Mapping[str, Any]
-    full: Forecast
-    usual: Forecast
+    settings: Mapping[str, Any]  # BUDGET: None leaves the size to the engine
+    full: Forecast  # for samples of the largest lengths: predicts memory
+    usual: Forecast  # for samples of mean lengths: predicts time
 
     @property
     def config(self) -> PolicyExperimentConfig:
-        """Settings of the run with those of the candidate."""
         assert isinstance(self.usual.config, PolicyExperimentConfig)
         return self.usual.config
 
@@ -72,7 +64,6 @@ class Candidate:
 
     @property
     def n_rows(self) -> int:
-        """Number of samples of a step."""
         return self.config.rows_per_step
 
     @property
@@ -87,11 +78,7 @@ class Candidate:
         return [(one.name, min(one.budget, int(other.n_tokens))) for one, other in phases if one.budget is not None]
 
     def price(self, step_seconds: float) -> float:
-        """Return the number by which candidates are compared: seconds per sample.
-
-        Args:
-            step_seconds: Time of a step.
-        """
+        """Return the number by which candidates are compared: seconds per sample."""
         price = step_seconds / self.n_rows
         if self.settings.get(BUDGET) is not None:
             price *= _FIXED_BUDGET
@@ -113,36 +100,19 @@ class Candidate:
 
 
 def given_settings(keys: Collection[str]) -> set[str]:
-    """Return the settings of a candidate that a user gave, also as a part of a whole section.
-
-    Args:
-        keys: Dotted names of the settings and sections that the user gave.
-    """
+    """Return the settings of a candidate that a user gave, also as a part of a whole section."""
     return {name for name in (*CHOSEN, _MINI_BS) if any(name == key or name.startswith(f"{key}.") for key in keys)}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest lengths that the settings of a run allow, in tokens.
-
-    Attributes:
-        prompt: Tokens of a prompt.
-        answer: Tokens of an answer.
-    """
+    """The largest lengths of prompts and answers that the settings of a run allow, in tokens."""
 
     prompt: int
     answer: int
 
     @staticmethod
     def of(config: PolicyExperimentConfig) -> Limits:
-        """Return the limits of the training samples of a run.
-
-        Args:
-            config: Settings of the run.
-
-        Raises:
-            CheckpointError: The shape of the actor cannot be read.
-        """
         context = shape_of(config.actor.path, "actor.path").max_position_embeddings
         longest = longest_sequence(config, context)
         answer = max(1, min(config.gconfig.max_new_tokens, longest - 1))
@@ -163,16 +133,6 @@ def candidates(
     Among candidates with equally large steps, the fastest come first. If the batch size is chosen, too, the best
     candidates are those with the largest steps whose time per sample is at most 10 % above the shortest one. With
     engine.deterministic, and a batch size that is given, only candidates with bit-identical results are returned.
-
-    Args:
-        config: Settings of the run.
-        hardware: The device.
-        n_devices: Number of devices.
-        given: Dotted names of the settings that the user gave.
-
-    Raises:
-        ConfigError: No candidate fits. The message names changes of settings with which one fits.
-        CheckpointError: The shape of a model cannot be read.
     """
     limits = Limits.of(config)
     keeps_bits = config.engine.deterministic and BATCH in given
@@ -204,9 +164,6 @@ def shortlist(found: Sequence[Candidate]) -> list[Candidate]:
 
     These are the ones that are nearly as fast as the best one, and the best one with automatic micro-batches.
     Candidates with equal recomputation follow each other, because they can share an engine.
-
-    Args:
-        found: Candidates, the best first.
     """
     best = found[0].price(found[0].usual.seconds)
     chosen: list[Candidate] = []
@@ -274,10 +231,7 @@ def _numbers_at_once(config: PolicyExperimentConfig, chooses_batch: bool) -> Ite
 
 
 def _batch_size(config: PolicyExperimentConfig, at_once: int) -> int:
-    """Return the number of prompts of a step whose samples are decoded at once.
-
-    If a step has several updates, the number is lowered until they have equally many rows.
-    """
+    """Return the number of prompts of a step whose samples are decoded at once, with equally large updates."""
     n, updates = config.gconfig.n_samples, [config.actor.ppo_n_minibatches]
     if isinstance(config, CriticExperimentConfig):
         updates.append(config.critic.ppo_n_minibatches)
@@ -287,19 +241,11 @@ def _batch_size(config: PolicyExperimentConfig, at_once: int) -> int:
 
 
 def _budgets(found: Forecast) -> dict[str, int | None]:
-    """Return the number of tokens in a micro-batch of each phase."""
     return {phase.name: phase.budget for phase in found.phases}
 
 
 def nothing_fits(config: PolicyExperimentConfig, hardware: Hardware, n_devices: int, least: int | None) -> ConfigError:
-    """Return the error that no candidate fits the share tune.mem_frac of a device, with changes that help.
-
-    Args:
-        config: Settings of the run.
-        hardware: The device.
-        n_devices: Number of devices.
-        least: The least memory that a candidate needs, in bytes. None if none fits a whole device.
-    """
+    """Return the error that no candidate fits. `least` is the least memory of one that fits a whole device."""
     limits = Limits.of(config)
     smaller = replace(hardware, memory=int(config.tune.mem_frac * hardware.memory))
 

@@ -22,46 +22,26 @@ _DEVICES = "engine.world_size"
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Changes of settings with which a run fits.
-
-    Attributes:
-        changes: Setting -> new value.
-        price: Description of the costs of these changes.
-        learns_otherwise: Whether the changes have an influence on learning.
-        forecast: The forecast with these changes.
-    """
-
     changes: Mapping[str, Any]
-    price: str
+    price: str  # for messages
     learns_otherwise: bool
     forecast: Forecast
 
 
 @dataclass(frozen=True)
 class _Option:
-    """One change that lowers the need for memory.
-
-    Attributes:
-        changes: Setting -> new value.
-        price: Description of the cost, apart from time and host memory.
-        learns_otherwise: Whether the change has an influence on learning, so that other changes come first.
-    """
+    """One change that lowers the need for memory."""
 
     changes: dict[str, Any]
-    price: str = ""
-    learns_otherwise: bool = False
+    price: str = ""  # apart from time and host memory
+    learns_otherwise: bool = False  # other changes come first
 
 
 def ways_to_fit(found: Forecast, predict: Callable[[ExperimentConfig, int], Forecast]) -> list[Way]:
     """Return single changes and pairs of changes with which a run fits, the best ones first.
 
     Changes on the same number of devices come first, then changes without influence on learning, then those with the
-    shortest step. A pair is left out if one of its changes is enough and about as fast. A setting that already has the
-    value is not among the changes.
-
-    Args:
-        found: The forecast of a run that does not fit.
-        predict: Function from (configuration, number of devices) to a forecast.
+    shortest step. A pair is left out if one of its changes is enough and about as fast.
     """
     here, layouts = list(_options(found)), list(_layouts(found)) if found.hardware.is_cuda else []
     ways = _fitting(found, [(option,) for option in [*here, *layouts]], predict)
@@ -82,7 +62,6 @@ def ways_to_fit(found: Forecast, predict: Callable[[ExperimentConfig, int], Fore
 def _fitting(
     found: Forecast, choices: Iterable[Sequence[_Option]], predict: Callable[[ExperimentConfig, int], Forecast]
 ) -> list[Way]:
-    """Return those choices of options with which the run fits."""
     ways = []
     for chosen in choices:
         changes = {key: value for option in chosen for key, value in option.changes.items()}
@@ -146,7 +125,6 @@ def _options(found: Forecast) -> Iterator[_Option]:
 
 
 def _layouts(found: Forecast) -> Iterator[_Option]:
-    """Yield other divisions of the models over the devices, and over more devices."""
     engine, n = found.config.engine, found.n_devices
     if n > 1 and engine.zero_stage < 2:
         yield _Option({"engine.zero_stage": 2}, "gradients are sent in each micro-batch")
@@ -163,12 +141,7 @@ def _layouts(found: Forecast) -> Iterator[_Option]:
 
 
 def set_values(config: ExperimentConfig, changes: Mapping[str, Any]) -> None:
-    """Set values of settings in a configuration, without a check of the values.
-
-    Args:
-        config: The configuration, which is changed.
-        changes: Dotted name of a setting -> new value.
-    """
+    """Set values of settings by their dotted names, without a check of the values."""
     for key, value in changes.items():
         *sections, name = key.split(".")
         target: Any = config
@@ -178,11 +151,7 @@ def set_values(config: ExperimentConfig, changes: Mapping[str, Any]) -> None:
 
 
 def shown(changes: Mapping[str, Any]) -> str:
-    """Return changes as words of a command line, such as "actor.use_lora=true engine.world_size=2".
-
-    Args:
-        changes: Setting -> new value.
-    """
+    """Return changes as words of a command line, such as "actor.use_lora=true engine.world_size=2"."""
     words = []
     for key, value in changes.items():
         text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

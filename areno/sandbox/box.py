@@ -53,19 +53,12 @@ DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
 
 @dataclass(frozen=True)
 class Box:
-    """What a command may use.
+    """What a command may use."""
 
-    Attributes:
-        folder: The working directory, which is also the home directory. The command may change it.
-        seconds: The time limit, in seconds.
-        megabytes: The memory limit of each process, in MiB.
-        read: Further files and folders that the command may read and execute.
-    """
-
-    folder: str | Path
-    seconds: float = 20.0
-    megabytes: int = 1024
-    read: Sequence[str | Path] = ()
+    folder: str | Path  # the working and home directory, which the command may change
+    seconds: float = 20.0  # limit of time
+    megabytes: int = 1024  # MiB of memory of each process
+    read: Sequence[str | Path] = ()  # further files and folders that the command may read and execute
 
 
 def run(
@@ -73,19 +66,8 @@ def run(
 ) -> tuple[int | None, str]:
     """Run a command in a box, and wait for its end.
 
-    Args:
-        command: The command and its arguments.
-        box: What it may use.
-        stdin: The text for standard input.
-        stderr: Whether the output includes standard error.
-        max_output: The largest number of characters of output to return. The middle of a longer output is left out.
-
-    Returns:
-        A tuple (exit status, output). The status is None if the command exceeded the time limit, and -n if signal n
-        killed the command.
-
-    Raises:
-        OSError: No process can be started.
+    Returns (exit status, output). The status is None if the command exceeded the time limit, and -n if signal n killed
+    the command. The middle of a long output is left out. Raises OSError if no process can be started.
     """
     answer, output = _starter.run(command, box, stdin, stderr)
     return answer["status"], shorten(output, max_output)
@@ -94,9 +76,8 @@ def run(
 def trial() -> tuple[str, list[str]]:
     """Run a command in a box, to see what this machine can limit.
 
-    Returns:
-        A tuple (problem, unlimited). The problem is the reason why no command can run in a box, or "". `unlimited` has
-        what the machine does not limit: "files" of the user, "signals" to processes of the user.
+    Returns (problem, unlimited). The problem is the reason why no command can run in a box, or "". `unlimited` has what
+    the machine does not limit: "files" of the user, "signals" to processes of the user.
     """
     if sys.platform != "linux" or platform.machine() not in kernel.AUDIT:
         return f"needs Linux on {' or '.join(kernel.AUDIT)}, for a process without a network", []
@@ -113,11 +94,7 @@ def trial() -> tuple[str, list[str]]:
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[str]:
-    """Make a folder for a command, and remove it at the end, however deep its folders are and whoever may read them.
-
-    Args:
-        prefix: The beginning of its name.
-    """
+    """Make a folder for a command, and remove it at the end, however deep it is and whoever may read its folders."""
     path = mkdtemp(prefix=prefix)
     try:
         yield path
@@ -152,12 +129,7 @@ def _remove(name: str, parent: int) -> None:
 
 
 def shorten(text: str, max_output: int = MAX_OUTPUT) -> str:
-    """Return a text without its middle if it has more than `max_output` characters.
-
-    Args:
-        text: The text.
-        max_output: The number of characters to keep, half of them from the beginning and half from the end.
-    """
+    """Return a text without its middle if it has more than `max_output` characters."""
     if len(text) <= max_output:
         return text
     half = max_output // 2

@@ -26,14 +26,7 @@ _END_S = 5.0  # a process that waits for a dead disk cannot be killed
 
 
 def main(fd: int, abi: int, read: list[str], write: list[str]) -> None:
-    """Answer requests until the process that asks has ended.
-
-    Args:
-        fd: The socket for requests.
-        abi: The version of Landlock.
-        read: What every command may read and execute. A name may have a *.
-        write: What every command may read and write.
-    """
+    """Answer requests until the process that asks has ended. Names of files in `read` and `write` may have a *."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     limited = ["files"] if abi else []
     if abi >= kernel.ABI_OF_SIGNALS:

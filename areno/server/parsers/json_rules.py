@@ -50,14 +50,11 @@ _Key = tuple[int, ...]
 class Style:
     """How values are written.
 
-    Attributes:
-        is_free: Whether a bounded amount of whitespace is allowed where JSON allows it. Otherwise the form is that of
-            `json.dumps` and the chat templates, in which a model has seen its own calls.
-        is_python: Whether words and strings must have the same meaning in Python.
+    By default they have the form of `json.dumps` and the chat templates, in which a model has seen its own calls.
     """
 
-    is_free: bool = False
-    is_python: bool = False
+    is_free: bool = False  # a bounded amount of whitespace is allowed where JSON allows it
+    is_python: bool = False  # words and strings must have the same meaning in Python
 
 
 class JsonRules:
@@ -86,7 +83,7 @@ class JsonRules:
         return rule
 
     def value(self, places: Iterable[Place]) -> str | None:
-        """Return the rule of the values that all of some schemas allow, None if there is no such value."""
+        """Return the rule of the values that match all of these schemas, None if there is no such value."""
         places, key = _distinct(places)
         if key in self._open:
             self._used.add(key)
@@ -106,7 +103,7 @@ class JsonRules:
         return self._values[key]
 
     def _is_finite(self, places: Sequence[Place]) -> bool:
-        """Return whether a value of these schemas can have an end, that is, need not contain another one for ever."""
+        """Return whether some value of these schemas is finite: it need not contain another such value for ever."""
         while True:
             n_known = len(self._finite)
             found = self._ends(places, set())
@@ -307,11 +304,8 @@ class JsonRules:
     ) -> tuple[str, bool] | None:
         """Return (expression of at least one property, whether there may be none), or None if neither is possible.
 
-        Args:
-            form: Form of the objects.
-            write: Returns the expression of a property from its name and the expression of its value.
-            comma: Expression between two properties, or "".
-            other: Expression of a property that is not listed.
+        `write` returns the expression of a property from its name and the expression of its value. `other` is the
+        expression of a property that is not listed.
         """
         listed: list[tuple[str, bool]] = []
         for name, places in form.properties.items():

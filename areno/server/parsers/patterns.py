@@ -67,7 +67,7 @@ def json_text(words: dict[str, Any]) -> str:
 
 
 def text_fault(words: dict[str, Any]) -> str:
-    """Return why keywords of a string cannot be enforced, "" if they can. There may be no such string."""
+    """Return why keywords of a string cannot be enforced, "" if they can, even if no string has them."""
     return grammar_error(_or_null(words))
 
 

@@ -81,7 +81,7 @@ class References:
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[Any]:
-    """Return the schemas directly in a schema. Names of properties, and values in `enum` or `default`, are data."""
+    """Return the schemas directly in a schema."""
     for word, value in schema.items():
         if word in _MAPS and isinstance(value, dict):
             yield from value.values()

@@ -92,7 +92,7 @@ class Document:
         self.relaxed.setdefault(what)
 
     def alternatives(self, places: Iterable[Place]) -> list[Alternative]:
-        """Return the alternatives of the values that all of some schemas allow."""
+        """Return the alternatives of the values that match all of these schemas."""
         found: list[Alternative] = [()]
         for place in places:
             found = _product(found, self._expand(*place))
@@ -143,7 +143,7 @@ class Document:
         return found
 
     def _are_tagged(self, branches: list[list[Alternative]]) -> bool:
-        """Return whether a property that all branches require has a value of its own in each: no pairs are compared."""
+        """Return whether a property that all branches require tells them apart, so that no pairs are compared."""
         found = [each for branch in branches for each in branch]
         if any(self.kinds(each) != {"object"} for each in found):
             return False
@@ -165,7 +165,7 @@ class Document:
         return all(self.are_apart(a, b, depth) for a in one for b in other)
 
     def are_apart(self, one: Alternative, other: Alternative, depth: int = 0) -> bool:
-        """Return whether no value has both forms for certain."""
+        """Return whether certainly no value matches both alternatives."""
         for a, b in ((one, other), (other, one)):
             if (values := self.literals(a)) is not None:
                 return all(self.rejects(value, b) for value in values)
@@ -224,7 +224,7 @@ class Document:
         return dict.fromkeys(name for schema in parts(alternative) for name in schema.get("required", ()))
 
     def places_of(self, name: str, alternative: Alternative) -> tuple[Place, ...]:
-        """Return the schemas that a property of an object must have."""
+        """Return the schemas that a property of an object must match."""
         found: list[Place] = []
         for schema, base in _places(alternative):
             own = [schema["properties"][name]] if name in schema.get("properties", {}) else []
@@ -235,7 +235,7 @@ class Document:
         return tuple(found)
 
     def rejects(self, value: Any, alternative: Alternative) -> bool:
-        """Return whether a value does not have a form for certain. Patterns and formats are not looked at."""
+        """Return whether a value certainly does not match an alternative. Patterns and formats are not checked."""
         if kind_of(value) not in self.kinds(alternative):
             return True
         if any(_identity(value) not in self._values_of(schema) for schema in parts(alternative) if _is_fixed(schema)):
@@ -280,8 +280,8 @@ class Document:
     def object_form(self, alternative: Alternative) -> ObjectForm:
         """Return the form of the objects.
 
-        Where properties are listed and nothing is said of others, there are no others: none but those that are
-        required, that match a pattern, or that a branch beside the alternative lists.
+        If properties are listed and nothing is said of others, only these others are allowed: those that are required,
+        that match a pattern, or that a branch beside the alternative lists.
         """
         is_closed = any("properties" in schema for schema in parts(alternative))
         is_closed &= not any("additionalProperties" in schema for schema in parts(alternative))
@@ -323,7 +323,7 @@ class Document:
         return tuple(found)
 
     def _supplied(self, siblings: Siblings, alternative: Alternative) -> dict[str, tuple[Place, ...]]:
-        """Return the properties that other branches list, which may be true beside this alternative."""
+        """Return the properties that other branches list, which may hold beside this alternative."""
         found: dict[str, tuple[list[Any], str]] = {}
         for other in (each for branch in siblings.branches for each in branch if _lists([[each]])):
             if not self.are_apart(other, alternative):
@@ -333,7 +333,7 @@ class Document:
         return {name: ((self._any_of(schemas), base),) for name, (schemas, base) in found.items()}
 
     def _any_of(self, schemas: list[Any]) -> Any:
-        """Return a schema that allows what one of the schemas allows. It is the same one for the same schemas."""
+        """Return a schema that allows what any of the schemas allows: the same object for the same schemas."""
         key = tuple(map(id, schemas))
         if key not in self._made:
             self._made[key] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -341,7 +341,6 @@ class Document:
 
     @cached_property
     def forms(self) -> list[ObjectForm]:
-        """The forms of the objects that the root allows."""
         found: list[ObjectForm] = []
         for alternative in self.alternatives([self.root]):
             values = self.literals(alternative)
@@ -431,7 +430,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def _identity(value: Any) -> Any:
-    """Return a hashable value that is equal for the same values of JSON."""
+    """Return a hashable value that is equal for equal values of JSON."""
     if isinstance(value, list):
         return ("array", *map(_identity, value))
     if isinstance(value, dict):
