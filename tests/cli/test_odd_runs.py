@@ -25,9 +25,19 @@ from tests.helpers.played import TASK, Main, Played, task_folder
 
 
 def bounded(n: int) -> Any:
-    """Decorate a test with n examples, the same in each run, each of which ends within 20 seconds."""
-    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]
-    return settings(max_examples=n, derandomize=True, database=None, deadline=20_000, suppress_health_check=checks)
+    """Decorate a test with n examples, the same in each run, each of which ends within a minute on a loaded machine."""
+    return settings(
+        max_examples=n,
+        derandomize=True,
+        database=None,
+        deadline=60_000,
+        report_multiple_bugs=False,  # a group of errors hides what they are from the summary
+        suppress_health_check=[
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.too_slow,
+            HealthCheck.filter_too_much,
+        ],
+    )
 
 
 NAMES = [
