@@ -14,6 +14,11 @@ from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
 
 GIB = 2**30
+RESERVE = 0.06
+"""Share of a device that is left for memory that is not counted: workspaces, fragments, graphs."""
+
+RESTING = ("ref", "teacher", "reward", "reward.judge", "critic")
+"""Configuration sections whose models may rest in host memory while they are not used."""
 _TYPICAL_TOKENS = 1024  # of a micro-batch
 _MIN_TOKENS = 256  # of a micro-batch and of a KV cache that are of any use
 _MIN_SLOTS = 2  # of recurrent states: one sequence, and what pads a batch
@@ -248,13 +253,6 @@ def footprint_of(
 
 def gib(n_bytes: float) -> str:
     return f"{n_bytes / GIB:.2f}" if n_bytes < 10 * GIB else f"{n_bytes / GIB:.1f}"
-
-
-RESERVE = 0.06
-"""Share of a device that is left for memory that is not counted: workspaces, fragments, graphs."""
-
-RESTING = ("ref", "teacher", "reward", "reward.judge", "critic")
-"""Configuration sections whose models may rest in host memory while they are not used."""
 
 
 def section_of(key: str) -> str:

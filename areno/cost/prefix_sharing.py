@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from areno.cost.flops import Cost
 from areno.cost.time import host_tokens
 from areno.layers.config import AdapterSpec
 from areno.models.config import TransformerConfig
 from areno.specs.engine import SharePrefixes
-
-if TYPE_CHECKING:
-    pass  # imports numpy, which takes a tenth of the time of `areno plan`
 
 _WORTH_SHARING = 0.1  # share of the rows' tokens from which "auto" computes shared tokens once
 _SHARED_LAUNCH = 1.15  # how much longer the host launches the kernels of a pass with shared prefixes

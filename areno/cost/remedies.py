@@ -190,6 +190,7 @@ Option = tuple[Any, ...]
 """A change that lowers the need of memory: (text with a {} for each value, *values). Values are Keys or others."""
 
 MORE_DEVICES: Option = ("divide the model over more devices ({})", Key("engine.tp_size"))
+FEWER_AT_ONCE: Option = ("lower {}", Key("rollout.max_concurrent_rollouts"))
 
 
 def may_stream(role: RoleSpec) -> bool:
@@ -261,9 +262,6 @@ def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
         yield ("set {}", Key("rollout.max_kv_tokens"))
     else:
         yield ("lower {}", Key("rollout.max_kv_tokens"))
-
-
-FEWER_AT_ONCE: Option = ("lower {}", Key("rollout.max_concurrent_rollouts"))
 
 
 def _smaller_optimizer(role: RoleSpec) -> Iterator[Option]:

@@ -16,7 +16,12 @@ Transform = Callable[[dict[str, list[Any]]], dict[str, list[Any]]]
 
 
 def without_nulls(rows: Any) -> Any:
-    """Return rows whose objects lack the keys that are null. Rows that are no `datasets.Dataset` are unchanged."""
+    """Return rows whose objects lack the keys that are null: for a stream of the datasets library, a list of its rows.
+
+    Rows that are neither a Dataset nor a stream are unchanged.
+    """
+    if hasattr(rows, "column_names") and not hasattr(rows, "__len__"):
+        return [{name: _cleaned(value) for name, value in row.items()} for row in rows]
     if not hasattr(rows, "with_transform") or not hasattr(rows, "features"):
         return rows
     given = rows.format
@@ -26,13 +31,6 @@ def without_nulls(rows: Any) -> Any:
         return rows
     transform = partial(_transformed, nested, own)
     return rows.with_transform(transform, given["columns"], given["output_all_columns"])
-
-
-def read_stream(rows: Any) -> Any:
-    """Return the list of the rows of a dataset that streams, without these nulls. Other rows are unchanged."""
-    if not hasattr(rows, "column_names") or hasattr(rows, "__len__"):
-        return rows
-    return [{name: _cleaned(value) for name, value in row.items()} for row in rows]
 
 
 def _transformed(nested: Sequence[str], then: Transform | None, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -38,7 +38,7 @@ def render_generation_prompt(
 def render(
     tokenizer: Any,
     messages: list[Any],
-    tools: Any,
+    tools: Any = None,
     thinking: bool | None = None,
     opened: bool = False,
     /,

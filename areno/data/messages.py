@@ -101,17 +101,10 @@ def decoded_arguments(arguments: Any) -> Any:
     return found if isinstance(found, dict) and bad_text(found) is None else arguments
 
 
-def rendered_or_none(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Any = None,
-    thinking: bool | None = None,
-    opened: bool = False,
-    /,
-    **variables: Any,
-) -> str | None:
+def rendered_or_none(tokenizer: Any, messages: Sequence[Message], /, *how: Any, **variables: Any) -> str | None:
+    """Call `render`. None if the template refuses the messages."""
     try:
-        return render(tokenizer, list(messages), tools, thinking, opened, **variables)
+        return render(tokenizer, list(messages), *how, **variables)
     except DataError:
         return None
 

@@ -31,7 +31,7 @@ from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetCon
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import VERIFIERS
-from areno.data.arrow_rows import read_stream, without_nulls
+from areno.data.arrow_rows import without_nulls
 from areno.data.files import COMPRESSED, FORMATS, format_of, read_json, read_jsonl, read_table
 from areno.data.forms import prepare_rows
 from areno.data.row_schema import FIELDS, SHARED_FIELDS, RowKind, Rows, describe_value, rows_at, rows_problem
@@ -255,7 +255,7 @@ def _as_rows(found: Any, split: str) -> Any:
     if isinstance(found, Mapping | str | bytes) or not isinstance(found, Iterable):
         return None
     # `list` runs the user's code that makes the rows here, not in the middle of a run.
-    found = read_stream(found)
+    found = without_nulls(found)
     return found if isinstance(found, list) or hasattr(found, "column_names") else list(found)
 
 
@@ -271,7 +271,7 @@ def _read_folder(folder: Path, shown: str, split: str, key: str, kwargs: Mapping
         if _is_saved(folder):
             found: Any = datasets.load_from_disk(folder)
         else:
-            found = read_stream(datasets.load_dataset(str(folder), split=split, **kwargs))
+            found = without_nulls(datasets.load_dataset(str(folder), split=split, **kwargs))
     except Exception as error:  # the library raises a dozen unrelated kinds of errors
         text = "cannot read folder {}: {}; set it to a data file, or set {} to a file.py that reads it"
         raise DataError(Problem(f"{key}.path", text, shown, _first_line(error), Key(f"{key}.loader"))) from error
@@ -295,8 +295,7 @@ def _read_hub(path: str, split: str, setting: str, kwargs: Mapping[str, Any]) ->
     if not reachable:  # the cache can still be used, and offline mode avoids half a minute of retries
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
-        found = datasets.load_dataset(repo, name or None, split=own_split or split, **kwargs)
-        return without_nulls(read_stream(found))
+        return without_nulls(datasets.load_dataset(repo, name or None, split=own_split or split, **kwargs))
     except Exception as error:  # the library raises a dozen unrelated kinds of errors
         text, reason = "cannot load {} from the hub: {}", (_first_line(error),)
         if not reachable:

@@ -55,10 +55,7 @@ def run_recipe(module: str) -> NoReturn:
 
 
 def run_algorithm(algorithm: Algorithm) -> NoReturn:
-    """Run an algorithm with the command-line arguments of this process, and end the process.
-
-    Call this at the end of a script that defines an algorithm.
-    """
+    """Run an algorithm with the arguments of this process, and end it: the last line of a script that defines one."""
     algorithm = replace(algorithm, file=Path(sys.argv[0]).absolute())
     sys.exit(run(algorithm, f"python {sys.argv[0]}", sys.argv[1:]))
 

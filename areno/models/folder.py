@@ -156,10 +156,7 @@ class RawConfig:
         self.problems.append(Problem("", f"{self.origin}: {what}"))
 
     def refuse(self, name: str, supported: str, found: object = None) -> None:
-        """Add a problem for a field whose value is not supported.
-
-        `supported` is a text about the supported values. `found` is shown in place of the value of the field.
-        """
+        """Add a problem: the field has a value other than the `supported` ones. `found` replaces the value shown."""
         shown = reprlib.repr(self.values.get(name) if found is None else found)
         self.wrong(f"{name} is {shown}, which is not supported; expected {supported}")
 

@@ -75,11 +75,7 @@ class _Completion:
         return stream, TokenTextStream(endpoint._texts, self._hidden, **places)
 
     def _n_partial(self, number: int) -> int:
-        """Return how many tokens at the end of the prompt form an incomplete character.
-
-        The completion finishes this character, so the character is part of its text. Only prompts given as
-        token ids have such tokens. The result is 0 if nothing is sampled.
-        """
+        """Return how many tokens at the end of a prompt of token ids begin a character that the completion ends."""
         is_text = isinstance(self._request.prompts[number], str) or not self._request.wants_new
         return 0 if is_text else n_partial(self._endpoint._tokenizer, self._sampled[number].prompt)
 

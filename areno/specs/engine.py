@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from areno.config.models import MicroBatchSpec
 from areno.config.run import EngineConfig, Layout
 from areno.specs.role import RoleSpec
-
-if TYPE_CHECKING:
-    pass  # imports numpy, which takes a tenth of the time of `areno plan`
-
 
 LOOPBACK = "127.0.0.1"
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areno.config.experiments import HeadName
 from areno.config.models import OptimizerConfig
 from areno.layers.config import AdapterSpec
 from areno.schema.values import flat
-
-if TYPE_CHECKING:
-    pass  # imports numpy, which takes a tenth of the time of `areno plan`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from areno.config.rollout import DecoderConfig
 from areno.config.run import Layout
-
-if TYPE_CHECKING:
-    pass  # imports numpy, which takes a tenth of the time of `areno plan`
 
 _MOST_OF_CALL = 512  # samples for each copy of the model: their logits still take little memory
 

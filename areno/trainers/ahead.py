@@ -260,11 +260,6 @@ def _metrics(
 
 
 def _length_metrics(name: str, lengths: Sequence[int]) -> dict[str, float]:
-    """Return mean, 90th percentile and maximum of the lengths of samples in tokens.
-
-    A step that does not wait trains on short samples earlier than on long ones. So the lengths of the trained samples
-    can be below those of the samples that were begun (Magistral, arXiv 2506.10910).
-    """
     if not lengths:
         return {}
     found = {"mean": np.mean(lengths), "p90": np.percentile(lengths, 90), "max": np.max(lengths)}
