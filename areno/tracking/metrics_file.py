@@ -64,12 +64,21 @@ class MetricsFile:
             while 0 <= place < end:
                 start, stop = content.rfind(b"\n", 0, place) + 1, content.find(b"\n", place)
                 ends = [at for at in (content.find(b",", place, stop), content.find(b"}", place, stop)) if at >= 0]
-                value, step = content[place + len(key) : min(ends, default=stop)], _step_of(content, start, stop)
+                value, step = content[place + len(key) : min(ends, default=stop)], self._step_of(content, start, stop)
                 try:
                     yield step, math.nan if value == b"null" else float(value)
                 except ValueError as error:
                     raise ArenoError("{}: {} is {}; a number is expected", self.path, name, show(value)) from error
                 place = content.find(key, stop)
+
+    def _step_of(self, content: mmap | bytes, start: int, stop: int) -> int:
+        head = content[start : min(start + 32, stop)]
+        first, _, _ = head.removeprefix(b'{"step": ').partition(b",")
+        if first.isdigit():
+            return int(first)
+        number = content[:start].count(b"\n") + 1
+        (record,) = parsed(self.path, [content[start:stop]], number)
+        return self._checked(number, record)["step"]
 
     @contextmanager
     def _content(self) -> Iterator[mmap | bytes]:
@@ -82,17 +91,11 @@ class MetricsFile:
                 yield content
 
 
-def _step_of(content: mmap | bytes, start: int, stop: int) -> int:
-    head = content[start : min(start + 32, stop)]
-    first, _, _ = head.removeprefix(b'{"step": ').partition(b",")
-    return int(first) if first.isdigit() else int(json.loads(content[start:stop])["step"])
-
-
 def parsed(path: Path, lines: Iterable[bytes], first: int = 1) -> Iterator[dict[str, Any]]:
     """Yield the JSON object of each line. `first` is the number of the first line, for errors."""
     for number, line in enumerate(lines, first):
         try:
-            record = json.loads(line)
+            record = json.loads(line.decode())
         except (ValueError, RecursionError) as error:  # ValueError also for bytes that are not UTF-8
             raise ArenoError("{}, line {}: is not JSON: {}", path, number, error) from error
         if not isinstance(record, dict):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from areno.errors import ArenoError
 from areno.report.runs import best_of, runs_table
 from areno.tracking.metrics_file import MetricsFile
 from areno.tracking.reader import RunReader, headlines, seconds
@@ -66,6 +67,23 @@ def test_only_what_is_asked_for_is_read(tmp_path):
     (tmp_path / "odd").write_text('{"time": 1.0, "step": 3, "a": null}\n{"step": 4, "a": 1e-5}\n{"step": 5, "b": 2}\n')
     odd = MetricsFile(tmp_path / "odd").series("a")
     assert (odd.steps, math.isnan(odd.values[0]), odd.values[1]) == ([3, 4], True, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'\x00{"step": 3, "a": 1.0}', "line 2: is not JSON"),
+        (b'{"time": 1.0, "step": 3, "a": 1.0', "line 2: is not JSON"),
+        (b'[{"step": 3, "a": 1.0}]', "line 2: is not a JSON object"),
+        (b'{"time": 1.0, "a": 1.0}', "line 2: has no step"),
+        (b'{"time": 1.0, "step": [3], "a": 1.0}', "line 2: has no step"),
+        (b'{"step": 3, "a": [1.0]}', "a is"),
+    ],
+)
+def test_a_damaged_line_with_the_scalar_is_named(tmp_path, line, reason):
+    (tmp_path / "file").write_bytes(b'{"step": 1, "a": 1.0}\n' + line + b"\n")
+    with pytest.raises(ArenoError, match=reason):
+        MetricsFile(tmp_path / "file").series("a")
 
 
 def long_run(folder: Path, n_steps: int, n_scalars: int) -> Path:
