@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from areno.config import datasets, models, run, tracing
+from areno.config.optimizers import WITH_MOMENTS
 from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting, source_check
@@ -133,10 +134,10 @@ class ExperimentConfig(Section):
     @check
     def states_of_no_moments(self) -> Iterator[Problem]:
         """Report settings about optimizer moments if every optimizer is SGD, which has no moments."""
-        if all(optimizer.type == "sgd" for optimizer in self.optimizers()):
+        if all(optimizer.type not in WITH_MOMENTS for optimizer in self.optimizers()):
             for name in (name for name in ("no_save_optim", "no_load_optim") if vars(self.recover)[name]):
-                text = "is true, but {} is sgd, which has no moments; leave it out"
-                yield Problem(f"recover.{name}", text, Key("actor.optimizer.type"))
+                text = "is true, but {} is {}, which has no moments; leave it out"
+                yield Problem(f"recover.{name}", text, Key("actor.optimizer.type"), self.actor.optimizer.type)
 
     trains_conversations: ClassVar[bool] = False
 

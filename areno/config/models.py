@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from areno.config.optimizers import OPTIMIZERS, WITH_MOMENTS, OptimizerType
 from areno.errors import Problem
 from areno.schema.fields import Needs, Section, check, forbid, setting
 
-OptimizerType = Literal["adam", "adam_8bit", "sgd"]
 ALL_LINEAR = "all-linear"
 FROM_FOLDER = ("lora_rank", "lora_alpha", "target_modules", "use_rslora")
 """Settings that are read from the folder init_lora_from."""
 _ADAPTERS = Needs("use_lora", so="there are no adapters")
-_MOMENTS = Needs("type", "adam", "adam_8bit", so="there are no moments")
+_MOMENTS = Needs("type", *WITH_MOMENTS, so="there are no moments")
 
 
 @dataclass(kw_only=True)
@@ -27,8 +27,7 @@ class OptimizerConfig(Section):
 
     type: OptimizerType = setting(
         "adam",
-        help="adam: AdamW with fp32 moments, 8 bytes per parameter. adam_8bit: AdamW with moments quantized to 8 bits "
-        "in blocks, 2 bytes per parameter. sgd: SGD without momentum, which has no moments",
+        help=". ".join(f"{name}: {kind.help}" for name, kind in OPTIMIZERS.items()),
         flag="--adam-8bit=adam_8bit",
     )
     lr: float = setting(1e-6, help="Peak learning rate. 0: the weights do not change", ge=0, flag="--lr")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from areno.config.models import OptimizerType
+from areno.config.optimizers import OPTIMIZERS, OptimizerType
 from areno.config.run import ALONE, Layout
 from areno.cost.memory import ModelBytes, PassBytes, kv_bytes, kv_bytes_of_row, model_bytes, state_bytes
 from areno.layers.config import AdapterSpec
@@ -37,6 +37,10 @@ class Model:
     adapters: AdapterSpec | None = None  # trained in place of the weights
     path: str = ""
     in_training: bool = False  # training passes of the actor use the model, as its teacher
+
+    @property
+    def smaller_optimizer(self) -> OptimizerType | None:
+        return None if self.optimizer is None else OPTIMIZERS[self.optimizer].smaller
 
     @property
     def keeps_weights(self) -> bool:

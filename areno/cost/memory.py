@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-from areno.config.models import OptimizerType
+from areno.config.optimizers import OPTIMIZERS, OptimizerType
 from areno.config.run import ALONE, Layout
 from areno.layers.config import AdapterSpec, Delta
 from areno.models.adapter_shapes import adapter_parameters, stacked_parameters
@@ -21,7 +21,6 @@ BUCKET = 2**25  # fewest parameters of layers that are reduced together: enough 
 WINDOW = 2**24  # parameters whose masters and moments pass the device at once, if they are in host memory
 WINDOWS = 3  # windows on the device at the same time: one arrives, one is updated, one leaves
 _CHUNK = 64  # tokens of a chunk of the gated delta rule: CHUNK of areno/kernels/delta
-_CODES = 256  # 8-bit moments that share a scale: BLOCK of areno/kernels/adam
 
 
 def kv_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
@@ -80,13 +79,12 @@ def model_bytes(
     if optimizer is None:
         return ModelBytes(weights=n_weights * itemsize)
     divided = layout.dp_size if zero_stage else 1
-    moment = {"adam": 4, "adam_8bit": 1 + 4 / _CODES, "sgd": 0}[optimizer]
     n_grads = n
     if zero_stage == 2 and layout.dp_size > 1:
         at_once = min(-(-BUCKET // layer), config.num_layers) * layer
         n_grads = n - of_layers + of_layers // layout.dp_size + 2 * min(at_once, of_layers)  # see ReducedGradients
     is_master = itemsize == 4 and divided == 1
-    masters, moments = 0 if is_master else 4 * n // divided, int(2 * moment * n) // divided
+    masters, moments = 0 if is_master else 4 * n // divided, int(OPTIMIZERS[optimizer].moment_bytes * n) // divided
     return ModelBytes(
         weights=n_weights * itemsize,
         gradients=4 * n_grads,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from areno.config.models import LoraConfig, MicroBatchSpec
+from areno.config.optimizers import OPTIMIZERS
 from areno.config.rollout import DecoderConfig
 from areno.cost.footprint import RESERVE, RESTING, Footprint, gib, may_have_adapters, section_of
 from areno.cost.kv_cache import may_draft
@@ -27,13 +28,13 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
     names = " and ".join(model.name for model in footprint.models)
     text = "{} cannot fit: each device needs {} GiB at least ({}), and has {}; "
     args: list[Any] = [names, gib(footprint.least), footprint.layout_in_words(), gib(int((1 - RESERVE) * device_bytes))]
-    ways, in_adam = ways_to_fit(footprint, device_bytes), []
+    ways, shrinkable = ways_to_fit(footprint, device_bytes), []
     if not ways:
         ways = _with_adapters(footprint, device_bytes)
         if (enough := _on_more_devices(footprint, device_bytes)) is not None:
             before = _layout(footprint)
             ways.append(({key: value for key, value in _layout(enough).items() if value != before[key]}, enough))
-            in_adam = [model for model in enough.models if model.optimizer == "adam"]
+            shrinkable = [model for model in enough.models if model.smaller_optimizer]
     if ways:
         text += "what fits is " + " or ".join(_text(way) for way, _ in ways)
     else:
@@ -42,10 +43,10 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
     for way, found in ways:
         args += [part for key, value in way.items() for part in (Key(key), _shown(value))]
         args.append(gib(found.least))
-    if in_adam:
-        verb = "takes" if len(in_adam) == 1 else "take"
-        text += "; " + " and ".join(["{}=adam_8bit"] * len(in_adam)) + f" {verb} less"
-        args += [Key(f"{model.key}.optimizer.type") for model in in_adam]
+    if shrinkable:
+        verb = "takes" if len(shrinkable) == 1 else "take"
+        text += "; " + " and ".join(f"{{}}={model.smaller_optimizer}" for model in shrinkable) + f" {verb} less"
+        args += [Key(f"{model.key}.optimizer.type") for model in shrinkable]
     raise EngineError(text, *args)
 
 
@@ -55,10 +56,11 @@ def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
         return
     assert footprint.host_bytes is not None
     away = [model for model in footprint.models if model.offload]
-    in_adam = [model for model in away if model.optimizer == "adam"]
+    shrinkable = [model for model in away if model.smaller_optimizer]
     divides = any(model.optimizer for model in away) and footprint.layout.dp_size > 1 and footprint.zero_stage == 0
-    ways = ["set {}=adam_8bit"] * len(in_adam) + ["set {}=1"] * divides + ["turn off {}"] * len(away)
-    keys = [f"{model.key}.optimizer.type" for model in in_adam] + ["engine.zero_stage"] * divides
+    ways = [f"set {{}}={model.smaller_optimizer}" for model in shrinkable]
+    ways += ["set {}=1"] * divides + ["turn off {}"] * len(away)
+    keys = [f"{model.key}.optimizer.type" for model in shrinkable] + ["engine.zero_stage"] * divides
     raise EngineError(
         "the host memory is too small for {}: what offload keeps there takes {} GiB for the ranks of a machine ({}), "
         f"and {{}} GiB are free; {either(['use a machine with more memory', *ways])}",
@@ -113,26 +115,26 @@ def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
     """
     now, tp_size, n_ranks = footprint, footprint.layout.tp_size, footprint.layout.world_size
     sizes = [size for size in range(tp_size, n_ranks + 1) if _divides(now, size)]
-    to_codes = [model for model in now.models if model.optimizer == "adam"]
+    shrinkable = [model for model in now.models if model.smaller_optimizer]
     to_host = [model for model in now.models if now.on_cuda and model.key in RESTING and not model.offload]
     to_stream = [model for model in now.models if now.on_cuda and model.may_stream]
     stages, no_yes = range(now.zero_stage, 3), (False, True)
-    for codes, streams, away, size, stage in itertools.product(no_yes, no_yes, no_yes, sizes, stages):
+    for shrinks, streams, away, size, stage in itertools.product(no_yes, no_yes, no_yes, sizes, stages):
         divides_nothing = stage > now.zero_stage and size == n_ranks
-        if (codes and not to_codes) or (away and not to_host) or (streams and not to_stream) or divides_nothing:
+        if (shrinks and not shrinkable) or (away and not to_host) or (streams and not to_stream) or divides_nothing:
             continue
         changes: list[Way] = [
             {"engine.zero_stage": stage} if stage != now.zero_stage else {},
             {"engine.tp_size": size} if size != tp_size else {},
             {f"{model.key}.offload": True for model in to_host} if away else {},
             {f"{model.key}.offload": True for model in to_stream} if streams else {},
-            {f"{model.key}.optimizer.type": "adam_8bit" for model in to_codes} if codes else {},
+            {f"{model.key}.optimizer.type": model.smaller_optimizer for model in shrinkable} if shrinks else {},
         ]
         models = tuple(
             replace(
                 model,
                 offload=model.offload or (away and model in to_host) or (streams and model in to_stream),
-                optimizer="adam_8bit" if codes and model in to_codes else model.optimizer,
+                optimizer=model.smaller_optimizer if shrinks and model in shrinkable else model.optimizer,
             )
             for model in now.models
         )
@@ -224,7 +226,7 @@ def in_training(
     *,
     recomputes: bool,
     beside: Iterable[Option],
-    in_adam: bool,
+    smaller_optimizer: str | None,
     may_offload: bool = False,
 ) -> Iterator[Option]:
     if mb_spec.max_tokens_per_mb is not None:
@@ -236,8 +238,8 @@ def in_training(
     yield from beside
     if may_offload:
         yield ("set {}=true", Key(f"{section}.offload"))
-    if in_adam:
-        yield ("set {}=adam_8bit", Key(f"{section}.optimizer.type"))
+    if smaller_optimizer:
+        yield (f"set {{}}={smaller_optimizer}", Key(f"{section}.optimizer.type"))
     yield MORE_DEVICES
 
 
@@ -265,5 +267,5 @@ def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
 
 
 def _smaller_optimizer(role: RoleSpec) -> Iterator[Option]:
-    if role.optimizer is not None and role.optimizer.type == "adam":
-        yield ("set {}=adam_8bit", Key(f"{role.section}.optimizer.type"))
+    if role.optimizer is not None and (smaller := OPTIMIZERS[role.optimizer.type].smaller):
+        yield (f"set {{}}={smaller}", Key(f"{role.section}.optimizer.type"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from areno.config.optimizers import OPTIMIZERS, OptimizerType
 from areno.cost.flops import Cost, mean_pairs
 from areno.models.config import TransformerConfig
 
@@ -54,7 +55,6 @@ _ROW_S, _NUMBER_S = 15e-6, 55e-9  # time in which the host packs and sends a row
 # doubles the former.
 _SAMPLE_S, _SAMPLED_S = 80e-6, 0.8e-6
 _UPDATE_S = 5e-3  # time between the last micro-batch of an update and the next one: norm of the gradient, optimizer
-_UPDATE_BYTES = {"adam": 30.0, "adam_8bit": 18.0, "sgd": 14.0}  # bytes per trained parameter of an optimizer step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,8 @@ def _kept_elements(config: TransformerConfig) -> int:
     return (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + inner
 
 
-def update_seconds(n_trained: float, optimizer: str, rates: Rates) -> float:
-    return _UPDATE_S + _UPDATE_BYTES[optimizer] * n_trained / rates.copy_bytes_s
+def update_seconds(n_trained: float, optimizer: OptimizerType, rates: Rates) -> float:
+    return _UPDATE_S + OPTIMIZERS[optimizer].update_bytes * n_trained / rates.copy_bytes_s
 
 
 @dataclass(frozen=True, kw_only=True)

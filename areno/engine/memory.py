@@ -188,7 +188,7 @@ def training_hint(
     beside: Callable[[], Iterable[Option]],
     *,
     recomputes: bool,
-    in_adam: bool,
+    smaller_optimizer: str | None,
     may_offload: bool = False,
 ) -> AbstractContextManager[None]:
     """Return the `out_of_memory_hint` of forward and backward passes. The arguments say which advice would help.
@@ -202,7 +202,12 @@ def training_hint(
     return out_of_memory_hint(
         "in training, with {}={}{}",
         lambda: in_training(
-            section, mb_spec, recomputes=recomputes, beside=beside(), in_adam=in_adam, may_offload=may_offload
+            section,
+            mb_spec,
+            recomputes=recomputes,
+            beside=beside(),
+            smaller_optimizer=smaller_optimizer,
+            may_offload=may_offload,
         ),
         Key(f"{section}.mb_spec.{size[0]}"),
         size[1],

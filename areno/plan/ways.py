@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiments import ExperimentConfig
+from areno.config.optimizers import OPTIMIZERS
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.cost.footprint import RESTING
 from areno.errors import ArenoError
@@ -94,9 +95,10 @@ def _options(found: Forecast) -> Iterator[_Option]:
     trained = {"actor": config.actor}
     if isinstance(config, CriticExperimentConfig):
         trained["critic"] = config.critic  # type: ignore[assignment]
-    if to_codes := [name for name, section in trained.items() if section.optimizer.type == "adam"]:
-        changes = {f"{name}.optimizer.type": "adam_8bit" for name in to_codes}
-        yield _Option(changes, "moments are rounded to 8 bits")
+    smaller = {name: OPTIMIZERS[section.optimizer.type].smaller for name, section in trained.items()}
+    if changes := {f"{name}.optimizer.type": kind for name, kind in smaller.items() if kind is not None}:
+        prices = dict.fromkeys(OPTIMIZERS[kind].price for kind in changes.values())
+        yield _Option({**changes}, "; ".join(prices))
     if isinstance(config, PolicyExperimentConfig):
         if cuda and not config.rollout.drop_rollout_state:
             yield _Option({"rollout.drop_rollout_state": True}, "the KV cache and CUDA graphs are made in each step")

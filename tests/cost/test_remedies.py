@@ -97,29 +97,31 @@ DIVIDE = "or divide the model over more devices (engine.tp_size)"
 
 
 @pytest.mark.parametrize(
-    ("section", "mb_spec", "recomputes", "decoder", "in_adam", "said"),
+    ("section", "mb_spec", "recomputes", "decoder", "smaller", "said"),
     [
-        ("actor", {"max_tokens_per_mb": 8}, True, None, True, f"{BUDGET}, {IN_8_BITS} {DIVIDE}"),
-        ("critic", {"mini_bs": 4}, True, None, False, f"lower critic.mb_spec.mini_bs {DIVIDE}"),
-        ("actor", {"mini_bs": 1}, False, None, False, f"set actor.gradient_checkpointing=true {DIVIDE}"),
-        ("actor", {"mini_bs": 1}, True, {}, False, f"{CACHE}{FRACTION} {DIVIDE}"),
-        ("actor", {"mini_bs": 1}, True, {"max_kv_tokens": 64}, False, f"{CACHE}lower rollout.max_kv_tokens {DIVIDE}"),
+        ("actor", {"max_tokens_per_mb": 8}, True, None, "adam_8bit", f"{BUDGET}, {IN_8_BITS} {DIVIDE}"),
+        ("critic", {"mini_bs": 4}, True, None, None, f"lower critic.mb_spec.mini_bs {DIVIDE}"),
+        ("actor", {"mini_bs": 1}, False, None, None, f"set actor.gradient_checkpointing=true {DIVIDE}"),
+        ("actor", {"mini_bs": 1}, True, {}, None, f"{CACHE}{FRACTION} {DIVIDE}"),
+        ("actor", {"mini_bs": 1}, True, {"max_kv_tokens": 64}, None, f"{CACHE}lower rollout.max_kv_tokens {DIVIDE}"),
     ],
     ids=["budget", "rows", "recompute", "cache", "given cache"],
 )
 def test_training_runs_out(
-    section: str, mb_spec: Any, recomputes: bool, decoder: Any, in_adam: bool, said: str
+    section: str, mb_spec: Any, recomputes: bool, decoder: Any, smaller: str | None, said: str
 ) -> None:
     beside = [] if decoder is None else remedies.beside_training(DecoderConfig(**decoder))
     options = remedies.in_training(
-        section, MicroBatchSpec(**mb_spec), recomputes=recomputes, beside=beside, in_adam=in_adam
+        section, MicroBatchSpec(**mb_spec), recomputes=recomputes, beside=beside, smaller_optimizer=smaller
     )
     assert told(options) == said
 
 
 def test_masters_and_moments_may_leave_the_device() -> None:
     whole = MicroBatchSpec(mini_bs=1)
-    options = remedies.in_training("critic", whole, recomputes=True, beside=[], in_adam=False, may_offload=True)
+    options = remedies.in_training(
+        "critic", whole, recomputes=True, beside=[], smaller_optimizer=None, may_offload=True
+    )
     assert told(options) == f"set critic.offload=true {DIVIDE}"
 
 

@@ -158,7 +158,7 @@ def count_bytes(folder: Path, dp: ParallelGroup) -> None:
         assert flat is not None
         assert made.optimizer is not None
         n, parts = flat.params.numel(), dp.size if stage else 1
-        assert flat.masters.numel() == made.optimizer.exp_avg.numel() == n // parts
+        assert flat.masters.numel() == made.optimizer.moments["exp_avg"].numel() == n // parts
         layers = [bucket for bucket in flat.buckets if 0 <= bucket.stage < len(made.model.layers)]
         assert len(flat.buckets) == (len(made.model.layers) + 2 if stage else 1)
         of_layers = sum(bucket.place.stop - bucket.place.start for bucket in layers)

@@ -93,9 +93,9 @@ def shapes_of(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
 def shards_of(role: str, backend: TrainBackend, with_moments: bool = True) -> list[TensorShard]:
     """Return the shards of a role that this rank holds, ordered by buffer and index. The counters come last."""
     flat, optimizer = trained(backend)
-    kinds = [MASTER, *optimizer.moments] if with_moments and not optimizer.in_8_bits else [MASTER]
+    kinds = [MASTER, *optimizer.moments] if with_moments and not optimizer.is_in_blocks else [MASTER]
     found = [own for kind in kinds for shard in _matrices(role, kind, backend) for own in _owned(shard, flat)]
-    if optimizer.in_8_bits and with_moments:
+    if optimizer.is_in_blocks and with_moments:
         tp = backend.model.tp
         for name, place in flat.ranges.items():
             is_sharded = backend.model.is_sharded(name)

@@ -191,7 +191,7 @@ def load_role(
     facts = reader.about[role]
     stored_tp, with_moments = facts[TP_SIZE], with_moments and facts.get("moments", True)
     buffers, shards = buffers_of(role, backend), shards_of(role, backend, with_moments)
-    if with_moments and optimizer.in_8_bits and stored_tp != backend.model.tp.size:
+    if with_moments and optimizer.is_in_blocks and stored_tp != backend.model.tp.size:
         shards = [shard for shard in shards if shard.buffer in (f"{role}.{MASTER}", f"{role}.{COUNTERS}")]
         _requantise(reader, role, backend, stored_tp, lora)
     counters = buffers[f"{role}.{COUNTERS}"]
@@ -227,7 +227,7 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
     if lora is not None:
         for each in stored:
             add_adapters(each, lora.adapters)
-    buffers, device = buffers_of(role, backend), optimizer.exp_avg.device
+    buffers, device = buffers_of(role, backend), optimizer.moments["exp_avg"].device
     for kind, signed in (("exp_avg", True), ("exp_avg_sq", False)):
         for name, place in flat.ranges.items():
             own = torch.zeros(flat.shapes[name])

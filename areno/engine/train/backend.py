@@ -15,6 +15,7 @@ from torch import Tensor
 
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.config.optimizers import OPTIMIZERS
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence
 from areno.cost.memory import LOGITS_KEPT
@@ -34,7 +35,6 @@ from areno.engine.train.routes import StepRouting
 from areno.engine.train.rows import without_padding
 from areno.engine.train.teacher import TeacherPasses, Teachers, listed_teacher
 from areno.errors import EngineError, Key
-from areno.kernels.adam import BLOCK
 from areno.kernels.backend import to_device
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
 from areno.kernels.logprobs.divergence import CommonIds, Teacher, logprobs_and_divergence
@@ -112,7 +112,7 @@ class TrainBackend:
             self.flat = FlatParameters(
                 model,
                 model.is_sharded,
-                BLOCK if optimizer.type == "adam_8bit" else ALIGN,
+                max(ALIGN, OPTIMIZERS[optimizer.type].block),
                 in_parts=partial(model.partial_gradients, split=self._split),
                 stage=model.stage if zero_stage else None,
                 dp=dp,
@@ -488,7 +488,7 @@ class TrainBackend:
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
         recomputes = self.recompute or not torch.is_grad_enabled()
-        in_adam = self.optimizer is not None and self.optimizer.config.type == "adam"
+        kind = None if self.optimizer is None else OPTIMIZERS[self.optimizer.config.type]
         flat, on_cuda = self.flat, self.device.type == "cuda"
         return training_hint(
             self.section,
@@ -496,7 +496,7 @@ class TrainBackend:
             self.kept_layers.fitting,
             self._beside,
             recomputes=recomputes,
-            in_adam=in_adam,
+            smaller_optimizer=None if kind is None else kind.smaller,
             may_offload=on_cuda and flat is not None and not flat.frozen and not flat.in_host,
         )
 

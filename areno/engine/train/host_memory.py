@@ -97,19 +97,11 @@ class Window:
     place: slice
     buffers: dict[str, Tensor]
 
-    def masters(self, local: slice) -> Tensor:
-        return self._of("masters", self._shifted(local))
+    def state(self, name: str, local: slice) -> Tensor:
+        return self.buffers[name][self._shifted(local)]
 
-    def moments(self, local: slice) -> tuple[Tensor, Tensor]:
-        place = self._shifted(local)
-        return self._of("exp_avg", place), self._of("exp_avg_sq", place)
-
-    def scales(self, local: slice) -> tuple[Tensor, Tensor]:
-        place = blocks(self._shifted(local))
-        return self._of("exp_avg_scale", place), self._of("exp_avg_sq_scale", place)
-
-    def _of(self, name: str, place: slice) -> Tensor:
-        return self.buffers[name][place]
+    def scales(self, name: str, local: slice) -> Tensor:
+        return self.buffers[name][blocks(self._shifted(local))]
 
     def _shifted(self, local: slice) -> slice:
         return slice(local.start - self.place.start, local.stop - self.place.start)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from areno.config.models import OptimizerConfig
-from areno.engine.train.flat import Bucket, Chunk, FlatParameters
+from areno.config.optimizers import OPTIMIZERS
+from areno.engine.train.flat import Bucket, FlatParameters
 from areno.engine.train.host_memory import Buffer, StateStream, Window
-from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
-from areno.kernels.adam.reference import codes
+from areno.engine.train.updates import UPDATES
+from areno.kernels.adam import Update, squares_and_nonzeros
 from areno.layers.parallel import ParallelGroup, wait_for
 
 DECAY_STEPS = 1000
@@ -51,10 +52,7 @@ class Optimizer:
     equal to those of masters and moments on the device. If the buffers are divided over data-parallel ranks, each rank
     updates the elements that it owns, and gathers all others.
 
-    The moments have the layout of the masters. They exist from the start, because the KV cache is sized by the free
-    memory before the first update. With `type: adam_8bit` they are uint8 codes, and `scales_1` and `scales_2` hold one
-    scale for each BLOCK elements. The flat buffer must then be aligned to BLOCK, so that no block belongs to two
-    parameters. `moments_from` is the value of `steps` when the moments were last zero: Adam's bias correction counts
+    `moments_from` is the value of `steps` when the moments were last zero: Adam's bias correction counts
     from there. `empty_steps` are skipped steps without a trained token, which the schedule counts. `before_step` are
     called first by the next update.
     """
@@ -64,30 +62,19 @@ class Optimizer:
         self.steps = self.skipped_steps = self.empty_steps = self.moments_from = 0
         self.before_step: list[Callable[[], None]] = []
         self._stream = StateStream(flat.params.device)
-        self.in_8_bits = config.type == "adam_8bit"
-        dtype = torch.uint8 if self.in_8_bits else torch.float32
-        n_moments = 0 if config.type == "sgd" else flat.n_local
-        self.exp_avg, self.exp_avg_sq = (flat.new_state(dtype, n_moments) for _ in range(2))
-        assert not self.in_8_bits or all(place.start % BLOCK == 0 for place in flat.ranges.values())
-        n_blocks = -(-flat.n_local // BLOCK) * self.in_8_bits
-        self.scales_1, self.scales_2 = (flat.new_state(torch.float32, n_blocks, per_block=True) for _ in range(2))
+        self._update = UPDATES[config.type](flat)
+        self.is_in_blocks = OPTIMIZERS[config.type].block > 1
         self.clear_moments()
 
     def clear_moments(self) -> None:
         """Set the moments to zero, as before the first update. The learning-rate schedule continues."""
-        for buffer in self.moments.values():
-            buffer.zero_()
-        if self.in_8_bits:  # padding between parameters must decode to zero for any scale of its block
-            self.exp_avg.fill_(codes(True, torch.device("cpu")).tolist().index(0.0))
+        self._update.clear()
         self.moments_from = self.steps
 
     @property
     def moments(self) -> dict[str, Buffer]:
-        """The buffers of the moments and, if these are 8-bit, of their scales, by name. Empty for SGD."""
-        if self.config.type == "sgd":
-            return {}
-        scales = {"exp_avg_scale": self.scales_1, "exp_avg_sq_scale": self.scales_2} if self.in_8_bits else {}
-        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, **scales}
+        """The buffers of the moments and, if these are 8-bit, of their scales, by name."""
+        return self._update.moments
 
     @property
     def lr(self) -> float:
@@ -146,8 +133,10 @@ class Optimizer:
                 if bucket.local.start >= window.place.stop or bucket.local.stop <= window.place.start:
                     continue
                 for chunk in flat.chunks(bucket, window.place):
-                    self._update(chunk, window, decayed if chunk.segment.decayed else update)
-                if self.in_8_bits:
+                    how = decayed if chunk.segment.decayed else update
+                    grads, params = flat.grads[chunk.grads], flat.params[chunk.place]
+                    self._update.apply(window, chunk.local, grads, params, how)
+                if self.is_in_blocks:
                     self._equal_copies(bucket, window)
                 if bucket.local.stop <= window.place.stop:
                     works.append(flat.gather(bucket))  # runs while the next bucket is updated
@@ -164,18 +153,6 @@ class Optimizer:
         flat = self.flat
         for chunk, n in flat.copies(bucket, window.place):
             if chunk.segment.sharded:
-                masters = window.masters(chunk.local)
+                masters = window.state("masters", chunk.local)
                 masters.copy_(self.tp.gather_copies(masters, n)[0])
                 flat.params[chunk.place].copy_(masters)
-
-    def _update(self, chunk: Chunk, window: Window, how: Update) -> None:
-        flat, masters = self.flat, window.masters(chunk.local)
-        grads, params = flat.grads[chunk.grads], flat.params[chunk.place]
-        if self.config.type == "sgd":
-            masters.mul_(how.decay).add_(grads, alpha=-how.lr * how.scale)
-            if flat.params is not flat.masters:
-                params.copy_(masters)
-        elif self.in_8_bits:
-            adam_8bit(grads, masters, params, window.moments(chunk.local), window.scales(chunk.local), how)
-        else:
-            adam(grads, masters, params, window.moments(chunk.local), how)

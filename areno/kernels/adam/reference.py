@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-BLOCK = 256  # elements quantised together
+from areno.config.optimizers import MOMENT_BLOCK
+
+BLOCK = MOMENT_BLOCK  # elements quantised together
 _ROW = 1024  # elements whose squares are summed in float32; the sums of rows are summed in float64
 TINY = 1e-37  # values are divided by the block's scale or, if larger, by this, whose reciprocal is finite
 Pair = tuple[Tensor, Tensor]  # one tensor for the first moment and one for the second

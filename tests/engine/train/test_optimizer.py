@@ -128,7 +128,7 @@ def test_bf16_weights_follow_fp32_masters():
     assert torch.equal(flat.params, flat.masters.bfloat16())
     # One update of 1e-5 is lost in bf16 next to 0.1; thirty in the masters are not.
     assert (flat.masters - start.float()).abs().max() > 1e-4
-    assert flat.masters.dtype == optimizer.exp_avg.dtype == torch.float32
+    assert flat.masters.dtype == optimizer.moments["exp_avg"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
@@ -141,7 +141,7 @@ def test_a_learning_rate_of_0_leaves_the_weights_bit_for_bit(kind):
         loss_of(ours, step).backward()
         optimizer.step(optimizer.gradient_stats().norm)
     assert torch.equal(flat.params, before)
-    assert optimizer.exp_avg.any()
+    assert optimizer.moments["exp_avg"].any()
 
 
 def test_skipping_changes_nothing():
@@ -154,18 +154,18 @@ def test_skipping_changes_nothing():
     optimizer.skip()
     assert torch.equal(flat.params, before)
     assert (optimizer.steps, optimizer.skipped_steps) == (0, 1)
-    assert not optimizer.exp_avg.any()
-    assert not optimizer.exp_avg_sq.any()
+    assert not optimizer.moments["exp_avg"].any()
+    assert not optimizer.moments["exp_avg_sq"].any()
 
 
 def test_an_update_takes_no_memory_that_was_free_before_it():
     """A KV cache that is sized in between would leave no room for it."""
     ours, _ = models(torch.bfloat16)
     optimizer = Optimizer(FlatParameters(ours), constant(), ALONE)
-    before = optimizer.exp_avg.data_ptr(), optimizer.exp_avg_sq.data_ptr()
+    before = optimizer.moments["exp_avg"].data_ptr(), optimizer.moments["exp_avg_sq"].data_ptr()
     loss_of(ours, 0).backward()
     optimizer.step(1.0)
-    assert (optimizer.exp_avg.data_ptr(), optimizer.exp_avg_sq.data_ptr()) == before
+    assert (optimizer.moments["exp_avg"].data_ptr(), optimizer.moments["exp_avg_sq"].data_ptr()) == before
 
 
 def test_zero_fraction_ignores_padding():
@@ -217,7 +217,7 @@ def test_frozen_parameters_take_no_memory_but_their_own(kind, per_element):
     n_padded = 2 * BLOCK
     assert sum(segment.n_params for segment in flat.segments) == 7 * 7 + 7
     assert flat.params.numel() == n_padded
-    masters_grads_moments = [flat.masters, flat.grads, optimizer.exp_avg, optimizer.exp_avg_sq]
+    masters_grads_moments = [flat.masters, flat.grads, optimizer.moments["exp_avg"], optimizer.moments["exp_avg_sq"]]
     assert sum(buffer.nbytes for buffer in masters_grads_moments) == per_element * n_padded
     assert model.embed.weight.grad is None
     frozen = {name: p for name, p in model.named_parameters() if not name.startswith("mix.")}
