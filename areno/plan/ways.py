@@ -97,7 +97,7 @@ def _options(found: Forecast) -> Iterator[_Option]:
         trained["critic"] = config.critic  # type: ignore[assignment]
     smaller = {name: OPTIMIZERS[section.optimizer.type].smaller for name, section in trained.items()}
     if changes := {f"{name}.optimizer.type": kind for name, kind in smaller.items() if kind is not None}:
-        prices = dict.fromkeys(OPTIMIZERS[kind].price for kind in changes.values())
+        prices = dict.fromkeys(OPTIMIZERS[kind].price for kind in smaller.values() if kind is not None)
         yield _Option({**changes}, "; ".join(prices))
     if isinstance(config, PolicyExperimentConfig):
         if cuda and not config.rollout.drop_rollout_state:
