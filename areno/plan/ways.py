@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiments import ExperimentConfig
-from areno.config.optimizers import OPTIMIZERS
+from areno.config.optimizers import OPTIMIZERS, OptimizerType
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.cost.footprint import RESTING
 from areno.errors import ArenoError
@@ -95,7 +95,9 @@ def _options(found: Forecast) -> Iterator[_Option]:
     trained = {"actor": config.actor}
     if isinstance(config, CriticExperimentConfig):
         trained["critic"] = config.critic  # type: ignore[assignment]
-    smaller = {name: OPTIMIZERS[section.optimizer.type].smaller for name, section in trained.items()}
+    smaller: dict[str, OptimizerType | None] = {
+        name: OPTIMIZERS[section.optimizer.type].smaller for name, section in trained.items()
+    }
     if changes := {f"{name}.optimizer.type": kind for name, kind in smaller.items() if kind is not None}:
         prices = dict.fromkeys(OPTIMIZERS[kind].price for kind in smaller.values() if kind is not None)
         yield _Option({**changes}, "; ".join(prices))
