@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from areno.files import interrupts
+from areno.version import __version__ as __version__
 
 interrupts.begin()  # a command imports this module first
-__version__ = "0.1.0"
 
 __all__ = [
     "Areno",

@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from areno import __version__
 from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
 from areno.bench.trl_contender import (
@@ -47,6 +46,7 @@ from areno.report.picture import svg
 from areno.tracking.tracker import END_OF_STEP, Tracker
 from areno.trainers.loop import PolicyEvaluation
 from areno.types import PromptItem
+from areno.version import __version__
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from areno import __version__
 from areno.errors import ArenoError, ConfigError, as_file_error, did_you_mean
 from areno.files import interrupts
+from areno.version import __version__
 
 COMMANDS = {
     "train, evaluate and serve": {

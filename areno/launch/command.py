@@ -24,7 +24,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
-from areno import __version__
 from areno.api.algorithms import Algorithm, own_algorithms
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.errors import ArenoError, ConfigError, Key, Problem, as_file_error, keys_renamed
@@ -37,6 +36,7 @@ from areno.launch.hints import counterparts, listed
 from areno.schema.build import with_defaults
 from areno.schema.fields import Missing
 from areno.tracking.run_folder import TUNED
+from areno.version import __version__
 
 if TYPE_CHECKING:
     from areno.config.experiments import ExperimentConfig

@@ -37,7 +37,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 
-from areno import __version__
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
 from areno.files.interrupts import reraise_interrupts
 from areno.files.paths import absolute, root
@@ -48,6 +47,7 @@ from areno.launch.idle import is_idle, leave_out
 from areno.schema.build import both_names, build, current_key, with_defaults
 from areno.schema.fields import Section, Unused, dependents
 from areno.schema.values import value_at
+from areno.version import __version__
 
 T = TypeVar("T", bound=Section)
 

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areno import __version__
 from areno.errors import ArenoError
 from areno.files.durable import atomic_write_text
 from areno.report.curves import Chart, charts, is_count, unit_of
 from areno.report.verdict import differences, run_names, settings_today, verdict
 from areno.schema.values import flat
 from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, loss_is_meaningful, seconds
+from areno.version import __version__
 
 SAMPLE_BYTES = 8 * 2**20  # of all compressed samples in the page
 _ROUNDING = 1e-6  # largest absolute value of a loss that is 0 by construction

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from areno import __version__
 from areno.config.experiments import ExperimentConfig
 from areno.config.run import RecoverConfig
 from areno.errors import ArenoError, CheckpointError, ConfigError, Key, Problem, WorkerLost
@@ -27,6 +26,7 @@ from areno.run.progress import Trigger
 from areno.run.resume import STATE, EarlierRun, changes, refuse
 from areno.run.states import ENGINE, State, States
 from areno.tracking.run_folder import RunFiles, versions
+from areno.version import __version__
 
 logger = logging.getLogger("areno.recover")
 

@@ -22,13 +22,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from areno import __version__
 from areno.config.experiments import ExperimentConfig
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.durable import UNFINISHED, atomic_write_text, locked, make_folders, remove, remove_empty, sync
 from areno.files.paths import read_if_exists, read_start, root
 from areno.files.small_yaml import YamlFault, fault, plain_yaml
 from areno.schema.fields import Section
+from areno.version import __version__
 
 SETTINGS, OVERRIDES, VERSIONS = "config.yaml", "overrides.yaml", "versions.json"
 METRICS = "logs/metrics.jsonl"  # made at the beginning of the first step

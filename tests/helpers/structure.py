@@ -28,7 +28,16 @@ STAIRCASE = (  # a module imports from its own step or from those after it; name
         "kernels",
         "loss_fns",
     ),
-    *("types", "config", ("services", "reward_fns"), "schema", "sandbox", "files", "errors", ("heartbeat", "trace")),
+    *(
+        "types",
+        "config",
+        ("services", "reward_fns"),
+        "schema",
+        "sandbox",
+        "files",
+        "errors",
+        ("heartbeat", "trace", "version"),
+    ),
 )
 STEPS = {name: at for at, step in enumerate(STAIRCASE) for name in ([step] if isinstance(step, str) else step)}
 BY_NAME = {"getattr", "hasattr", "setattr"}
@@ -73,8 +82,9 @@ class Module:
                 if node.level:
                     parts = self.folder.split(".")
                     base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
-                for name in {alias.name for alias in node.names} - {"__version__"}:
-                    found.add(f"{base}.{name}" if f"{base}.{name}" in self.all_names else base)
+                for alias in node.names:
+                    name = f"{base}.{alias.name}"
+                    found.add(name if name in self.all_names else base)
         return found
 
     def named(self) -> set[str]:

@@ -174,7 +174,6 @@ def test_an_import_upwards_is_found(tmp_path: Path, text: str) -> None:
     [
         "from areno.errors import E",
         "from .other import f",
-        "from areno import __version__",
         '"""Used by areno.api.x."""',
         "'areno.api_like text'",
         "'areno.nothing'",

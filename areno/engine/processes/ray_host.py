@@ -18,9 +18,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from areno import __version__
 from areno.engine.processes.local import Arrived, LocalProcesses
 from areno.specs.engine import LOOPBACK, EngineSpec
+from areno.version import __version__
 
 VERSIONS_OF = ("torch", "transformers")
 _SIOCGIFADDR = 0x8915

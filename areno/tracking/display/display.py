@@ -16,7 +16,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from areno import __version__
 from areno.config.experiments import ExperimentConfig
 from areno.schema.fields import changed
 from areno.schema.values import show
@@ -27,6 +26,7 @@ from areno.tracking.reader import RunReader, headlines
 from areno.tracking.run_log import Console, RunLog, host_listens
 from areno.tracking.tracker import Tracker
 from areno.types import ScoredSample
+from areno.version import __version__
 
 logger = logging.getLogger("areno")
 

@@ -1,0 +1,3 @@
+"""The version of areno."""
+
+__version__ = "0.1.0"
