@@ -30,7 +30,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from areno.api.trainer import Trainer
-    from areno.plan.backend import Areno, ArenoConfig
+    from areno.plan.sdk_arguments import Areno, ArenoConfig
     from areno.trainers.distill import DistillTrainer
     from areno.trainers.dpo import DPOTrainer
     from areno.trainers.kto import KTOTrainer
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from areno.types import ModelRole, SamplingParams, TrainSequence
 
 _NAMES = {
-    "areno.plan.backend": ("Areno", "ArenoConfig"),
+    "areno.plan.sdk_arguments": ("Areno", "ArenoConfig"),
     "areno.api.trainer": ("Trainer",),
     "areno.trainers.distill": ("DistillTrainer",),
     "areno.trainers.dpo": ("DPOTrainer",),

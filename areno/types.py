@@ -456,7 +456,7 @@ class TokenRow:
     Attributes:
         tokens: Token ids.
         sources: Origin of each token (chat template, system, user, tool or sampled), uint8, a value of
-            areno.server.tokens.Source.
+            areno.server.token_sources.Source.
         sampled: Whether the token was sampled in this row, bool.
         trained: Whether the loss trains on the token, bool. Tokens that were not sampled may be trained too.
         logprobs: Log-probability of each sampled token, float64. 0.0 for all other tokens.

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areno.errors import DataError
-from areno.rewards.records import reward_number
+from areno.scoring.records import reward_number
 from areno.types import Message
 
 logger = logging.getLogger("areno")

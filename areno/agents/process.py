@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 
 from areno.agents.trajectories import AgentBatch, BadTrajectory, PlainTurn, plain_results
 from areno.agents.verifiers_agent import load_agent
-from areno.engine.streams import RunningClock
+from areno.engine.output_streams import RunningClock
 from areno.errors import ConfigError, Problem
 from areno.files.user_code import describe_error, split_spec
 from areno.server.errors import CONTEXT_FULL

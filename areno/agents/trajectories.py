@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areno.rewards.records import reward_number
+from areno.scoring.records import reward_number
 from areno.server.errors import BadTrajectory
-from areno.server.responses import check_json, read_response, to_plain
+from areno.server.returned_responses import check_json, read_response, to_plain
 from areno.types import Message, PromptBatch
 
 

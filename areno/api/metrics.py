@@ -18,7 +18,7 @@ from areno import heartbeat, trace
 from areno.config.experiments import pass_sizes
 from areno.data.loader import BatchLoader
 from areno.errors import EngineError
-from areno.tracking.right_answers import RIGHT, exceed_one
+from areno.tracking.accuracy import RIGHT, exceed_one
 from areno.tracking.scalar_files import Jsonl, TensorBoard
 from areno.tracking.tracker import Tracker, Trackers
 from areno.types import PromptBatch, PromptItem, ScoredSample, TrainSequence

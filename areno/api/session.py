@@ -17,7 +17,7 @@ from areno.engine.engine import Engine
 from areno.engine.reports import RolloutStats
 from areno.engine.requests import OnProgress, RequestLimits
 from areno.errors import ArenoError, EngineError
-from areno.plan.arguments import check_count
+from areno.plan.argument_checks import check_count
 from areno.plan.plan import TrainerPlan
 from areno.specs.rollout import RolloutSpec
 from areno.types import GenerationOutput, GenerationRequest, RolloutResult, RolloutSequence, SamplingParams

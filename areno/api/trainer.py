@@ -25,7 +25,7 @@ from areno.engine.requests import OnProgress
 from areno.errors import ArenoError, CheckpointError, ConfigError, DataError, EngineError, Rename, keys_renamed
 from areno.files.durable import as_checkpoint_error, atomic_write_folder
 from areno.models.folder import is_replaceable
-from areno.plan.arguments import (
+from areno.plan.argument_checks import (
     check_count,
     check_folder,
     check_positive,
@@ -35,9 +35,9 @@ from areno.plan.arguments import (
     check_token_rows,
     check_update,
 )
-from areno.plan.backend import Areno, ArenoConfig, argument_of, plan_of_arguments, read_arguments
-from areno.plan.facts import log_memory_after, log_model
 from areno.plan.plan import TrainerPlan, plan_of_experiment
+from areno.plan.sdk_arguments import Areno, ArenoConfig, argument_of, plan_of_arguments, read_arguments
+from areno.plan.startup_log import log_memory_after, log_model
 from areno.specs.role import RoleSpec
 from areno.specs.update import OldLogprobs, UpdateSpec
 from areno.tracking.console import RolloutProgress

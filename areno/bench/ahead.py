@@ -26,8 +26,8 @@ from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
 from areno.engine.engine import Engine
 from areno.engine.requests import requests_of_rest
-from areno.run.groups import DECISION_STEPS, Admission, Choice, Group, n_tokens
-from areno.run.in_flight import InFlight
+from areno.run.group_selection import DECISION_STEPS, Admission, Choice, Group, n_tokens
+from areno.run.groups_in_flight import InFlight
 from areno.specs.rollout import RolloutSpec
 from areno.types import GenerationOutput, GenerationRequest, PromptItem, SamplingParams
 

@@ -27,8 +27,8 @@ from areno.errors import ArenoError, ConfigError, DataError, Problem
 from areno.kernels.backend import default_dtype
 from areno.models.registry import load_config
 from areno.plan.plan import load_tokenizer
-from areno.rewards.pool import RewardPool
-from areno.rewards.records import record_of_completion
+from areno.scoring.pool import RewardPool
+from areno.scoring.records import record_of_completion
 from areno.types import PromptItem
 
 STD_EPS = 1e-4

@@ -266,7 +266,7 @@ def _folder() -> str:
 
 def _rewards() -> str:
     from areno.config.reward import RewardConfig
-    from areno.rewards.pool import RewardPool
+    from areno.scoring.pool import RewardPool
     from areno.types import RewardRecord
 
     with RewardPool(RewardConfig(fn="math", workers=1)) as pool:
@@ -294,7 +294,7 @@ def _model(report: _Report, arguments: argparse.Namespace) -> None:
 def _trainer(folder: str, arguments: argparse.Namespace, report: _Report) -> Iterator[Any]:
     """Yield an initialised Trainer of the model in `folder`, or None if the start failed."""
     from areno.api.trainer import Trainer
-    from areno.plan.backend import ArenoConfig
+    from areno.plan.sdk_arguments import ArenoConfig
 
     made: list[Any] = []
 

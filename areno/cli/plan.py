@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from areno.api.algorithms import Algorithm
     from areno.plan.forecast import Forecast
-    from areno.plan.ways import Way
+    from areno.plan.settings_that_fit import Way
 
 _ABOUT = """\
 Predicts the memory and the time of each phase of a training step, for devices that need not be here. Reads the shapes
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from areno.plan import hardware
     from areno.plan.forecast import forecast
-    from areno.plan.ways import ways_to_fit
+    from areno.plan.settings_that_fit import ways_to_fit
 
     for name in ("devices", "prompt_tokens", "answer_tokens"):
         if (value := vars(arguments)[name]) is not None and value < 1:
@@ -230,7 +230,7 @@ def _print(algorithm: str, found: Forecast, ways: Sequence[Way], is_limit: bool)
     from rich.console import Console
     from rich.table import Table
 
-    from areno.plan.ways import shown
+    from areno.plan.settings_that_fit import shown
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     hardware = found.hardware

@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from areno.report.tables import count_lines, samples_table, summary_table
-    from areno.rewards.pool import RewardPool
+    from areno.scoring.pool import RewardPool
     from areno.tracking.run_log import RunLog
 
     if arguments.limit is not None and arguments.limit < 1:
@@ -119,8 +119,8 @@ def _with_judge_scores(
     judge: JudgeConfig, records: Sequence[RewardRecord], outcomes: list[RewardOutcome] | None
 ) -> tuple[list[RewardOutcome], float]:
     """Return the rewards with the scores of a judge at an endpoint, and its seconds. Equal prompts are a group."""
-    from areno.rewards.judge import Judging, Task, add_judged
-    from areno.rewards.judge_readers import EndpointReader
+    from areno.scoring.judge import Judging, Task, add_judged
+    from areno.scoring.judge_readers import EndpointReader
 
     groups: dict[str, list[int]] = {}  # prompt -> its samples
     for place, record in enumerate(records):

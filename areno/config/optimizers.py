@@ -1,6 +1,6 @@
 """The optimizers: what each keeps for a trained parameter, and what an update costs. Imports no torch.
 
-The update of each is in engine/train/updates.py.
+The update of each is in engine/train/optimizer_updates.py.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from areno.data.arrow_rows import mapped_table, without_nulls
-from areno.data.forms import SHOWN
+from areno.data.dataset_formats import SHOWN
 from areno.data.json_lines import JsonLines
 from areno.data.row_schema import Row, Rows, describe_value, json_problem
 from areno.errors import DataError, printable

@@ -17,12 +17,12 @@ import numpy as np
 
 from areno import heartbeat
 from areno.config.datasets import ChangedTurns, DatasetConfig
-from areno.data.ahead import CHUNK, EncodedAhead
-from areno.data.drafts import labelled_draft, pair_draft, prompt_draft, ranked_draft, sft_draft
 from areno.data.encode import Draft, encode_rows
+from areno.data.encode_ahead import CHUNK, EncodedAhead
 from areno.data.messages import with_variables
+from areno.data.row_rendering import labelled_draft, pair_draft, prompt_draft, ranked_draft, sft_draft
 from areno.data.row_schema import RowKind, Rows, Tie, TooLong, row_problem, rows_at, rows_problem, template_variables
-from areno.data.steps import step_draft
+from areno.data.solution_steps import step_draft
 from areno.data.teacher_rows import TeacherRows
 from areno.errors import DataError, Key, Problem
 from areno.types import Batch, Item, PromptItem

@@ -114,7 +114,7 @@ class _Form:
 
     def __init__(self, tokenizer: Any):
         self.template = tokenizer.chat_template
-        self.left_out: dict[int, Any] = {}  # hash of a conversation's shape -> what left_out.py found
+        self.left_out: dict[int, Any] = {}  # hash of a conversation's shape -> what template_omissions.py found
         self._roles: dict[str, str] = {}
         self._separators: dict[str, tuple[str, bool]] = {}
         self.reasoning, self.calls_are_text = REASONING[0], False

@@ -32,8 +32,8 @@ from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import VERIFIERS
 from areno.data.arrow_rows import without_nulls
+from areno.data.dataset_formats import prepare_rows
 from areno.data.files import COMPRESSED, FORMATS, format_of, read_json, read_jsonl, read_table
-from areno.data.forms import prepare_rows
 from areno.data.row_schema import FIELDS, SHARED_FIELDS, RowKind, Rows, describe_value, rows_at, rows_problem
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of
 from areno.files.paths import existing_path, find_file

@@ -9,9 +9,9 @@ from typing import Any
 
 from areno.config.policy_experiments import DistillExperimentConfig, PolicyExperimentConfig
 from areno.data.chat_template import render_generation_prompt
-from areno.data.drafts import prompt_draft
+from areno.data.dataset_formats import MAX_CHECKED
 from areno.data.encode import Draft
-from areno.data.forms import MAX_CHECKED
+from areno.data.row_rendering import prompt_draft
 from areno.data.row_schema import Rows, TooLong, name_problem, row_problem
 from areno.errors import DataError, Key
 from areno.types import PromptItem

@@ -19,14 +19,14 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig, SamplingConfig
 from areno.cost.prefix_sharing import Sharing
 from areno.cost.token_budget import SCORE, TRAIN
-from areno.engine.chosen_budgets import ChosenBudgets
-from areno.engine.memory import resident_bytes
+from areno.engine.chosen_token_budgets import ChosenBudgets
+from areno.engine.device_memory import resident_bytes
 from areno.engine.processes.workers import start_workers
 from areno.engine.reports import EngineInfo
 from areno.engine.requests import Dispatcher, RequestLimits, check_params
 from areno.engine.sampling import SamplingEngine
+from areno.engine.train.checked_rows import TOP, masks_of_rows, read_tokens, read_training_rows, routes_of_rows
 from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps, sharing_beside_teachers
-from areno.engine.train.rows import TOP, masks_of_rows, read_tokens, read_training_rows, routes_of_rows
 from areno.errors import CheckpointError, EngineError, Key
 from areno.models.registry import load_config
 from areno.specs.engine import EngineSpec

@@ -25,14 +25,14 @@ from areno.cost.footprint import Footprint, footprint_of
 from areno.cost.kv_cache import WantedCache
 from areno.cost.remedies import check_fits, check_host_memory
 from areno.cost.token_budget import SCORE, TRAIN, choose_token_budget
-from areno.engine import memory
-from areno.engine.chosen_budgets import TokenBudgets
+from areno.engine import device_memory
+from areno.engine.chosen_token_budgets import TokenBudgets
 from areno.engine.decoder.grammar import Vocabulary
+from areno.engine.device_memory import device_bytes, out_of_memory_hint, total_bytes
 from areno.engine.exact import make_exact
-from areno.engine.memory import device_bytes, out_of_memory_hint, total_bytes
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.train.backend import TrainBackend
-from areno.engine.train.host_memory import PINNED_BYTES
+from areno.engine.train.optimizer_offload import PINNED_BYTES
 from areno.engine.train.teacher import TeacherPasses
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_setting
@@ -60,8 +60,8 @@ class Offload:
     """Moves the memory of a model between the device and host memory. Construction moves it to host memory.
 
     The memory consists of flat buffers: large 1-D tensors, of which the parameters, gradients and so on are views.
-    Master weights and moments are not among them, see `areno.engine.train.host_memory`. The content of `scratch`, which
-    only training uses, is not kept.
+    Master weights and moments are not among them, see `areno.engine.train.optimizer_offload`. The content of
+    `scratch`, which only training uses, is not kept.
     """
 
     def __init__(self, params: Sequence[Tensor] = (), scratch: Sequence[Tensor] = ()):
@@ -266,7 +266,7 @@ class Roles:
 
         No rank allocates host memory for its models before all ranks have measured the free memory.
         """
-        share = memory.host_bytes_free() // self.spec.n_ranks_on_machine(self.context.rank)
+        share = device_memory.host_bytes_free() // self.spec.n_ranks_on_machine(self.context.rank)
         found = torch.tensor(float(share), dtype=torch.float64, device=self.context.device)
         lowest = torch.distributed.ReduceOp.MIN
         return int(self.context.dp.all_reduce(self.context.tp.all_reduce(found, lowest), lowest).item())

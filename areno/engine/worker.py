@@ -26,12 +26,13 @@ from areno.cost import remedies
 from areno.cost.flops import Cost
 from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
 from areno.cost.prefix_sharing import Sharing
-from areno.engine import memory, profiling
-from areno.engine.chosen_budgets import TokenBudgets
+from areno.engine import device_memory as memory
+from areno.engine import profiling
+from areno.engine.chosen_token_budgets import TokenBudgets
 from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.draft_length import step_costs
-from areno.engine.decoder.drafts import NgramDrafter
+from areno.engine.decoder.ngram_drafts import NgramDrafter
 from areno.engine.deterministic import Threads, naming_nondeterministic_operations, without_deterministic_mode
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.reports import EngineInfo, RolloutStats
@@ -39,8 +40,8 @@ from areno.engine.requests import RequestLimits
 from areno.engine.roles import Roles
 from areno.engine.state.checkpointer import StateCheckpointer
 from areno.engine.train.backend import LossFn
+from areno.engine.train.checked_rows import TOP, RouteShape
 from areno.engine.train.micro_batches import StepMicroBatches, TrainResult
-from areno.engine.train.rows import TOP, RouteShape
 from areno.engine.train.teacher import TeacherPasses, Teachers
 from areno.errors import EngineError
 from areno.kernels.attention import choose_backend

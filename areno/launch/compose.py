@@ -43,7 +43,7 @@ from areno.files.paths import absolute, root
 from areno.launch import yaml_files
 from areno.launch.hints import hint
 from areno.launch.hydra import SearchPath, check_references, checked_files, delete, explain, quoted, resolved
-from areno.launch.idle import is_idle, leave_out
+from areno.launch.unused_settings import is_idle, leave_out
 from areno.schema.build import both_names, build, current_key, with_defaults
 from areno.schema.fields import Section, Unused, dependents
 from areno.schema.values import value_at

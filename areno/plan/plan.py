@@ -14,7 +14,7 @@ from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperi
 from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.config.run import EngineConfig
 from areno.data.control_tokens import allow_control_tokens
-from areno.data.steps import separator_of
+from areno.data.solution_steps import separator_of
 from areno.data.turn_ends import set_model_ends, stop_token_ids, template_end_ids
 from areno.engine.decoder.grammar import text_ranges
 from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
@@ -23,8 +23,7 @@ from areno.models.config import TransformerConfig
 from areno.models.folder import resolve
 from areno.models.registry import load_config
 from areno.plan.devices import devices_of
-from areno.plan.lora import KEY as LORA_KEY
-from areno.plan.lora import lora_of
+from areno.plan.lora import KEY, lora_of
 from areno.plan.phases import shared_decoder
 from areno.specs.engine import EngineSpec
 from areno.specs.role import LoraSpec, RoleSpec
@@ -210,7 +209,7 @@ def _open_config(path: str, head: HeadName) -> tuple[str, TransformerConfig]:
     folder = model_folder(path, "actor.path")
     if is_adapter(folder):
         text = "{} holds adapters and no model; name the model that they are for, with {}=true and {}={}"
-        raise ConfigError(Problem("actor.path", text, folder, Key("actor.use_lora"), Key(LORA_KEY), folder))
+        raise ConfigError(Problem("actor.path", text, folder, Key("actor.use_lora"), Key(KEY), folder))
     with model_setting("actor.path"):
         return folder, load_config(folder, head)
 

@@ -19,12 +19,12 @@ from areno.errors import ArenoError, ConfigError, Problem
 from areno.plan.lora import with_model
 from areno.plan.plan import TrainerPlan, plan_of_experiment, whole_model
 from areno.plan.roles import experiment_roles, with_common_ids
-from areno.report.recorded import RecordedRow, check_sample, recorded_row
+from areno.report.recorded_sample import RecordedRow, check_sample, recorded_row
 from areno.run.setup import with_teacher
 from areno.schema.values import value_at
 from areno.specs.role import RoleSpec
 from areno.tracking.reader import RunReader
-from areno.trainers.rows import sample_rewards
+from areno.trainers.training_rows import sample_rewards
 from areno.trainers.update import correct_rows, pack_of
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from areno.errors import ArenoError
 from areno.report.terminal import right
+from areno.tracking.accuracy import counts_right
 from areno.tracking.reader import (
     NAMES,
     NAMES_OF_TRAINING,
@@ -21,7 +22,6 @@ from areno.tracking.reader import (
     list_runs,
     seconds,
 )
-from areno.tracking.right_answers import counts_right
 from areno.tracking.run_folder import algorithm_shown
 from areno.tracking.series import right_answers_are_meaningful
 

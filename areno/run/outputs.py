@@ -25,11 +25,11 @@ from areno.errors import ArenoError, EngineError, Key, Problem
 from areno.run.progress import RunProgress
 from areno.tracking.console import log_start
 from areno.tracking.display.display import Display, chosen_console, settings_shown
-from areno.tracking.divergence import Divergence
 from areno.tracking.recorder import open_trackers
 from areno.tracking.run_folder import METRICS, RunFiles, overrides_of
 from areno.tracking.run_log import RunLog
 from areno.tracking.tracker import Tracker
+from areno.tracking.training_warnings import Divergence
 from areno.types import RewardOutcome
 
 logger = logging.getLogger("areno")

@@ -20,9 +20,9 @@ from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.run import FrequencyConfig
 from areno.data.loader import BatchLoader
-from areno.run.in_flight import InFlight
+from areno.run.groups_in_flight import InFlight
+from areno.tracking.accuracy import exceed_one
 from areno.tracking.console import log_epoch
-from areno.tracking.right_answers import exceed_one
 from areno.types import Batch
 
 logger = logging.getLogger("areno")

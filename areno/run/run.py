@@ -32,7 +32,7 @@ from areno.data.loader import BatchLoader
 from areno.errors import ArenoError, WorkerLost
 from areno.files.durable import atomic_write_text
 from areno.files.interrupts import Stop
-from areno.plan.arguments import check_folder
+from areno.plan.argument_checks import check_folder
 from areno.plan.forecast import Forecast
 from areno.plan.phases import compare, measured_lengths
 from areno.run.checkpoints import Saver
@@ -42,10 +42,10 @@ from areno.run.progress import Name, RunProgress
 from areno.run.recovery import RecoverableEngine, Recovery
 from areno.run.resume import folder_for
 from areno.run.tracing import RunTracer
+from areno.tracking.accuracy import without_right
 from areno.tracking.console import RESUMED, log_done, log_stopped
 from areno.tracking.display.display import chosen_console
 from areno.tracking.reader import RunReader
-from areno.tracking.right_answers import without_right
 from areno.tracking.run_folder import FORECAST
 from areno.tracking.run_log import IN_FULL, RunLog
 from areno.tracking.tracker import Tracker

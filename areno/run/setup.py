@@ -21,8 +21,8 @@ from areno.config.policy_experiments import CriticExperimentConfig, DistillExper
 from areno.config.ratio import RatioConfig
 from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind
+from areno.data.solution_steps import StepReader, check_separator, separator_problem
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
-from areno.data.steps import StepReader, check_separator, separator_problem
 from areno.data.teacher_rows import teacher_rows
 from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.engine import Engine
@@ -31,9 +31,9 @@ from areno.files.paths import model_setting
 from areno.models.folder import same_weights
 from areno.models.registry import load_config
 from areno.plan.devices import n_workers_here
-from areno.plan.facts import facts, without_answers
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import gpu_called, this_cpu
+from areno.plan.lr_schedule import device_warnings, schedule_warnings, staleness_warnings, with_schedules
 from areno.plan.phases import shared_decoder
 from areno.plan.plan import (
     TrainerPlan,
@@ -42,17 +42,17 @@ from areno.plan.plan import (
     whole_model,
 )
 from areno.plan.roles import check_plan, experiment_roles
-from areno.plan.schedule import device_warnings, schedule_warnings, staleness_warnings, with_schedules
-from areno.rewards.judge import check_fields
-from areno.rewards.judge_readers import EndpointReader, Reader, RoleReader
-from areno.rewards.pool import RewardPool
-from areno.run import tuning
+from areno.plan.startup_log import facts, without_answers
+from areno.run import tuning_trials
+from areno.run.agents_across_steps import LiveAgents
 from areno.run.evaluator import Evaluator
-from areno.run.live_agents import LiveAgents
 from areno.run.outputs import RunTexts
 from areno.run.run import Run
 from areno.run.states import folder_fingerprint, rows_fingerprint
 from areno.schema.fields import unused
+from areno.scoring.judge import check_fields
+from areno.scoring.judge_readers import EndpointReader, Reader, RoleReader
+from areno.scoring.pool import RewardPool
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
 from areno.tracking.recorder import check_services
@@ -149,7 +149,7 @@ class Setup(Generic[Config]):
         self._loop, self._trackers = loop, trackers
         with ExitStack() as stack:
             stack.enter_context(RunLog())
-            tuned = tuning.tune_for_script(config, run_dir) if loop.trains else None
+            tuned = tuning_trials.tune_for_script(config, run_dir) if loop.trains else None
             # Processes start first, so that they import the user's code while plan and data are read.
             self.rewards, self.agents, plan, roles, self.judge, *_ = all_of(
                 partial(_open_rewards, config, reward_fn, stack),
@@ -180,7 +180,7 @@ class Setup(Generic[Config]):
             models = SavedModels(config, loop.also_saved)
             self.run = self._open_run(plan, run_dir, models)
             stack.callback(self.run.close)
-            tuning.write(self.run.folder, tuned)
+            tuning_trials.write(self.run.folder, tuned)
 
             plan, self.roles = with_schedules(config, plan, self.roles, self.run.progress.total_steps)
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}

@@ -20,14 +20,14 @@ from aiohttp import web
 
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
-from areno.server import answers
+from areno.server import response_bodies
 from areno.server.access import PageGuard
 from areno.server.chat import ChatCompletions
 from areno.server.completions import Completions
-from areno.server.conversations import PromptBuilder, prompt_threads
 from areno.server.errors import ApiError
-from areno.server.fields import decompress, read_json, too_large
+from areno.server.json_bodies import decompress, read_json, too_large
 from areno.server.parsers import parser_for_template
+from areno.server.prompt_builder import PromptBuilder, prompt_threads
 from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion
 from areno.server.sampling import Sampler, ServerLimits
 from areno.server.threads import END_ANSWERS, Threads
@@ -251,12 +251,12 @@ class Server:
                     async for chunk in stream:
                         if not response.prepared:
                             await response.prepare(request)
-                        await response.write(answers.event(chunk))
-                    await response.write(answers.END)
+                        await response.write(response_bodies.event(chunk))
+                    await response.write(response_bodies.END)
             except ApiError as error:
                 if not response.prepared:
                     raise
-                await response.write(answers.event(error.body()))
+                await response.write(response_bodies.event(error.body()))
         await response.write_eof()
         return response
 

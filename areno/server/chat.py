@@ -17,15 +17,15 @@ from typing import Any
 from pydantic_core import to_json
 
 from areno.errors import ArenoError, DataError
-from areno.server import answers
-from areno.server.conversations import Prompt, PromptBuilder, is_first_turn, template_names
+from areno.server import response_bodies
 from areno.server.detokenize import TextStream, TokenText, TokenTextCache, TokenTextStream, special_ids
 from areno.server.errors import ApiError, PromptTooLong, bad_field
 from areno.server.messages import read_messages
 from areno.server.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, join_deltas
 from areno.server.parsers.message import END_THINK, THINK
+from areno.server.prompt_builder import Prompt, PromptBuilder, is_first_turn, template_names
 from areno.server.requests import ChatRequest
-from areno.server.responses import message_digest, sampled_with
+from areno.server.returned_responses import message_digest, sampled_with
 from areno.server.sampling import Sampler
 from areno.server.threads import Threads
 from areno.types import GenerationOutput, GenerationRequest, Message
@@ -103,7 +103,7 @@ class ChatCompletions:
 
     def _grammar(self, request: ChatRequest, prompt: Prompt) -> str | None:
         """Return the grammar that enforces `response_format` and `tool_choice`, None if neither constrains."""
-        from areno.server.grammar import Constraint, compile_grammar, reasoning_after
+        from areno.server.output_grammars import Constraint, compile_grammar, reasoning_after
 
         choice: Any = "auto"
         if request.requires_call and self._enforces_calls:
@@ -151,20 +151,20 @@ class _Chat:
     hidden: frozenset[int]  # tokens without text in the answer: stop tokens and, by default, special tokens
 
     def __post_init__(self) -> None:
-        self.head = answers.envelope("chat.completion", "chatcmpl", self.request.model)
+        self.head = response_bodies.envelope("chat.completion", "chatcmpl", self.request.model)
         options = self.request.options
         self.returns_tokens = self.endpoint._session is not None if options.token_ids is None else options.token_ids
 
     async def answer(self) -> bytes:
         n = self.request.options.n
         choices, outputs = list[_Choice](), list[Any]([None] * n)
-        written, prompt = list[answers.TokenFieldWriter](), b""
+        written, prompt = list[response_bodies.TokenFieldWriter](), b""
         async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
             async for output in stream:
                 if not choices:  # created late, because many requests may wait for the engine
                     choices = [_Choice(self, index) for index in range(n)]
                     if self.returns_tokens:
-                        written = [answers.TokenFieldWriter() for _ in range(n)]
+                        written = [response_bodies.TokenFieldWriter() for _ in range(n)]
                         prompt = to_json(self._prompt_field())
                 if self.returns_tokens:
                     written[output.sample].add(output)
@@ -181,7 +181,7 @@ class _Chat:
             written[index].text(index, output.finish_reason, message_digest(shown[index]["message"]))
             for index, output in enumerate(outputs)
         ]
-        return answers.with_token_field(body, prompt, tokens)
+        return response_bodies.with_token_field(body, prompt, tokens)
 
     def _choice(self, index: int, output: GenerationOutput, choice: _Choice) -> Json:
         """Return the JSON of a choice. The event loop caches its turn later."""
@@ -213,17 +213,17 @@ class _Chat:
         """Return "stop", "length" or "tool_calls". As in OpenAI's API, a forced call ends with "stop"."""
         if output.finish_reason == "stop" and has_calls and self.request.named is None:
             return "tool_calls"
-        return answers.finish_reason(output)
+        return response_bodies.finish_reason(output)
 
     def _usage(self, outputs: Sequence[GenerationOutput]) -> Json:
         n_completion = sum(len(output.tokens) for output in outputs)
-        return answers.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
+        return response_bodies.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
 
     def _token_field(self, outputs: Sequence[GenerationOutput], messages: Sequence[Json]) -> Json:
         if not self.returns_tokens:
             return {}
         digests = [message_digest(message) for message in messages]
-        return {"areno": answers.token_field(self._prompt_field(), outputs, digests)}
+        return {"areno": response_bodies.token_field(self._prompt_field(), outputs, digests)}
 
     def _prompt_field(self) -> Json:
         """Return the fields of `areno` about the prompt."""
@@ -281,8 +281,8 @@ class _Choice:
         self._one_call = not request.parallel_tool_calls
         self._token_texts = TokenTextStream(self._texts, chat.hidden)
         self._n_characters = 0
-        self._scores: list[answers.TokenScore] = []  # of tokens whose text is not certain yet
-        self._unreported: list[answers.ScoredText] = []  # not yet returned by `logprobs`
+        self._scores: list[response_bodies.TokenScore] = []  # of tokens whose text is not certain yet
+        self._unreported: list[response_bodies.ScoredText] = []  # not yet returned by `logprobs`
         self._deltas: list[MessageDelta] = []
         self._n_taken = self.n_calls = 0
 
@@ -305,10 +305,10 @@ class _Choice:
 
     def _new_tokens(self, output: GenerationOutput, start: int) -> list[int]:
         """Return the tokens from index `start` on, and record their log-probabilities if needed."""
-        tokens = answers.values_from(output, "tokens", start)
+        tokens = response_bodies.values_from(output, "tokens", start)
         self._n_taken += len(tokens)
         if self._n_top is not None:
-            self._scores += answers.token_scores(output)[start:]
+            self._scores += response_bodies.token_scores(output)[start:]
             self._token_texts.feed(tokens)
         return tokens
 
@@ -353,7 +353,7 @@ class _Choice:
     def logprobs(self) -> Json:
         """Return the `logprobs` object of the tokens that no earlier call returned."""
         scores, self._unreported = self._unreported, []
-        return answers.chat_logprobs(self._texts, scores)
+        return response_bodies.chat_logprobs(self._texts, scores)
 
 
 def _call(call: ToolCall) -> Json:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from areno.server import answers
+from areno.server import response_bodies
 from areno.server.detokenize import (
     TextStream,
     TokenText,
@@ -63,7 +63,7 @@ class _Completion:
 
     def __init__(self, endpoint: Completions, request: CompletionRequest, sampled: list[GenerationRequest]):
         self._endpoint, self._request, self._sampled = endpoint, request, sampled
-        self._head = answers.envelope("text_completion", "cmpl", request.model)
+        self._head = response_bodies.envelope("text_completion", "cmpl", request.model)
         skips = request.options.params.skip_special_tokens
         self._hidden = endpoint._sampler.stop_ids | (endpoint._special if skips else frozenset())
 
@@ -116,16 +116,16 @@ class _Completion:
             text = stream.finish(output.tokens)
             if request.options.n_top is not None:
                 token_texts.feed(output.tokens)
-                scores += zip(answers.token_scores(output), token_texts.finish(len(text)), strict=True)
+                scores += zip(response_bodies.token_scores(output), token_texts.finish(len(text)), strict=True)
         logprobs = None
         if request.options.n_top is not None:
-            logprobs = answers.text_logprobs(self._endpoint._texts, scores, request.options.n_top)
-        reason = answers.finish_reason(output) if request.wants_new else "length"
+            logprobs = response_bodies.text_logprobs(self._endpoint._texts, scores, request.options.n_top)
+        reason = response_bodies.finish_reason(output) if request.wants_new else "length"
         return {"index": index, "text": echo + text, "logprobs": logprobs, "finish_reason": reason}
 
     def _prompt_scores(
         self, number: int, output: GenerationOutput, prompt: list[TokenText]
-    ) -> list[answers.ScoredText]:
+    ) -> list[response_bodies.ScoredText]:
         if not prompt:
             return []
         pairs = [(None, []), *output.prompt_logprobs]
@@ -136,14 +136,14 @@ class _Completion:
     def _usage(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
         n_prompt = sum(len(one.prompt) for one in self._sampled)
         n_new = sum(len(output.tokens) for outputs in found for output in outputs) if self._request.wants_new else 0
-        return answers.usage(n_prompt, n_new, sum(outputs[0].cached_tokens for outputs in found))
+        return response_bodies.usage(n_prompt, n_new, sum(outputs[0].cached_tokens for outputs in found))
 
     def _token_field(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
         wanted = self._request.options.token_ids
         if not (self._endpoint._returns_tokens if wanted is None else wanted):
             return {}
         prompt = {"prompt_token_ids": [one.prompt for one in self._sampled]}
-        return {"areno": answers.token_field(prompt, [output for outputs in found for output in outputs])}
+        return {"areno": response_bodies.token_field(prompt, [output for outputs in found for output in outputs])}
 
     async def chunks(self) -> AsyncIterator[Json]:
         """Sample the prompts one after the other."""
@@ -171,7 +171,7 @@ class _StreamedChoice:
         self._completion, self._number = completion, number
         self._stream, self._token_texts = completion._begin(number)
         self._n_taken = self._n_characters = self._offset = 0
-        self._scores: list[answers.TokenScore] = []  # of tokens whose text is not certain yet
+        self._scores: list[response_bodies.TokenScore] = []  # of tokens whose text is not certain yet
         self._echoes = completion._request.echo
 
     def take(self, output: GenerationOutput) -> list[Json]:
@@ -187,15 +187,15 @@ class _StreamedChoice:
             choices.append(self._choice(*self._decoded(output)))
         if is_last:
             choices = choices or [self._choice("", [], 0)]
-            choices[-1]["finish_reason"] = answers.finish_reason(output) if request.wants_new else "length"
+            choices[-1]["finish_reason"] = response_bodies.finish_reason(output) if request.wants_new else "length"
         return [choice for choice in choices if choice["text"] or choice["logprobs"] or choice["finish_reason"]]
 
-    def _choice(self, text: str, scores: list[answers.ScoredText], offset: int) -> Json:
+    def _choice(self, text: str, scores: list[response_bodies.ScoredText], offset: int) -> Json:
         n_top, texts = self._completion._request.options.n_top, self._completion._endpoint._texts
-        logprobs = answers.text_logprobs(texts, scores, n_top or 0, offset) if scores else None
+        logprobs = response_bodies.text_logprobs(texts, scores, n_top or 0, offset) if scores else None
         return {"text": text, "logprobs": logprobs, "finish_reason": None}
 
-    def _decoded(self, output: GenerationOutput) -> tuple[str, list[answers.ScoredText], int]:
+    def _decoded(self, output: GenerationOutput) -> tuple[str, list[response_bodies.ScoredText], int]:
         """Return (new final text, scores of the tokens in it, number of characters before the first of them)."""
         is_last = output.finish_reason is not None
         start = self._n_taken if is_last else 0  # the last one has the whole completion
@@ -205,7 +205,7 @@ class _StreamedChoice:
         self._n_characters += len(text)
         if self._completion._request.options.n_top is None:
             return text, [], 0
-        self._scores += answers.token_scores(output)[start:]
+        self._scores += response_bodies.token_scores(output)[start:]
         self._token_texts.feed(tokens)
         token_texts, n = self._token_texts, self._n_characters
         found_texts, offset = token_texts.finish(n) if is_last else token_texts.take(n), self._offset

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from areno.data.encode import decode
-from areno.server.parsers.reading import partial_tag
+from areno.server.parsers.partial_text import partial_tag
 
 PART_OF_A_CHARACTER = "\ufffd"
 _MAX_BYTES = 4  # of a character in UTF-8

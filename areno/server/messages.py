@@ -17,7 +17,7 @@ from areno.data.messages import decoded_arguments
 from areno.data.row_schema import bad_text
 from areno.schema.values import show
 from areno.server.errors import bad_field, is_larger
-from areno.server.fields import Fields
+from areno.server.json_bodies import Fields
 from areno.types import Message
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")

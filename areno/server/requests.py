@@ -16,7 +16,7 @@ from areno.data.row_schema import NOT_VARIABLES, bad_text
 from areno.schema.fields import settings
 from areno.schema.values import show
 from areno.server.errors import ApiError, bad_field, is_larger
-from areno.server.fields import Fields
+from areno.server.json_bodies import Fields
 from areno.server.messages import (
     MAX_SCHEMA,
     TOO_LARGE,

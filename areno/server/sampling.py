@@ -16,7 +16,7 @@ from areno.engine.requests import RequestLimits, RequestRefused
 from areno.errors import ArenoError, EngineError
 from areno.server.errors import CONTEXT_FULL, ApiError
 from areno.server.requests import MAX_MESSAGES, SampleOptions
-from areno.server.tokens import token_digest
+from areno.server.token_sources import token_digest
 from areno.types import GenerationOutput, GenerationRequest
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from areno.errors import EngineError
-from areno.server.runner import Runner
+from areno.server.invalid_http import Runner
 
 T = TypeVar("T")
 _EXIT_S = 2.0  # the most seconds for which a process waits at exit for work in progress

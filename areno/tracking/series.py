@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from areno.tracking.right_answers import exceed_one, without_right
+from areno.tracking.accuracy import exceed_one, without_right
 
 MAX_POINTS = 4_000  # of one curve; more than a screen can show
 _AT_ONCE = 1_024  # records between two times of thinning

@@ -11,15 +11,15 @@ import numpy as np
 
 from areno.config.experiments import LossFn
 from areno.config.policy_experiments import DistillExperimentConfig
-from areno.data.drafts import sft_draft
 from areno.data.encode import encode_rows
+from areno.data.row_rendering import sft_draft
 from areno.errors import ConfigError
 from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.run.setup import RewardFns
 from areno.tracking.tracker import Tracker
-from areno.trainers.collect import collect, log_rollout, samples_logged, skip_step
 from areno.trainers.loop import RewardLoop
+from areno.trainers.rollout import collect, log_rollout, samples_logged, skip_step
 from areno.trainers.update import rows_of, set_teachers, update_policy
 from areno.types import PromptItem, TrainSequence
 

@@ -16,8 +16,8 @@ from areno.run.run import fault_tolerant
 from areno.run.setup import Config, RewardFns, Setup
 from areno.tracking.console import log_stage
 from areno.tracking.tracker import Tracker
-from areno.trainers.collect import evaluate_policy
-from areno.trainers.rows import AdvantageFn
+from areno.trainers.rollout import evaluate_policy
+from areno.trainers.training_rows import AdvantageFn
 
 Self = TypeVar("Self", bound="Loop[Any]")  # typing has it from Python 3.11 on
 PolicyConfig = TypeVar("PolicyConfig", bound=PolicyExperimentConfig)

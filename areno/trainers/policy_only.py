@@ -5,9 +5,9 @@ from __future__ import annotations
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
-from areno.trainers.collect import log_rollout, rollouts, samples_logged
 from areno.trainers.loop import RewardLoop
-from areno.trainers.rows import joined, set_advantages
+from areno.trainers.rollout import log_rollout, rollouts, samples_logged
+from areno.trainers.training_rows import joined, set_advantages
 from areno.trainers.update import correct, rows_of, update_policy
 
 

@@ -17,16 +17,16 @@ from areno.config.models import MicroBatchSpec
 from areno.config.ratio import RatioConfig
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence, TeacherConfig
+from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.packing import StepBatches
-from areno.engine.train.rows import read_rows
 from areno.loss_fns.correction import behave_weights, m2_keep
 from areno.loss_fns.pack import DataPack
 from areno.run.setup import PolicySetup, Setup
 from areno.specs.update import OldLogprobs, UpdateSpec
 from areno.tracking.console import log_stage
-from areno.trainers.collect import Rollout
-from areno.trainers.rows import (
+from areno.trainers.rollout import Rollout
+from areno.trainers.training_rows import (
     Arrays,
     policy_rows,
     sample_rewards,

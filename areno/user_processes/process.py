@@ -1,7 +1,7 @@
 """The code that runs in every process of user code, whether it calls reward functions or agents.
 
 The supervisor (areno/user_processes/supervisor.py) forks this process. Then `run` is called in it, with the function
-`serve(connection)` of areno.rewards.process or areno.agents.process. `serve` loads the user code and sends ("ready",
+`serve(connection)` of areno.scoring.process or areno.agents.process. `serve` loads the user code and sends ("ready",
 is_async) to the driver. The driver then sends calls, each with a position, which is the index of the call in the
 driver's list of calls. `serve` answers each call with (position, answer).
 """

@@ -17,8 +17,8 @@ import pytest
 from areno import SamplingParams, Trainer, heartbeat
 from areno.agents import process
 from areno.agents.pool import AgentPool
-from areno.agents.rows import RowBuilder
 from areno.agents.trajectories import AgentBatch, AgentContext, BadTrajectory, LossMaskPolicy
+from areno.agents.trajectory_rows import RowBuilder
 from areno.api.trainer import RolloutSession
 from areno.config.rollout import AgentConfig
 from areno.errors import ConfigError

@@ -13,7 +13,6 @@ from openai import OpenAI
 from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
 from areno.agents.recorder import Recorder
-from areno.agents.rows import RowBuilder
 from areno.agents.trajectories import (
     AgentContext,
     AgentItem,
@@ -23,7 +22,8 @@ from areno.agents.trajectories import (
     LossMaskPolicy,
     plain_results,
 )
-from areno.server.responses import changed_parts, message_digest
+from areno.agents.trajectory_rows import RowBuilder
+from areno.server.returned_responses import changed_parts, message_digest
 from areno.types import Trajectory
 from tests.helpers.agent_model import VOCAB, made
 from tests.helpers.conversations import USER

@@ -17,14 +17,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from areno.agents.rows import warn_of_temperatures
+from areno.agents.trajectory_rows import warn_of_temperatures
 from areno.api.metrics import Stopwatch
 from areno.api.trainer import Trainer
 from areno.config.rollout import GenerationConfig
 from areno.errors import ArenoError, ConfigError
 from areno.run.recovery import Recovery
 from areno.run.setup import PolicySetup
-from areno.trainers import agents, ahead, collect
+from areno.trainers import agent_rollout, partial_rollout, rollout
 from areno.types import ScoredSample, TokenRow, TrainSequence
 from tests.helpers import policy_runs
 from tests.helpers.agent_runs import run
@@ -72,7 +72,7 @@ def test_with_frozen_weights_an_epoch_trains_the_rows_of_a_run_that_waits(tmp_pa
 def test_agents_go_on_under_new_weights_and_their_tokens_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sample, found = collect.sample_ahead, list[tuple[int, list[ScoredSample], list[np.ndarray]]]()
+    sample, found = rollout.sample_ahead, list[tuple[int, list[ScoredSample], list[np.ndarray]]]()
 
     def spy(setup: PolicySetup, *args: Any) -> Any:
         samples, keep, metrics = sample(setup, *args)
@@ -87,7 +87,7 @@ def test_agents_go_on_under_new_weights_and_their_tokens_say_so(
         found.append((version, samples, differences))
         return samples, keep, metrics
 
-    monkeypatch.setattr(collect, "sample_ahead", spy)
+    monkeypatch.setattr(rollout, "sample_ahead", spy)
     played = epoch(tmp_path / "run", *AHEAD, "engine.exact=true")
     n_mixed = 0
     for (version, samples, differences), rows in zip(found, played.rows, strict=True):
@@ -134,7 +134,7 @@ def test_evaluations_have_their_own_settings_and_disturb_nothing(
 def test_a_resumed_run_samples_the_prompts_under_way_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = [*AHEAD, *FROZEN, "recover.mode=auto", "recover.freq_steps=1"]
     whole = epoch(tmp_path / "whole", *FROZEN)
-    sample, n_calls = collect.sample_ahead, itertools.count(1)
+    sample, n_calls = rollout.sample_ahead, itertools.count(1)
 
     def interrupted(setup: PolicySetup, *args: Any) -> Any:
         if next(n_calls) == 4:
@@ -144,7 +144,7 @@ def test_a_resumed_run_samples_the_prompts_under_way_anew(tmp_path: Path, monkey
 
     before = len(children())
     with monkeypatch.context() as patch:
-        patch.setattr(collect, "sample_ahead", interrupted)
+        patch.setattr(rollout, "sample_ahead", interrupted)
         with pytest.raises(ArenoError, match="stops"):
             epoch(tmp_path / "run", *settings)
     assert len(children()) <= before
@@ -165,7 +165,7 @@ def test_a_resumed_run_that_waits_samples_the_prompts_in_progress_and_closes_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ["recover.mode=auto", "recover.freq_steps=1"]
-    sample, n_calls, is_open = collect.sample_ahead, itertools.count(1), list[bool]()
+    sample, n_calls, is_open = rollout.sample_ahead, itertools.count(1), list[bool]()
 
     def spy(setup: PolicySetup, *args: Any) -> Any:
         if next(n_calls) == 4:
@@ -175,7 +175,7 @@ def test_a_resumed_run_that_waits_samples_the_prompts_in_progress_and_closes_the
         is_open.append(setup.live_agents.is_open)
         return found
 
-    monkeypatch.setattr(collect, "sample_ahead", spy)
+    monkeypatch.setattr(rollout, "sample_ahead", spy)
     with pytest.raises(ArenoError, match="stops"):
         epoch(tmp_path / "run", *AHEAD, *settings)
     monkeypatch.setattr(Recovery, "_check", lambda self, state: None)  # as --resume with changed settings
@@ -214,7 +214,7 @@ def test_after_the_loss_of_a_worker_agents_start_again(
 
 @pytest.mark.slow
 def test_ctrl_c_ends_agents_and_their_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample, n_calls = agents.sample_live_agents, itertools.count(1)
+    sample, n_calls = agent_rollout.sample_live_agents, itertools.count(1)
 
     def stopped(setup: PolicySetup, *args: Any) -> Any:
         if next(n_calls) == 3:
@@ -222,7 +222,7 @@ def test_ctrl_c_ends_agents_and_their_server(tmp_path: Path, monkeypatch: pytest
             os.kill(os.getpid(), signal.SIGINT)
         return sample(setup, *args)
 
-    monkeypatch.setattr(ahead, "sample_live_agents", stopped)
+    monkeypatch.setattr(partial_rollout, "sample_live_agents", stopped)
     before = len(children())
     with pytest.raises(KeyboardInterrupt):
         epoch(tmp_path / "run", *AHEAD, "recover.mode=auto")
@@ -266,7 +266,7 @@ def test_tokens_of_older_weights_keep_their_log_probabilities(temperature: float
     )
     row = token_row(temperature)
     rows = [TrainSequence(prompt_mask=~row.trained, tokens=row.tokens, logprobs=row.logprobs)]
-    scored = agents.score_missing(cast(Trainer, trainer), [row], rows, GenerationConfig(temperature=1.0))
+    scored = agent_rollout.score_missing(cast(Trainer, trainer), [row], rows, GenerationConfig(temperature=1.0))
     assert scored == [row]
     assert np.asarray(rows[0].logprobs).tolist() == expected
 

@@ -19,7 +19,7 @@ from areno.agents.pool import AgentOutcome, AgentPool
 from areno.agents.trajectories import AgentBatch, AgentContext
 from areno.config.rollout import AgentConfig, GenerationConfig
 from areno.errors import ArenoError, WorkerLost
-from areno.run.live_agents import LiveAgents
+from areno.run.agents_across_steps import LiveAgents
 from tests.agents.waiting import LONG
 from tests.helpers.agent_runs import AGENTS
 from tests.helpers.processes import children, reads_proc

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areno.agents.rows import RowBuilder, read_trajectories
 from areno.agents.trajectories import (
     AgentItem,
     AgentTrajectory,
@@ -20,10 +19,11 @@ from areno.agents.trajectories import (
     LossMaskPolicy,
     plain_turn,
 )
+from areno.agents.trajectory_rows import RowBuilder, read_trajectories
 from areno.errors import DataError
-from areno.server.conversations import PromptBuilder
 from areno.server.parsers import parser_for_template
-from areno.server.responses import TurnTokens, message_digest
+from areno.server.prompt_builder import PromptBuilder
+from areno.server.returned_responses import TurnTokens, message_digest
 from tests.helpers.conversations import USER, turn_of
 from tests.helpers.tokenizers import load_tokenizer
 

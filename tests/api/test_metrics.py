@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from areno.api.metrics import MetricsRecorder, accuracy, rollout_metrics, row_metrics, with_prefix
-from areno.trainers.collect import group_metrics
+from areno.trainers.rollout import group_metrics
 from areno.types import TrainSequence
 from tests.helpers.samples import sample
 
@@ -135,6 +135,6 @@ def test_a_recorder_without_places_writes_nothing(tmp_path):
 
 
 def test_module_imports_no_torch():
-    modules = "areno.api.metrics, areno.rewards.pool, areno.data.sources, areno.run.checkpoints"
+    modules = "areno.api.metrics, areno.scoring.pool, areno.data.sources, areno.run.checkpoints"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

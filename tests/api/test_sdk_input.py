@@ -127,7 +127,7 @@ def test_ids_of_the_embedding_without_a_token_are_known_to_the_decoder(tmp_path:
 
 
 def test_settings_in_messages_become_arguments() -> None:
-    from areno.plan.backend import argument_of
+    from areno.plan.sdk_arguments import argument_of
 
     settings = [
         "rollout.mem_fraction",

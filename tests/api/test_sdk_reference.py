@@ -207,7 +207,7 @@ def test_runtime_keys_are_those_of_recipes() -> None:
     from areno.config.models import MicroBatchSpec, ModelConfig, PolicyConfig
     from areno.config.rollout import RolloutConfig
     from areno.config.run import EngineConfig
-    from areno.plan.backend import RuntimeConfig
+    from areno.plan.sdk_arguments import RuntimeConfig
 
     theirs: dict[str, Any] = {}
     for section in (ExperimentConfig, EngineConfig, ModelConfig, PolicyConfig, MicroBatchSpec, RolloutConfig):

@@ -14,7 +14,7 @@ import pytest
 from areno import SamplingParams
 from areno.config.rollout import GenerationConfig, SamplingConfig
 from areno.errors import ConfigError, DataError
-from areno.plan.arguments import check_sampling
+from areno.plan.argument_checks import check_sampling
 from areno.plan.plan import sampling_params
 from areno.schema.fields import settings
 

@@ -15,8 +15,8 @@ from areno.config.run import Layout
 from areno.cost import flops, memory
 from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.caches import KVCache, StateCache
-from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import Optimizer
+from areno.engine.train.zero_buffers import FlatParameters
 from areno.kernels.adam import BLOCK
 from areno.layers.attention import PackedAttend
 from areno.layers.config import AdapterSpec, Delta, Experts, Rope
@@ -129,7 +129,7 @@ def test_bytes_of_a_divided_optimizer(
 ) -> None:
     """Of three data-parallel ranks, with a bucket for each layer. Padding is small beside parameters of this size."""
     monkeypatch.setattr(memory, "BUCKET", 1)
-    monkeypatch.setattr("areno.engine.train.flat.BUCKET", 1)
+    monkeypatch.setattr("areno.engine.train.zero_buffers.BUCKET", 1)
     config = replace(CONFIG, hidden_size=256, intermediate_size=1024, vocab_size=1024, **changes)
     model = build(config, dtype=torch.bfloat16)
     stage = model.stage if zero_stage else None

@@ -12,7 +12,7 @@ import torch
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig
 from areno.cost import remedies
-from areno.engine.memory import out_of_memory_hint
+from areno.engine.device_memory import out_of_memory_hint
 from areno.errors import EngineError
 from areno.layers.config import AdapterSpec
 from areno.specs.engine import EngineSpec

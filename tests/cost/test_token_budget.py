@@ -17,7 +17,7 @@ from areno.cost.footprint import Footprint, Model
 from areno.cost.memory import LOGITS_CHUNK, PassBytes
 from areno.cost.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.engine.engine import Engine
-from areno.engine.train.activations import KeptLayers
+from areno.engine.train.recomputation import KeptLayers
 from areno.engine.worker import Worker
 from areno.kernels.logprobs import FUSED_CHUNK
 from areno.loss_fns.grpo import grpo_loss_fn

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areno.config.datasets import DatasetConfig
-from areno.data.forms import prepare_rows
+from areno.data.dataset_formats import prepare_rows
 from areno.data.sources import load_rows
 from areno.errors import ArenoError, printable
 from tests.helpers.damaged_files import damaged, examples

@@ -9,7 +9,7 @@ import pytest
 
 from areno.data.encode import encode_generation_prompt
 from areno.data.sources import read_rows
-from areno.data.turns import training_texts
+from areno.data.trained_turns import training_texts
 from areno.errors import DataError
 from tests.helpers.encoded_rows import prompt_item, sft_item, sft_sequence
 from tests.helpers.tokenizers import plain_values

@@ -21,12 +21,12 @@ from areno.data.encode import encode_generation_prompt
 from areno.errors import ArenoError, DataError
 from areno.files.paths import find_file
 from areno.launch.compose import load
-from areno.plan.backend import plan_of_arguments, read_arguments
 from areno.plan.plan import open_actor, plan_of_experiment
-from areno.server.conversations import PromptBuilder
+from areno.plan.sdk_arguments import plan_of_arguments, read_arguments
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
-from areno.server.tokens import Source, expand_runs
+from areno.server.prompt_builder import PromptBuilder
+from areno.server.token_sources import Source, expand_runs
 from tests.helpers.agent_model import model_folder
 from tests.helpers.encoded_rows import pair_item, prompt_item, sft_item, sft_sequence
 from tests.helpers.tokenizers import load_tokenizer

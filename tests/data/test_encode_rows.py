@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areno.config.datasets import DatasetConfig
-from areno.data.ahead import CHUNK, EncodedAhead
-from areno.data.drafts import pair_draft, prompt_draft, sft_draft
 from areno.data.encode import encode_rows, encode_texts
+from areno.data.encode_ahead import CHUNK, EncodedAhead
 from areno.data.loader import row_loader
+from areno.data.row_rendering import pair_draft, prompt_draft, sft_draft
 from areno.data.row_schema import rows_at
 from areno.errors import DataError
 from tests.helpers.encoded_rows import UnreadableRow, pair_item, prompt_item, sft_item
@@ -164,7 +164,7 @@ def test_rows_of_later_batches_are_encoded_in_a_thread(tiny, monkeypatch, n_epoc
 
 
 def test_the_tokens_ahead_have_a_bound(monkeypatch) -> None:
-    monkeypatch.setattr("areno.data.ahead._TOKENS_AHEAD", 10 * CHUNK)
+    monkeypatch.setattr("areno.data.encode_ahead._TOKENS_AHEAD", 10 * CHUNK)
     encoded: list[int] = []
 
     def encode(indices: Any) -> list[str]:

@@ -18,7 +18,7 @@ import pytest
 import areno
 from areno.config.datasets import DatasetConfig
 from areno.config.models import MicroBatchSpec
-from areno.data import ahead
+from areno.data import encode_ahead
 from areno.data.control_tokens import control_tokens
 from areno.data.encoder_process import EncoderProcess
 from areno.data.loader import BatchLoader, row_loader
@@ -46,9 +46,9 @@ PAIRS = [{"prompt": f"row {n}", "chosen": "yes " * (1 + n % 3), "rejected": f"no
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the processes with the first batch, and give each several small chunks."""
-    monkeypatch.setattr(ahead, "_SLOW_S", 0.0)
-    monkeypatch.setattr(ahead, "_SLOW_SHARE", -1.0)
-    monkeypatch.setattr(ahead, "_LEAST_CHUNK", 3)
+    monkeypatch.setattr(encode_ahead, "_SLOW_S", 0.0)
+    monkeypatch.setattr(encode_ahead, "_SLOW_SHARE", -1.0)
+    monkeypatch.setattr(encode_ahead, "_LEAST_CHUNK", 3)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_closing_ends_the_processes(loader_of) -> None:
 SCRIPT = """
 import os, signal, sys, time
 from areno.config.datasets import DatasetConfig
-from areno.data import ahead
+from areno.data import encode_ahead
 from areno.data.loader import row_loader
 from tests.helpers.tokenizers import load_tokenizer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areno.config.datasets import ColumnsConfig, DatasetConfig
-from areno.data.forms import recognise_form
+from areno.data.dataset_formats import recognise_form
 from areno.data.loader import row_loader
 from areno.data.sources import check_dataset, load_rows
 from areno.errors import ConfigError, DataError

@@ -12,7 +12,8 @@ import pytest
 from pyarrow import csv, parquet
 
 from areno.config.datasets import DatasetConfig
-from areno.data import files, forms, json_lines
+from areno.data import dataset_formats as forms
+from areno.data import files, json_lines
 from areno.data.json_lines import JsonLines
 from areno.data.loader import BatchLoader
 from areno.data.sources import load_rows, read_rows

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from areno.data.chat_template import render
-from areno.data.left_out import check_rendered, missing_text
 from areno.data.messages import template_messages
+from areno.data.template_omissions import check_rendered, missing_text
 from areno.errors import DataError
 from tests.helpers.encoded_rows import sft_item
 from tests.helpers.tokenizers import load_tokenizer

@@ -9,15 +9,15 @@ import pytest
 
 from areno.config.datasets import DatasetConfig
 from areno.data.chat_template import render
-from areno.data.left_out import check_rendered
 from areno.data.loader import row_loader
 from areno.data.messages import decoded_arguments, template_messages
 from areno.data.row_schema import VARIABLES
 from areno.data.sources import check_dataset
+from areno.data.template_omissions import check_rendered
 from areno.errors import DataError
-from areno.server.conversations import PromptBuilder
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
+from areno.server.prompt_builder import PromptBuilder
 from tests.helpers.encoded_rows import prompt_item, sft_item, sft_sequence
 from tests.helpers.tokenizers import load_tokenizer, plain_values
 

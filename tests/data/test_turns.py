@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from areno.data.drafts import labelled_draft, ranked_draft
 from areno.data.messages import with_variables
+from areno.data.row_rendering import labelled_draft, ranked_draft
 from areno.data.turn_ends import set_model_ends, stop_token_ids
 from areno.errors import DataError
-from areno.server.conversations import PromptBuilder
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
+from areno.server.prompt_builder import PromptBuilder
 from tests.helpers.encoded_rows import pair_item, sft_item, sft_sequence
 from tests.helpers.tokenizers import load_tokenizer, plain_values
 

@@ -217,7 +217,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_sdk_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks, in order; what they show, and every number and key they could return, is what the page says."""
-    from areno.plan.backend import RuntimeConfig
+    from areno.plan.sdk_arguments import RuntimeConfig
     from areno.schema.fields import settings
 
     page = ROOT / "docs" / "sdk.md"

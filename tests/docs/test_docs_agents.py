@@ -15,7 +15,7 @@ import pytest
 
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem
 from areno.files.user_code import load_function
-from areno.server.tokens import Source
+from areno.server.token_sources import Source
 from tests.helpers import warm_python
 from tests.helpers.agent_model import made
 from tests.helpers.endpoints import endpoint

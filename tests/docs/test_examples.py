@@ -22,7 +22,7 @@ from areno.data.sources import load_rows
 from areno.files.user_code import load_function
 from areno.launch.compose import load
 from areno.reward_fns import math_reward
-from areno.rewards.pool import RewardPool
+from areno.scoring.pool import RewardPool
 from areno.tracking.reader import RunReader
 from areno.types import RewardRecord, TrainSequence
 from tests.helpers import warm_python

@@ -15,20 +15,26 @@ from tests.helpers.pages import codes, of_tables
 ARENO = ROOT / "areno"
 ELSEWHERE = {
     "areno/run/recovery.py": lambda: ends_of_workers(),
-    "areno/trainers/agents.py": lambda: [
+    "areno/trainers/agent_rollout.py": lambda: [
         Message(status.place, f"{status.text}: …")
-        for status in arguments(ARENO / "trainers/agents.py", "failed")
+        for status in arguments(ARENO / "trainers/agent_rollout.py", "failed")
         if not status.is_only_a_hole
     ],
-    "areno/run/outputs.py": lambda: returned(ARENO / "tracking/divergence.py"),
-    "areno/run/setup.py": lambda: returned(ARENO / "plan/schedule.py"),
+    "areno/run/outputs.py": lambda: returned(ARENO / "tracking/training_warnings.py"),
+    "areno/run/setup.py": lambda: returned(ARENO / "plan/lr_schedule.py"),
     "areno/engine/processes/watchdog.py": lambda: arguments(ARENO / "engine/processes/watchdog.py", "_tell"),
     "areno/tracking/console.py": lambda: [Message("areno/tracking/console.py", f"{STOPPED}…")],
 }
 """File with a message that is only a hole -> the messages that it prints."""
 
 RUN_TIME = [
-    *("agents/pool.py", "agents/process.py", "engine/decoder/decoder.py", "engine/memory.py", "engine/processes"),
+    *(
+        "agents/pool.py",
+        "agents/process.py",
+        "engine/decoder/decoder.py",
+        "engine/device_memory.py",
+        "engine/processes",
+    ),
     *("engine/state", "engine/worker.py", "files/durable.py", "rewards", "run/checkpoints.py", "run/evaluator.py"),
     *("run/outputs.py", "run/recovery.py", "run/run.py", "run/setup.py", "run/states.py", "tracking/samples.py"),
     *("tracking/scalar_files.py", "trainers", "user_processes"),

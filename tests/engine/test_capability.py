@@ -25,8 +25,8 @@ from areno.errors import ConfigError
 from areno.kernels import backend
 from areno.kernels.attention import choose_backend, has_flash_backward, varlen_attention
 from areno.layers.parallel import ParallelGroup
-from areno.plan.facts import log_model
 from areno.plan.plan import open_actor
+from areno.plan.startup_log import log_model
 from tests.helpers.attention_rows import run_and_compare
 from tests.helpers.tiny_engine import spec
 

@@ -14,12 +14,12 @@ import transformers
 
 from areno.config.judge import JudgeConfig
 from areno.config.rollout import DecoderConfig
-from areno.engine import worker as worker_module
+from areno.engine import worker
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.engine import Engine
 from areno.engine.roles import _offload
 from areno.errors import ConfigError, DataError, EngineError, GrammarError
-from areno.rewards.judge_readers import json_grammar
+from areno.scoring.judge_readers import json_grammar
 from areno.specs.role import RoleSpec
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.helpers.critics import critic
@@ -151,7 +151,7 @@ def test_a_decoder_of_replies_is_freed_and_that_of_the_actor_stays(
             super().__init__(*args, **how)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(worker_module, "Decoder", Watched)
+    monkeypatch.setattr(worker, "Decoder", Watched)
     with Engine(spec(folder, random_init=False), "inline") as engine:
         engine.ensure_roles({"judge": role(judge)})
         for _ in range(2):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from areno.bench import __main__ as bench
+from areno.bench import __main__
 from areno.bench.work import model_folder as shape_folder
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig
@@ -26,7 +26,7 @@ from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.workers import InlineGroup
 from areno.engine.reports import RolloutStats
 from areno.engine.requests import Dispatcher
-from areno.engine.train.activations import KeptLayers
+from areno.engine.train.recomputation import KeptLayers
 from areno.engine.worker import Worker
 from areno.errors import ConfigError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -237,7 +237,7 @@ def test_the_benchmark_tells_its_price(
     monkeypatch.setattr(Engine, "__init__", note)
     small = "--device cpu --prompts 2 --samples 3 --prompt-len 6 --new-tokens 5 --repeats 1 --json"
     command = f"step --shape {model_folder(tmp_path)} {small} --exact --deterministic --against plain"
-    assert bench.main(command.split()) == 0
+    assert __main__.main(command.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert begun == [(True, True), (False, False)]
     assert found["settings"]["deterministic"]

@@ -215,7 +215,7 @@ def test_routes_that_are_wrong_are_told(engine: Engine, tmp_path: Path) -> None:
 
 def train(engine: Engine, rows: list[TrainSequence]) -> None:
     """The checks of Engine.train, on an engine that has no optimizer."""
-    from areno.engine.train.rows import add_routes, read_rows
+    from areno.engine.train.checked_rows import add_routes, read_rows
 
     add_routes(read_rows(rows, 64), rows, engine.info.routes, "row {}")
 

@@ -16,9 +16,9 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.roles import Offload, _offload
-from areno.engine.train import host_memory
+from areno.engine.train import optimizer_offload
 from areno.engine.train.backend import TrainBackend
-from areno.engine.train.host_memory import HostBuffer
+from areno.engine.train.optimizer_offload import HostBuffer
 from areno.errors import EngineError
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
@@ -143,8 +143,8 @@ def test_offloaded_roles_leave_the_device_and_keep_their_results(tmp_path: Path)
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     from areno.engine.processes.process_groups import join_groups
+    from areno.engine.train.checked_rows import read_rows
     from areno.engine.train.micro_batches import share_steps
-    from areno.engine.train.rows import read_rows
     from areno.engine.worker import Worker
     from areno.specs.update import UpdateSpec
 
@@ -236,8 +236,8 @@ def test_updates_on_a_gpu_are_those_without_offload(
     """To the bit, with many windows of which each passes through one of three places in device memory."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    monkeypatch.setattr(host_memory, "WINDOW", 2**18)
-    monkeypatch.setattr(host_memory, "PART", 2**20)
+    monkeypatch.setattr(optimizer_offload, "WINDOW", 2**18)
+    monkeypatch.setattr(optimizer_offload, "PART", 2**20)
     shape = large_shape(tmp_path)
     plain, in_host = (on_gpu(shape, kind, dtype, away) for away in (False, True))
     for each in (plain, in_host):

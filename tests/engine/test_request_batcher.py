@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from areno.engine import streams
+from areno.engine import output_streams
 from areno.engine.engine import Engine
-from areno.engine.streams import Consumer, RequestBatcher
+from areno.engine.output_streams import Consumer, RequestBatcher
 from areno.errors import EngineError, WorkerLost
 from areno.types import GenerationRequest
 from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, spec
@@ -220,13 +220,13 @@ def test_an_announced_burst_begins_when_all_are_there(monkeypatch: pytest.Monkey
     workers = Workers()
 
     async def all_of_them() -> None:
-        monkeypatch.setattr(streams, "PAUSE_S", 5.0)
+        monkeypatch.setattr(output_streams, "PAUSE_S", 5.0)
         workers.batcher.announce(3)
         started = loop().time()
         await asyncio.gather(*map(workers.one, range(3)))
         assert loop().time() == started
         workers.is_idle = True
-        monkeypatch.setattr(streams, "PAUSE_S", 0.03)
+        monkeypatch.setattr(output_streams, "PAUSE_S", 0.03)
         await asyncio.gather(*map(workers.one, range(3, 7)))  # the announcement was of the first burst
         workers.is_idle = True
         workers.batcher.announce(3)  # one of which never comes

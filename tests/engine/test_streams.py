@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from areno.engine.engine import Engine
-from areno.engine.streams import FairLock, joined
+from areno.engine.output_streams import FairLock, joined
 from areno.errors import ConfigError, DataError, EngineError
 from areno.specs.rollout import RolloutSpec
 from areno.types import GenerationOutput, GenerationRequest

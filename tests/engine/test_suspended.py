@@ -13,7 +13,7 @@ import pytest
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
-from areno.engine.streams import Consumer, RunningClock, TimeLimit
+from areno.engine.output_streams import Consumer, RunningClock, TimeLimit
 from areno.errors import EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.specs.rollout import RolloutSpec

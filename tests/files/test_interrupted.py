@@ -67,7 +67,7 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, words: list[str], mod
         ("script.py areno", False),
         ("", False),
         ("-c from-multiprocessing.spawn --multiprocessing-fork", False),
-        ("-m areno.rewards.process", False),
+        ("-m areno.scoring.process", False),
     ],
 )
 def test_only_a_command_ends_at_once(words: str, is_command: bool):

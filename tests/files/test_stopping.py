@@ -14,9 +14,9 @@ from areno.engine.engine import Engine
 from areno.errors import ArenoError
 from areno.files import interrupts
 from areno.files.interrupts import Stop, Terminated, terminate
-from areno.rewards.pool import Scoring
 from areno.run.checkpoints import Saver
 from areno.run.progress import RunProgress
+from areno.scoring.pool import Scoring
 from tests import kill_runs
 from tests.helpers.resumed import folder_of, go, log, states, whole
 

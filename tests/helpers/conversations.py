@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from areno.server.conversations import PromptBuilder, conversation_keys
 from areno.server.messages import read_messages
-from areno.server.responses import message_digest
+from areno.server.prompt_builder import PromptBuilder, conversation_keys
+from areno.server.returned_responses import message_digest
 
 
 def turn_of(

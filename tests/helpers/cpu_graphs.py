@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from areno.engine.decoder.graphs import Captures
+from areno.engine.decoder.cuda_graphs import Captures
 
 
 class CpuCaptures(Captures):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areno.data.drafts import pair_draft, prompt_draft, sft_draft
+from areno.data.row_rendering import pair_draft, prompt_draft, sft_draft
 from areno.types import AnswersItem, PairItem, PromptItem, TrainSequence
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from areno.engine.train.flat import FlatParameters
+from areno.engine.train.zero_buffers import FlatParameters
 from areno.layers.attention import PackedAttend, PrefixKeys, SharedKeys
 from areno.layers.config import Delta, Rope
 from areno.layers.parallel import ParallelGroup

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from areno.engine.decoder.grammar import GrammarState, matcher_of
-from areno.server.grammar import Constraint
+from areno.server.output_grammars import Constraint
 from areno.server.parsers import parser_for
 
 

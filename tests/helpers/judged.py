@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from areno.config.judge import JudgeConfig
-from areno.rewards.judge import Judging, Task
-from areno.rewards.judge_readers import Reader
+from areno.scoring.judge import Judging, Task
+from areno.scoring.judge_readers import Reader
 from areno.types import RewardRecord
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from areno.engine.decoder.decoder import Decoder
-from areno.engine.decoder.verification import Drafter
+from areno.engine.decoder.draft_verification import Drafter
 from areno.kernels.attention import choose_backend
 from areno.layers.attention import PackedAttend
 from areno.models.registry import build_model, load_config

@@ -17,8 +17,8 @@ from areno.config.rollout import SamplingConfig
 from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
 from areno.engine.train.backend import TrainBackend
+from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import share_steps
-from areno.engine.train.rows import read_rows
 from areno.models.registry import build_model, load_config
 from areno.models.weights import save_weights
 from areno.schema.fields import settings

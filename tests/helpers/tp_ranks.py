@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
-from areno.engine.train import flat as flat_module
 from areno.engine.train import gradients
+from areno.engine.train import zero_buffers
 from areno.engine.train.backend import TrainBackend
+from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import share_steps
-from areno.engine.train.rows import read_rows
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
@@ -70,8 +70,8 @@ def on_ranks(n: int, check: Callable[..., None], folder: Path, *args: Any) -> No
 def _rank_main(rank: int, n: int, check: Callable[..., None], folder: Path, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    flat_module.BUCKET = 1  # a bucket for every layer
-    flat_module.CHUNK = gradients.CHUNK = 512
+    zero_buffers.BUCKET = 1  # a bucket for every layer
+    zero_buffers.CHUNK = gradients.CHUNK = 512
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=n)
     check(folder, *args)
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ from areno.models import weights
 
 PRELOADED = [
     "areno.engine.worker",
-    "areno.engine.processes.serving",
+    "areno.engine.processes.worker_main",
     "areno.data.encoder_process",
     "torch.distributed.checkpoint",
     "transformers.models.auto.tokenization_auto",

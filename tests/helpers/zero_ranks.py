@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.engine.train import flat as flat_module
-from areno.engine.train import host_memory
+from areno.engine.train import optimizer_offload
+from areno.engine.train import zero_buffers
 from areno.engine.train.backend import TrainBackend
-from areno.engine.train.host_memory import HostBuffer
+from areno.engine.train.optimizer_offload import HostBuffer
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
@@ -61,8 +61,8 @@ def on_ranks(n: int, check: Callable[[Path, ParallelGroup], None], folder: Path)
 
 def _rank_main(rank: int, n: int, check: Callable[[Path, ParallelGroup], None], folder: Path) -> None:
     torch.set_num_threads(1)
-    flat_module.BUCKET = 1  # a bucket for every layer
-    flat_module.CHUNK = 512
+    zero_buffers.BUCKET = 1  # a bucket for every layer
+    zero_buffers.CHUNK = 512
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=n)
     check(folder, ParallelGroup(rank, n, dist.group.WORLD))
     dist.destroy_process_group()
@@ -115,7 +115,7 @@ def compare_one(folder: Path, dp: ParallelGroup, stages: Iterable[int], dtype: t
 
 def small_windows() -> None:
     """Windows and parts of which the tiny model has several, with borders amid buckets, parameters and chunks."""
-    host_memory.WINDOW, host_memory.PART = 768, 2 * 768
+    optimizer_offload.WINDOW, optimizer_offload.PART = 768, 2 * 768
 
 
 def state_of(trained: TrainBackend) -> dict[str, torch.Tensor]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from areno.config.models import OptimizerConfig
-from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import Optimizer
+from areno.engine.train.zero_buffers import FlatParameters
 from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
 from areno.kernels.adam.reference import codes, dequantise, quantise
 from areno.layers.parallel import ParallelGroup

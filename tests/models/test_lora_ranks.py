@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from areno.config.models import OptimizerConfig
 from areno.config.run import Layout
 from areno.engine.engine import Engine
-from areno.engine.train.flat import FlatParameters
+from areno.engine.train.zero_buffers import FlatParameters
 from areno.kernels.adapters import AdapterSlice, add_lora, add_lora_stacked, reference, swiglu_stacked, tiles
 from areno.kernels.attention import choose_backend
 from areno.layers.adapter import Adapter, sampling

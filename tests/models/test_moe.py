@@ -12,8 +12,8 @@ import transformers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from areno.config.run import Layout
+from areno.engine.train.moe_routing import StepRouting
 from areno.engine.train.packing import LocalTokens, PackedTokens
-from areno.engine.train.routes import StepRouting
 from areno.errors import CheckpointError, ConfigError
 from areno.layers.parallel import ParallelGroup
 from areno.models.registry import build_model, layout_problems, load_config

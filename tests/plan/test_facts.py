@@ -9,7 +9,7 @@ import pytest
 
 from areno.config.models import ModelConfig
 from areno.config.run import EngineConfig
-from areno.plan.facts import facts
+from areno.plan.startup_log import facts
 from areno.recipes.sft import SFTConfig
 from tests.helpers.started_runs import loader
 

@@ -21,7 +21,7 @@ from areno.launch.compose import load
 from areno.models.known_shapes import known_shape
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import devices_here, hardware_of, names
-from areno.plan.ways import Way, ways_to_fit
+from areno.plan.settings_that_fit import Way, ways_to_fit
 from tests.helpers.pages import ROOT, blocks
 
 WORK = [

@@ -12,7 +12,7 @@ from areno.config.models import OptimizerConfig
 from areno.engine.train.optimizer import DECAY_STEPS, learning_rate
 from areno.errors import ConfigError
 from areno.launch.compose import load
-from areno.plan.schedule import device_warnings, n_updates, schedule_warnings
+from areno.plan.lr_schedule import device_warnings, n_updates, schedule_warnings
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig

@@ -15,7 +15,7 @@ from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.plan.forecast import forecast
 from areno.plan.hardware import Hardware, hardware_of, this_cpu
-from areno.plan.tune import (
+from areno.plan.tuning_candidates import (
     AT_ONCE,
     BATCH,
     BUDGET,
@@ -161,5 +161,5 @@ def test_a_cpu_has_no_cache_to_drop_and_no_context() -> None:
 def test_the_candidates_need_no_torch() -> None:
     import subprocess
 
-    code = "import areno.plan.tune, sys; assert 'torch' not in sys.modules"
+    code = "import areno.plan.tuning_candidates, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

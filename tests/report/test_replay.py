@@ -19,8 +19,8 @@ from areno.cli.__main__ import main
 from areno.errors import ArenoError
 from areno.launch import command
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn
-from areno.plan.backend import ArenoConfig
-from areno.report.recorded import recorded_row
+from areno.plan.sdk_arguments import ArenoConfig
+from areno.report.recorded_sample import recorded_row
 from areno.report.replay import attribute_loss, choose_checkpoint
 from areno.tracking.reader import RunReader
 from areno.trainers.update import measure_loss

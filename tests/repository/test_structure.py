@@ -185,7 +185,7 @@ def test_what_goes_down_or_is_prose_is_not_found(tmp_path: Path, text: str) -> N
     assert not structure.upward(made_up(tmp_path, engine__e=text, engine__other="", api__x="", errors=""))
 
 
-@pytest.mark.parametrize(("one", "other"), [("data", "rewards"), ("engine/decoder", "engine/train")])
+@pytest.mark.parametrize(("one", "other"), [("data", "scoring"), ("engine/decoder", "engine/train")])
 def test_siblings_do_not_import_each_other(tmp_path: Path, one: str, other: str) -> None:
     files = {
         f"{one}/a".replace("/", "__"): f"import areno.{other.replace('/', '.')}.b",

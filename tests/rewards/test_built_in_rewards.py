@@ -11,9 +11,9 @@ import pytest
 from areno.config.reward import RewardConfig
 from areno.errors import ConfigError
 from areno.reward_fns.built_in import BUILT_IN_REWARDS, ChoiceReward, CodeReward, ExactMatchReward, chosen, fits_schema
-from areno.rewards import functions
-from areno.rewards.pool import RewardPool
 from areno.sandbox import box
+from areno.scoring import functions
+from areno.scoring.pool import RewardPool
 from areno.types import RewardRecord
 
 PROBLEM, _ = box.trial()

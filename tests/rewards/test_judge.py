@@ -12,9 +12,9 @@ import pytest
 from areno.config.judge import JudgeConfig
 from areno.engine.decoder.grammar import Vocabulary
 from areno.errors import ConfigError, DataError
-from areno.rewards.judge import add_judged
-from areno.rewards.judge_readers import RoleReader, Verdict, strip_reasoning
-from areno.rewards.pool import no_reward
+from areno.scoring.judge import add_judged
+from areno.scoring.judge_readers import RoleReader, Verdict, strip_reasoning
+from areno.scoring.pool import no_reward
 from areno.types import RewardOutcome, RewardRecord
 from tests.helpers.judged import judging_of, record
 from tests.helpers.tiny_backend import model_config
@@ -109,8 +109,8 @@ def vocabulary(tokenizer: Any) -> Vocabulary:
 
 
 def test_tokens_with_which_all_labels_begin_follow_the_question(monkeypatch):
-    monkeypatch.setattr("areno.rewards.judge_readers.render_generation_prompt", lambda *_, **__: "")
-    monkeypatch.setattr("areno.rewards.judge_readers.encode_generation_prompt", lambda *_, **__: [7])
+    monkeypatch.setattr("areno.scoring.judge_readers.render_generation_prompt", lambda *_, **__: "")
+    monkeypatch.setattr("areno.scoring.judge_readers.encode_generation_prompt", lambda *_, **__: [7])
     reader = RoleReader(JudgeConfig(path="m", labels=["1", "2"]), vocabulary(Pieces()))
     asked, seen = reader.ask("?"), []
 
@@ -128,7 +128,7 @@ def test_tokens_with_which_all_labels_begin_follow_the_question(monkeypatch):
 
 def test_a_judge_whose_template_begins_with_reasoning_is_refused(monkeypatch):
     monkeypatch.setattr(
-        "areno.rewards.judge_readers.render_generation_prompt", lambda *_, **__: "<|user|>?<|im|><think>\n"
+        "areno.scoring.judge_readers.render_generation_prompt", lambda *_, **__: "<|user|>?<|im|><think>\n"
     )
     with pytest.raises(ConfigError, match=r"reward.judge.path: is a model whose chat template begins with <think>"):
         RoleReader(JudgeConfig(path="m"), vocabulary(Pieces()))

@@ -13,7 +13,7 @@ import pytest
 
 from areno.config.judge import JudgeConfig
 from areno.errors import ConfigError
-from areno.rewards.judge_readers import EndpointReader
+from areno.scoring.judge_readers import EndpointReader
 from areno.types import RewardOutcome
 from tests.helpers.endpoints import Say, endpoint
 from tests.helpers.judged import judging_of, record
@@ -215,7 +215,7 @@ def test_the_time_limit_holds_for_a_question_with_all_attempts_however_slowly_by
 def test_an_unanswered_question_does_not_keep_the_process_alive(tmp_path):
     """Not by `close`, which an interrupted process may never reach."""
     with endpoint(lambda request: ("drip", 0.2) if "late" in question(request) else "yes") as (url, _):
-        code = "from areno.config.judge import JudgeConfig\nfrom areno.rewards.judge_readers import EndpointReader\n"
+        code = "from areno.config.judge import JudgeConfig\nfrom areno.scoring.judge_readers import EndpointReader\n"
         code += f"reader = EndpointReader(JudgeConfig(base_url='{url}', model='m'))\nreader.ask('late')\nprint('done')"
         started = time.monotonic()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)

@@ -15,7 +15,7 @@ from areno.config.judge import JudgeConfig, json_reply
 from areno.engine.decoder.grammar import GrammarCompiler, Vocabulary
 from areno.errors import ConfigError
 from areno.models.registry import load_config
-from areno.rewards.judge_readers import RoleReader, _read_json, _verdict_of_label, json_grammar
+from areno.scoring.judge_readers import RoleReader, _read_json, _verdict_of_label, json_grammar
 from areno.types import RolloutSequence
 from tests.helpers.grammars import allowed
 from tests.helpers.judge_model import CHARACTERS, char_judge

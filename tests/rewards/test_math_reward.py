@@ -17,7 +17,7 @@ from math_verify import parse, verify
 from areno.config.reward import RewardConfig
 from areno.reward_fns import math_reward
 from areno.reward_fns.math_reward import final_answer, reward_fn
-from areno.rewards.pool import RewardPool
+from areno.scoring.pool import RewardPool
 from areno.types import RewardRecord
 
 DATA = Path(__file__).parents[3] / "shared/data"

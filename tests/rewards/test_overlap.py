@@ -22,8 +22,8 @@ from areno.api.metrics import Stopwatch
 from areno.api.session import ExpectedLengths
 from areno.config.reward import RewardConfig
 from areno.data.encode import decode_all
-from areno.rewards.pool import RewardPool, Scoring, _Calls
-from areno.trainers import score
+from areno.scoring.pool import RewardPool, Scoring, _Calls
+from areno.trainers import reward_sources
 from areno.types import RewardOutcome, RewardRecord
 from areno.user_processes import pool as cores
 from areno.user_processes.worker import Worker
@@ -233,16 +233,16 @@ def test_samples_rows_and_metrics_are_those_of_scoring_after_the_rollout(
 ) -> None:
     overlapped = played(tmp_path / "a")
     taken: list[Any] = []
-    finish = score.Scorer.finish
+    finish = reward_sources.Scorer.finish
 
-    def finish_late(self: score.Scorer) -> Any:
+    def finish_late(self: reward_sources.Scorer) -> Any:
         for outputs in taken:
             self._take(outputs)
         taken.clear()
         return finish(self)
 
-    monkeypatch.setattr(score.Scorer, "take", lambda self, outputs: taken.append(outputs))
-    monkeypatch.setattr(score.Scorer, "finish", finish_late)
+    monkeypatch.setattr(reward_sources.Scorer, "take", lambda self, outputs: taken.append(outputs))
+    monkeypatch.setattr(reward_sources.Scorer, "finish", finish_late)
     assert played(tmp_path / "b") == overlapped
     samples, scalars, _ = overlapped
     assert {sample["status"] for step in samples for sample in step} == {"ok", "error"}
@@ -267,7 +267,7 @@ def test_an_interrupt_ends_a_rollout_whose_samples_are_being_scored(
         if began.wait(60):  # or another test would be interrupted
             os.kill(os.getpid(), signal.SIGINT)
 
-    class Watched(score.Scorer):
+    class Watched(reward_sources.Scorer):
         def take(self, outputs: Any) -> None:
             super().take(outputs)
             if outputs:
@@ -277,7 +277,7 @@ def test_an_interrupt_ends_a_rollout_whose_samples_are_being_scored(
     thread = threading.Thread(target=interrupt)
     thread.start()
     started = time.monotonic()
-    monkeypatch.setattr("areno.trainers.collect.Scorer", Watched)
+    monkeypatch.setattr("areno.trainers.rollout.Scorer", Watched)
     with pytest.raises(KeyboardInterrupt):
         play("gspo", tmp_path / "run", *SMALL, reward_fn=lambda record: time.sleep(120))
     thread.join()

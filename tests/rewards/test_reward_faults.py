@@ -18,8 +18,8 @@ import pytest
 from areno import trace
 from areno.config.reward import RewardConfig
 from areno.errors import ConfigError, EngineError, printable
-from areno.rewards.pool import RewardPool, no_reward
-from areno.trainers.score import add_scores
+from areno.scoring.pool import RewardPool, no_reward
+from areno.trainers.reward_sources import add_scores
 from areno.types import RewardOutcome, RewardRecord
 from areno.user_processes.worker import Output
 from tests.helpers.waiting import until
@@ -175,7 +175,7 @@ def test_a_killed_driver_leaves_no_process_and_nobody_holds_its_output(reward_fi
     script = f"""
 import time
 from areno.config.reward import RewardConfig
-from areno.rewards.pool import RewardPool
+from areno.scoring.pool import RewardPool
 from areno.types import RewardRecord
 pool = RewardPool(RewardConfig(fn={str(reward_file(STARTS))!r}, workers=1))
 pool.start()
@@ -393,7 +393,7 @@ def test_slow_rewards_are_told_and_not_each_second(reward_file, caplog, monkeypa
 @pytest.mark.slow
 def test_when_nobody_answers_any_more_the_rest_is_given_up(reward_file, caplog, monkeypatch):
     """A judge that goes down in a later step: four timeouts of a process and a long silence are enough."""
-    monkeypatch.setattr("areno.rewards.pool.QUIET_S", 1.0)
+    monkeypatch.setattr("areno.scoring.pool.QUIET_S", 1.0)
     with pool_of(reward_file(SLOW)) as pool:
         patient, hasty = pool.config, dataclasses.replace(pool.config, timeout_s=0.5)
         pool.score(records("a"))

@@ -19,10 +19,10 @@ from areno.config.reward import RewardConfig
 from areno.errors import ArenoError, ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
-from areno.rewards.functions import part_names
-from areno.rewards.pool import RewardPool
-from areno.rewards.records import verdict
 from areno.schema.build import build
+from areno.scoring.functions import part_names
+from areno.scoring.pool import RewardPool
+from areno.scoring.records import verdict
 from areno.tracking.reader import RunReader
 from areno.types import PromptItem, RewardOutcome, RewardRecord, RolloutSequence, ScoredSample
 

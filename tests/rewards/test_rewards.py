@@ -16,8 +16,8 @@ import pytest
 
 from areno.config.reward import RewardConfig
 from areno.errors import ArenoError, ConfigError
-from areno.rewards.pool import RewardPool
-from areno.rewards.records import CompletionRecord, RecordedPrompt
+from areno.scoring.pool import RewardPool
+from areno.scoring.records import CompletionRecord, RecordedPrompt
 from areno.types import PromptItem, RewardRecord, TokenArrays
 from areno.user_processes.worker import Worker
 from tests.helpers.processes import children, is_running, started, until_ended
@@ -255,7 +255,7 @@ def test_processes_ignore_interrupts_and_import_no_torch(tmp_path):
 def test_processes_end_with_a_killed_driver(reward_file, action, tmp_path):
     script = f"""
 import sys, time
-from areno.rewards.pool import RewardPool
+from areno.scoring.pool import RewardPool
 from areno.types import RewardRecord
 from areno.config.reward import RewardConfig
 pool = RewardPool(RewardConfig(fn={str(reward_file)!r}, timeout_s=0.5, workers=2))

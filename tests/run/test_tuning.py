@@ -20,10 +20,10 @@ from areno.errors import ConfigError, EngineError
 from areno.files.paths import find_file
 from areno.launch.command import run
 from areno.launch.compose import load
-from areno.plan.tune import AT_ONCE, BATCH, BUDGET, DROP, RECOMPUTE, Candidate
+from areno.plan.tuning_candidates import AT_ONCE, BATCH, BUDGET, DROP, RECOMPUTE, Candidate
 from areno.recipes.gspo import ALGORITHM
-from areno.run import tuning
-from areno.run.tuning import Measured, Trials, choose
+from areno.run import tuning_trials
+from areno.run.tuning_trials import Measured, Trials, choose
 from areno.schema.values import value_at
 from areno.tracking.run_folder import settings_of
 from areno.trainers.policy_only import PolicyOnlyTrainer
@@ -65,14 +65,14 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.fixture
 def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The worker of each trial, of which there are two."""
-    run_trial, found = tuning._Trial.run, []
+    run_trial, found = tuning_trials._Trial.run, []
 
     def recorded(trial: Any, **how: Any) -> Any:
         found.extend(worker_pids(trial.engine))
         return run_trial(trial, **how)
 
-    monkeypatch.setattr(tuning._Trial, "run", recorded)
-    monkeypatch.setattr(tuning, "shortlist", lambda found: found[:2])
+    monkeypatch.setattr(tuning_trials._Trial, "run", recorded)
+    monkeypatch.setattr(tuning_trials, "shortlist", lambda found: found[:2])
     return found
 
 
@@ -137,14 +137,14 @@ def test_trials_compute_the_divergence_from_a_teacher(
 def test_a_candidate_that_fails_is_discarded_with_its_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pids: list[int]
 ) -> None:
-    train = tuning._Trial._train
+    train = tuning_trials._Trial._train
 
     def run_out_of_memory(trial: Any, *args: Any) -> None:
         if len(pids) == 1:
             raise EngineError("out of device memory in training (tried to allocate 1 GiB): lower it")
         train(trial, *args)
 
-    monkeypatch.setattr(tuning._Trial, "_train", run_out_of_memory)
+    monkeypatch.setattr(tuning_trials._Trial, "_train", run_out_of_memory)
     with caplog.at_level(logging.INFO, "areno"):
         chosen = choose(config("actor.gradient_checkpointing=false"), {RECOMPUTE})
     first, second = told(caplog)
@@ -166,7 +166,7 @@ def test_trials_on_a_gpu(caplog: pytest.LogCaptureFixture, pids: list[int]) -> N
         assert {AT_ONCE, RECOMPUTE, BATCH} <= chosen.keys()
         assert DROP not in chosen
     assert any("the KV cache dropped" in line and "GiB measured" in line for line in told(caplog))
-    assert time.monotonic() - began < 2 * tuning.LIMIT_S
+    assert time.monotonic() - began < 2 * tuning_trials.LIMIT_S
     assert len(pids) == 4
     assert not any(map(is_running, pids))
 
@@ -191,7 +191,7 @@ class MadeUp(Trials):
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> type[MadeUp]:
-    monkeypatch.setattr(tuning, "Trials", MadeUp)
+    monkeypatch.setattr(tuning_trials, "Trials", MadeUp)
     MadeUp.seconds = 0.0
     MadeUp.result = staticmethod(lambda candidate: Measured(step_s=1.0, peak=0, seconds=0.0))
     return MadeUp
@@ -265,8 +265,8 @@ def test_a_rollout_is_not_tried_if_its_size_is_given(monkeypatch: pytest.MonkeyP
     def generate(*_: Any) -> None:
         raise AssertionError("decoded samples")
 
-    monkeypatch.setattr(tuning._Trial, "_generate", generate)
-    monkeypatch.setattr(tuning, "shortlist", lambda found: found[:1])
+    monkeypatch.setattr(tuning_trials._Trial, "_generate", generate)
+    monkeypatch.setattr(tuning_trials, "shortlist", lambda found: found[:1])
     chosen = choose(config(f"{AT_ONCE}=24"), {AT_ONCE})
     assert AT_ONCE not in chosen
     assert chosen[BATCH] == 6
@@ -285,7 +285,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
         made = {AT_ONCE: 8, RECOMPUTE: False, BUDGET: 512, BATCH: 2}
         return {key: value for key, value in made.items() if key not in given}
 
-    monkeypatch.setattr(tuning, "choose", choose_made_up)
+    monkeypatch.setattr(tuning_trials, "choose", choose_made_up)
     return asked
 
 
@@ -341,7 +341,7 @@ def test_an_error_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> None:
         raise ConfigError("nothing fits")
 
-    monkeypatch.setattr(tuning, "choose", fail)
+    monkeypatch.setattr(tuning_trials, "choose", fail)
     with pytest.raises(SystemExit):
         start(tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
@@ -377,7 +377,7 @@ def test_a_script_is_tuned_too(tmp_path: Path, chosen: list[set[str]]) -> None:
 def test_a_tuned_run_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In exact mode, if no setting was chosen that changes what is learned."""
     exact = ["engine.deterministic=true", "engine.exact=true", f"{BATCH}=8"]
-    monkeypatch.setattr(tuning, "shortlist", lambda found: [of for of in found if of.settings[AT_ONCE] < 32][:2])
+    monkeypatch.setattr(tuning_trials, "shortlist", lambda found: [of for of in found if of.settings[AT_ONCE] < 32][:2])
     tuned, untuned = start(tmp_path, *exact), start(tmp_path, *exact, task=TASK, trial="u")
     assert value_at(settings_of(tuned), AT_ONCE) < 32
     assert value_at(settings_of(untuned), AT_ONCE) is None

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from areno.schema.values import show
-from areno.server import errors, fields
+from areno.server import errors, json_bodies
 from areno.server.errors import ApiError, has_more_tokens, is_deeper, is_larger
-from areno.server.fields import decompress, read_json
+from areno.server.json_bodies import decompress, read_json
 
 
 def nested(levels: int, kind: str) -> Any:
@@ -57,7 +57,7 @@ def test_tokens_are_counted_in_pieces_without_a_wrong_refusal(
 
 @pytest.mark.parametrize("most", [0, 10**9])
 def test_json_is_the_same_by_both_scanners(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields, "MAX_PARTS", most)
+    monkeypatch.setattr(json_bodies, "MAX_PARTS", most)
     value = {"a": [1, -2.5, 1e300, "\u00e9\n", None, True, {"": []}], "b": {"c": "d"}}
     for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
         assert read_json(json.dumps(value, ensure_ascii=False).encode(encoding)) == value
@@ -74,8 +74,8 @@ def test_json_is_the_same_by_both_scanners(most: int, monkeypatch: pytest.Monkey
 
 
 def test_the_number_of_lists_and_objects_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields, "MAX_PARTS", 10)
-    monkeypatch.setattr(fields, "MAX_OBJECTS", 10)
+    monkeypatch.setattr(json_bodies, "MAX_PARTS", 10)
+    monkeypatch.setattr(json_bodies, "MAX_OBJECTS", 10)
     assert read_json(json.dumps([{}] * 9).encode()) == [{}] * 9
     with pytest.raises(ApiError, match="more than 10 lists and objects"):
         read_json(json.dumps([{}] * 10).encode())

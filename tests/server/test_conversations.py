@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areno.agents.rows import RowBuilder, reward_record
 from areno.agents.trajectories import AgentItem, BadTrajectory, LossMaskPolicy
+from areno.agents.trajectory_rows import RowBuilder, reward_record
 from areno.data.chat_template import render
 from areno.errors import DataError
 from areno.server import errors
-from areno.server.conversations import Prompt, PromptBuilder, TokenCache
 from areno.server.errors import PromptTooLong
 from areno.server.messages import conversation_keys, read_messages
 from areno.server.parsers import parser_for_template
+from areno.server.prompt_builder import Prompt, PromptBuilder, TokenCache
 from areno.server.threads import Threads
-from areno.server.tokens import Source, expand_runs
+from areno.server.token_sources import Source, expand_runs
 from tests.helpers.conversations import OTHER, USER, turn_of
 from tests.helpers.tokenizers import load_tokenizer
 

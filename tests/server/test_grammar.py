@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.errors import GrammarError
-from areno.server.grammar import Constraint, Grammar, compile_grammar, reasoning_after
+from areno.server.output_grammars import Constraint, Grammar, compile_grammar, reasoning_after
 from areno.server.parsers import ParsedMessage, parser_for
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.schemas import Document

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areno.errors import GrammarError
-from areno.server.grammar import Constraint
+from areno.server.output_grammars import Constraint
 from areno.server.parsers import parser_for
 from areno.server.parsers.json_rules import JsonRules, Style
 from areno.server.parsers.lark import Lark

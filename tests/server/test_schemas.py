@@ -15,7 +15,7 @@ from openai.lib._parsing import type_to_response_format_param
 from pydantic import BaseModel, Field
 
 from areno.errors import GrammarError
-from areno.server.grammar import Constraint
+from areno.server.output_grammars import Constraint
 from areno.server.parsers import parser_for
 from tests.helpers.grammars import ByteGrammar, accepted, answers, call, calls, response_format
 

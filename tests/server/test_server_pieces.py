@@ -13,10 +13,11 @@ from openai import OpenAI
 from areno import SamplingParams
 from areno.agents.trajectories import AgentItem
 from areno.engine.decoder import decoder
-from areno.server import answers, app
-from areno.server.conversations import PromptBuilder
+from areno.server import app
+from areno.server import response_bodies as answers
+from areno.server.prompt_builder import PromptBuilder
 from areno.server.requests import read_chat
-from areno.server.responses import message_digest
+from areno.server.returned_responses import message_digest
 from areno.types import GenerationOutput, GenerationRequest
 from tests.helpers.agent_model import made
 from tests.helpers.waiting import until

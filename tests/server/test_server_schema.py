@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
 from areno.agents.proxy import SessionProxy
-from areno.server import answers
+from areno.server import response_bodies
 from areno.server.errors import ApiError
 from areno.types import GenerationOutput
 
@@ -252,4 +252,4 @@ def test_errors(proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_api_knows_no_abort(reason: Any, told: str) -> None:
     """The reason of a sample whose grammar has become too complex: it is cut off."""
     output = GenerationOutput(request_id=0, sample=0, tokens=[], logprobs=[], versions=[], finish_reason=reason)
-    assert answers.finish_reason(output) == told
+    assert response_bodies.finish_reason(output) == told

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areno.server.tokens import expand_runs, source_runs
+from areno.server.token_sources import expand_runs, source_runs
 
 
 @pytest.mark.parametrize("start", [0, 7])

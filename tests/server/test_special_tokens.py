@@ -8,9 +8,9 @@ import pytest
 from openai import OpenAI
 
 from areno import Trainer
-from areno.server.conversations import PromptBuilder
 from areno.server.detokenize import special_ids
 from areno.server.parsers import parser_for_template
+from areno.server.prompt_builder import PromptBuilder
 from tests.helpers.conversations import OTHER, USER, turn_of
 from tests.helpers.tokenizers import load_tokenizer
 

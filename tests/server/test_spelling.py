@@ -12,7 +12,6 @@ from openai import OpenAI
 from transformers import AutoTokenizer
 
 from areno import SamplingParams
-from areno.server.answers import text_logprobs
 from areno.server.detokenize import (
     TextStream,
     TokenText,
@@ -21,6 +20,7 @@ from areno.server.detokenize import (
     n_partial,
     prompt_token_texts,
 )
+from areno.server.response_bodies import text_logprobs
 from tests.helpers.agent_model import made, model_folder
 from tests.helpers.tokenizers import load_tokenizer
 

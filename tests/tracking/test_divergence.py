@@ -11,8 +11,8 @@ import pytest
 import areno
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
-from areno.tracking.divergence import FIRST, LAST, N_FLAT, N_TRUNCATED, Divergence, History, mean
 from areno.tracking.reader import RunReader
+from areno.tracking.training_warnings import FIRST, LAST, N_FLAT, N_TRUNCATED, Divergence, History, mean
 
 FINE = {
     "rollout/rewards_mean": 0.5,

@@ -16,9 +16,9 @@ import pytest
 
 from areno.api.trainer import Trainer
 from areno.errors import ArenoError, ConfigError
-from areno.run.groups import Choice, Group, n_due
-from areno.run.in_flight import InFlight
-from areno.trainers import collect
+from areno.run.group_selection import Choice, Group, n_due
+from areno.run.groups_in_flight import InFlight
+from areno.trainers import rollout
 from areno.types import GenerationOutput, PromptItem, TrainSequence
 from tests.helpers.policy_runs import Played, play, trained
 
@@ -258,13 +258,13 @@ def test_without_a_limit_a_step_samples_its_own_prompts_alone(tmp_path, monkeypa
     def sample(*args: Any) -> Any:
         raise AssertionError("samples are in flight")
 
-    monkeypatch.setattr(collect, "sample_ahead", sample)
-    monkeypatch.setattr(collect, "sample_replacing", sample)
+    monkeypatch.setattr(rollout, "sample_ahead", sample)
+    monkeypatch.setattr(rollout, "sample_replacing", sample)
     drawn_alone: list[Counter[tuple[Any, ...]]] = []
-    rollout = Trainer.rollout_token_batch
+    sample_batch = Trainer.rollout_token_batch
 
     def twice(self: Trainer, prompts: Any, n_samples: int, params: Any, **how: Any) -> Any:
-        alone = rollout(self, prompts, n_samples, params, seed=how["seed"])
+        alone = sample_batch(self, prompts, n_samples, params, seed=how["seed"])
         drawn_alone.append(
             Counter(
                 ((*each.prompt_tokens, *sequence.resp_tokens), tuple(sequence.resp_logprobs))
@@ -272,7 +272,7 @@ def test_without_a_limit_a_step_samples_its_own_prompts_alone(tmp_path, monkeypa
                 for sequence in each.sequences
             )
         )
-        return rollout(self, prompts, n_samples, params, **how)
+        return sample_batch(self, prompts, n_samples, params, **how)
 
     monkeypatch.setattr(Trainer, "rollout_token_batch", twice)
     run = epoch(tmp_path / "run", *LONG, "rollout.max_head_offpolicyness=0")
@@ -315,7 +315,7 @@ def test_samples_go_on_under_new_weights_and_say_so(tmp_path):
 @pytest.mark.slow
 def test_lengths_are_those_of_trained_samples_and_of_samples_that_a_step_began(tmp_path, monkeypatch):
     limit, step, sampled = 2, [0], {}
-    sample = collect.sample_ahead
+    sample = rollout.sample_ahead
 
     def watched(setup: Any, batch: Any, scores: Any) -> Any:
         step[0] += 1
@@ -326,7 +326,7 @@ def test_lengths_are_those_of_trained_samples_and_of_samples_that_a_step_began(t
             sampled.setdefault((step[0], each.item.index), []).append((begun, len(versions)))
         return samples, keep, scalars
 
-    monkeypatch.setattr(collect, "sample_ahead", watched)
+    monkeypatch.setattr(rollout, "sample_ahead", watched)
     run = epoch(tmp_path / "run", *AHEAD)
     trained_lens: dict[int, list[int]] = {}
     begun_lens: dict[int, list[int]] = {}
@@ -354,7 +354,7 @@ def test_a_resumed_run_trains_the_same_samples(settings, tmp_path, monkeypatch):
     whole = epoch(tmp_path / "whole", *settings)
     waiting = whole.series("rollout/parked_samples" if "rollout.max_head_offpolicyness=2" in settings else POSTPONED)
     assert waiting[2] > 0
-    sample, n_calls = collect.sample_ahead, itertools.count(1)
+    sample, n_calls = rollout.sample_ahead, itertools.count(1)
 
     def interrupted(*args: Any) -> Any:
         if next(n_calls) == 4:
@@ -362,7 +362,7 @@ def test_a_resumed_run_trains_the_same_samples(settings, tmp_path, monkeypatch):
         return sample(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(collect, "sample_ahead", interrupted)
+        patch.setattr(rollout, "sample_ahead", interrupted)
         with pytest.raises(ArenoError, match="stops"):
             epoch(tmp_path / "run", *settings)
     rest = epoch(tmp_path / "run", *settings)

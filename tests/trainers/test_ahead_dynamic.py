@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from areno.errors import ArenoError, ConfigError
-from areno.run.groups import Group
-from areno.run.in_flight import InFlight
-from areno.trainers import ahead, collect
+from areno.run.group_selection import Group
+from areno.run.groups_in_flight import InFlight
+from areno.trainers import partial_rollout, rollout
 from areno.types import GenerationOutput, PromptItem, TrainSequence
 from tests.helpers.policy_runs import Played, play, trained
 from tests.helpers.reward_functions import always_one, odd_length, slow_odd_length
@@ -151,7 +151,7 @@ def test_rewards_are_not_waited_for_while_the_device_is_full():
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
     """The answers of the small model are short."""
-    monkeypatch.setattr(ahead, "DECISION_STEPS", 2)
+    monkeypatch.setattr(partial_rollout, "DECISION_STEPS", 2)
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_a_resumed_run_trains_the_same_samples(reward, tmp_path, monkeypatch):
     settings = [*AHEAD, "recover.mode=auto", "recover.freq_steps=1"]
     whole = epoch(tmp_path / "whole", *settings, n=60)
     assert whole.series("rollout/parked_samples")[1] > 0
-    sample, n_calls = collect.sample_replacing, itertools.count(1)
+    sample, n_calls = rollout.sample_replacing, itertools.count(1)
 
     def interrupted(*args: Any) -> Any:
         if next(n_calls) == 3:
@@ -245,7 +245,7 @@ def test_a_resumed_run_trains_the_same_samples(reward, tmp_path, monkeypatch):
         return sample(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(collect, "sample_replacing", interrupted)
+        patch.setattr(rollout, "sample_replacing", interrupted)
         with pytest.raises(ArenoError, match="stops"):
             epoch(tmp_path / "run", *settings, n=60, reward=reward)
     rest = epoch(tmp_path / "run", *settings, n=60, reward=reward)

@@ -16,7 +16,7 @@ import transformers
 
 from areno.tracking import console
 from areno.tracking.reader import RunReader
-from areno.trainers import collect
+from areno.trainers import rollout
 from tests.helpers.recipe_runs import TINY, graded_reward, metrics, rollouts, train
 
 
@@ -61,7 +61,7 @@ def gsm8k_run(request, qwen3_folder, tmp_path_factory) -> Path:
     train_rows.write_text("\n".join(map(json.dumps, gsm8k_rows(40))), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         # Rollouts this short are over before progress is due; ask for it all the time.
-        patch.setattr(collect, "RolloutProgress", functools.partial(console.RolloutProgress, interval_s=0.0))
+        patch.setattr(rollout, "RolloutProgress", functools.partial(console.RolloutProgress, interval_s=0.0))
         patch.setenv("ARENO_LOG_COMPLETIONS", "1")
         return train(
             request.param,
@@ -152,9 +152,9 @@ def test_gsm8k_metrics(gsm8k_run):
 def test_predictions_are_compared_with_the_recorded_scalars(gsm8k_run):
     found = RunReader(gsm8k_run)
     recorded = {name: series.values for name, series in found.metrics().items()}
-    rollout, train, step = found.forecast()
-    assert [rollout["name"], train["name"], step["name"]] == ["rollout", "train actor", "step"]
-    for phase, name in ((rollout, "rollout"), (train, "train")):
+    sampling, train, step = found.forecast()
+    assert [sampling["name"], train["name"], step["name"]] == ["rollout", "train actor", "step"]
+    for phase, name in ((sampling, "rollout"), (train, "train")):
         assert phase["seconds"][1] == statistics.median(recorded[f"time/{name}"])
         assert phase["gib"][1] == max(recorded[f"memory/{name}"])
     assert step["seconds"][1] == statistics.median(recorded["time/step"])

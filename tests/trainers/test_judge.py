@@ -22,8 +22,8 @@ from areno.launch.compose import load
 from areno.plan.forecast import forecast
 from areno.plan.hardware import hardware_of, this_cpu
 from areno.plan.roles import experiment_roles
-from areno.rewards.judge import Judging
-from areno.rewards.judge_readers import EndpointReader
+from areno.scoring.judge import Judging
+from areno.scoring.judge_readers import EndpointReader
 from tests.helpers.agent_runs import DATA
 from tests.helpers.agent_runs import run as agent_run
 from tests.helpers.endpoints import endpoint
@@ -298,8 +298,8 @@ def test_the_same_model_judges_alike_as_a_role_and_at_the_projects_own_server(tm
     tokenizer = transformers.AutoTokenizer.from_pretrained(judge)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(judge)
-    monkeypatch.setattr("areno.rewards.judge_readers._TOP", (16,))  # all tokens of the vocabulary
-    monkeypatch.setattr("areno.rewards.judge_readers._LEAST_MASS", 0.0)
+    monkeypatch.setattr("areno.scoring.judge_readers._TOP", (16,))  # all tokens of the vocabulary
+    monkeypatch.setattr("areno.scoring.judge_readers._LEAST_MASS", 0.0)
     words = [f"reward.judge.labels={LABELS}", "reward.judge.template='{prompt}{completion}='", "total_train_steps=1"]
     inside = play("grpo", tmp_path / "inside", *role(judge, *words)).samples(1)
     with contextlib.closing(Served(folder=str(judge))) as server:

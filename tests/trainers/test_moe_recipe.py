@@ -13,7 +13,7 @@ import transformers
 from areno.api.trainer import Trainer
 from areno.config.models import PolicyConfig
 from areno.errors import ConfigError
-from areno.plan.backend import ArenoConfig
+from areno.plan.sdk_arguments import ArenoConfig
 from areno.types import SamplingParams, TrainSequence
 from tests.helpers.moe_models import quickstart_with_experts
 from tests.helpers.policy_runs import play

@@ -13,7 +13,7 @@ import areno
 from areno.api.trainer import Trainer
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import EngineConfig
-from areno.data.steps import StepReader, split_steps, step_draft
+from areno.data.solution_steps import StepReader, split_steps, step_draft
 from areno.errors import CheckpointError, ConfigError, DataError, EngineError
 from areno.launch.compose import load
 from areno.loss_fns import process_reward_loss_fn

@@ -10,7 +10,7 @@ import pytest
 
 from areno.engine.engine import Engine
 from areno.errors import ArenoError
-from areno.trainers import collect, rounds
+from areno.trainers import dynamic_sampling, rollout
 from tests.helpers.policy_runs import Played, play
 from tests.helpers.reward_functions import odd_length
 
@@ -48,12 +48,12 @@ def test_rounds_that_overlap_draw_the_same(tmp_path: Path, monkeypatch: pytest.M
         return outputs
 
     with monkeypatch.context() as patch:
-        patch.setattr(rounds, "DECISION_STEPS", 2)  # the answers are short
+        patch.setattr(dynamic_sampling, "DECISION_STEPS", 2)  # the answers are short
         patch.setattr(Engine, "submit", spied_submit)
         patch.setattr(Engine, "_received", spied_received)
         together = play("grpo", tmp_path / "together", *LONG, reward_fn=odd_length)
     assert any(begun_early)
-    monkeypatch.setattr(collect, "can_overlap", lambda setup: False)
+    monkeypatch.setattr(rollout, "can_overlap", lambda setup: False)
     apart = play("grpo", tmp_path / "apart", *LONG, reward_fn=odd_length)
     assert max(apart.series("rollout/sampling_rounds")) > 1
     assert rows_of(together) == rows_of(apart)

@@ -13,8 +13,8 @@ from areno.config.ratio import RejectionSamplingConfig
 from areno.errors import ConfigError, DataError
 from areno.recipes.grpo import GRPOActorConfig
 from areno.recipes.ppo import PPOActorConfig
-from areno.trainers.rounds import first_groups, has_signal, n_groups
-from areno.trainers.rows import (
+from areno.trainers.dynamic_sampling import first_groups, has_signal, n_groups
+from areno.trainers.training_rows import (
     critic_advantages,
     outcome_advantages,
     policy_rows,

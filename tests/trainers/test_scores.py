@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from areno.trainers.score import Scorer
-from areno.trainers.scores import StepScores
+from areno.trainers.forward_passes import StepScores
+from areno.trainers.reward_sources import Scorer
 from tests.helpers.policy_runs import Played, other_actor, play
 from tests.helpers.reward_functions import slow_length, slow_length_or_none
 

@@ -14,10 +14,10 @@ from areno.config.models import OptimizerConfig
 from areno.engine.train.optimizer import learning_rate
 from areno.errors import ArenoError
 from areno.launch.compose import load
-from areno.run.groups import Admission, Group
+from areno.run.group_selection import Admission, Group
 from areno.tracking.reader import RunReader
-from areno.trainers import collect
-from areno.trainers.rounds import with_signal
+from areno.trainers import rollout
+from areno.trainers.dynamic_sampling import with_signal
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 from tests import kill_runs
 from tests.helpers import agent_runs
@@ -131,7 +131,7 @@ def test_dynamic_sampling_trains_dropped_groups_that_have_rewards(
 
     settings = ["rollout.dynamic_sampling=true", "reward.workers=1", "train_dataset.shuffle=false"]
     settings += ["rollout.max_sampling_rounds=2", "actor.use_decoupled_loss=true", "total_train_steps=1"]
-    monkeypatch.setattr(collect, "can_overlap", lambda setup: overlaps)
+    monkeypatch.setattr(rollout, "can_overlap", lambda setup: overlaps)
     run = play("grpo", tmp_path, *settings, *ahead, train_dataset=rows, reward_fn=one_or_none)
     assert run.series("train/skipped_steps") == [0]
     assert {row.reward for row in run.rows[0]} == {1.0}

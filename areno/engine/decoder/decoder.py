@@ -12,14 +12,14 @@ import numpy as np
 from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.caches import PendingRoutes
-from areno.engine.decoder.drafts import NgramDrafter
+from areno.engine.decoder.draft_verification import Drafter, Drafts, TableDrafts, accepted_rows, n_right_tokens
 from areno.engine.decoder.grammar import Grammar
+from areno.engine.decoder.ngram_drafts import NgramDrafter
 from areno.engine.decoder.runner import Runner
 from areno.engine.decoder.sampler import PendingTokens
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Detokenize, Sequence, StopStrings
 from areno.engine.decoder.slots import STAGED
-from areno.engine.decoder.verification import Drafter, Drafts, TableDrafts, accepted_rows, n_right_tokens
 from areno.engine.reports import RolloutStats
 from areno.engine.requests import RequestLimits
 from areno.errors import EngineError, non_finite_logits

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areno.engine.decoder.verification import DRAFT_LENGTHS
+from areno.engine.decoder.draft_verification import DRAFT_LENGTHS
 
 MAX_SEQUENCES = 256  # larger batches do not draft: their time grows in proportion to the number of rows
 _MOST = max(DRAFT_LENGTHS)

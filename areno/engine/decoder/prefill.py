@@ -20,7 +20,7 @@ from torch import Tensor
 
 from areno.cost.kv_layout import KVGroup
 from areno.engine.decoder.block_manager import BlockManager
-from areno.engine.decoder.graphs import Captures, GraphCache
+from areno.engine.decoder.cuda_graphs import Captures, GraphCache
 from areno.engine.decoder.scheduler import Chunk
 
 # The sizes of prefills with a CUDA graph. With few sizes, there are few graphs, and none has to be dropped.

@@ -21,13 +21,13 @@ from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.attention_split import PrefixGroups, split_attention
 from areno.engine.decoder.block_manager import BlockManager, BlockTables
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
-from areno.engine.decoder.graphs import Captures, DecodeGraphs, GraphCache, bucket_sizes
+from areno.engine.decoder.cuda_graphs import Captures, DecodeGraphs, GraphCache, bucket_sizes
+from areno.engine.decoder.draft_verification import DraftedRows, NgramSteps, TableDrafts
 from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillTensors
 from areno.engine.decoder.sampler import LogitEdits, PendingTokens, SlotSampler, sample_edited, scores_of
 from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
-from areno.engine.decoder.verification import DraftedRows, NgramSteps, TableDrafts
 from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import to_device, use_triton

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from areno.engine.decoder.draft_verification import Drafts
 from areno.engine.decoder.grammar import masks
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
-from areno.engine.decoder.verification import Drafts
 from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.sampling import SamplingFlags, SamplingSettings, TextIds, sample_columns, sample_hidden, sample_slots
 from areno.kernels.sampling.reference import apply_masks, policy_logprobs, without_banned

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from areno.engine.decoder.block_manager import BlockManager, BlockTables, PrefixMatch
+from areno.engine.decoder.draft_verification import Drafts, TableDrafts, fitting_draft
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import NEVER, SlotTable
-from areno.engine.decoder.verification import Drafts, TableDrafts, fitting_draft
 from areno.types import GenerationRequest
 
 _BULK = 8  # a full batch admits sequences again when it has shrunk to (_BULK - 1) / _BULK of its size,

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from areno.engine.processes import stack_traces
 from areno.engine.processes.child import without_main_module
 from areno.engine.processes.messages import Command
-from areno.engine.processes.serving import worker_main
 from areno.engine.processes.watchdog import FIELDS
+from areno.engine.processes.worker_main import worker_main
 from areno.specs.engine import EngineSpec
 
 _EXIT_GRACE_S = 2.0  # for a process to end by itself

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from areno import heartbeat
-from areno.engine.memory import host_bytes_free
+from areno.engine.device_memory import host_bytes_free
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Role, Roles
 from areno.engine.state.tensor_shards import TensorShard, buffers_of, metadata, shards_of, shards_to_write, trained
-from areno.engine.train.host_memory import PINNED_BYTES, HostBuffer
+from areno.engine.train.optimizer_offload import PINNED_BYTES, HostBuffer
 from areno.errors import CheckpointError, EngineError
 from areno.layers.parallel import ParallelGroup
 

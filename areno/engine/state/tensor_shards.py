@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from areno.engine.train.backend import TrainBackend
-from areno.engine.train.flat import FlatParameters
-from areno.engine.train.host_memory import Buffer, blocks
 from areno.engine.train.optimizer import Optimizer
+from areno.engine.train.optimizer_offload import Buffer, blocks
+from areno.engine.train.zero_buffers import FlatParameters
 from areno.kernels.adam import BLOCK
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import Part

@@ -43,7 +43,7 @@ from areno.engine.state.tensor_shards import (
     vector,
 )
 from areno.engine.train.backend import TrainBackend
-from areno.engine.train.host_memory import Buffer, blocks
+from areno.engine.train.optimizer_offload import Buffer, blocks
 from areno.errors import ArenoError, CheckpointError, EngineError, Key
 from areno.kernels.adam.reference import BLOCK, dequantise, quantise
 from areno.layers.parallel import ParallelGroup

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areno.engine.train.flat import CHUNK, Bucket, FlatParameters
 from areno.engine.train.micro_batches import StepMicroBatches
+from areno.engine.train.zero_buffers import CHUNK, Bucket, FlatParameters
 from areno.layers.parallel import ParallelGroup, wait_for
 from areno.models.transformer import Transformer
 

@@ -17,8 +17,8 @@ from areno.config.models import MicroBatchSpec
 from areno.cost.flops import Cost, forward_flops, train_flops
 from areno.cost.prefix_sharing import Sharing
 from areno.engine.reports import EngineInfo
-from areno.engine.train.prefixes import LinkedPieces, Rows, linked_pieces, n_computed, order_to_share, pieces
-from areno.engine.train.rows import FlatRows, read_tokens
+from areno.engine.train.checked_rows import FlatRows, read_tokens
+from areno.engine.train.shared_prefixes import LinkedPieces, Rows, linked_pieces, n_computed, order_to_share, pieces
 from areno.errors import DataError, EngineError, Key
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence

@@ -10,9 +10,9 @@ import torch
 
 from areno.config.models import OptimizerConfig
 from areno.config.optimizers import OPTIMIZERS
-from areno.engine.train.flat import Bucket, FlatParameters
-from areno.engine.train.host_memory import Buffer, StateStream, Window
-from areno.engine.train.updates import UPDATES
+from areno.engine.train.optimizer_offload import Buffer, StateStream, Window
+from areno.engine.train.optimizer_updates import UPDATES
+from areno.engine.train.zero_buffers import Bucket, FlatParameters
 from areno.kernels.adam import Update, squares_and_nonzeros
 from areno.layers.parallel import ParallelGroup, wait_for
 

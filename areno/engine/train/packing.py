@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from areno.engine.train.checked_rows import FlatRows
 from areno.engine.train.micro_batches import StepMicroBatches
-from areno.engine.train.prefixes import Forest, distinct, divide_forest, forest_of, shared_routes
-from areno.engine.train.rows import FlatRows
+from areno.engine.train.shared_prefixes import Forest, distinct, divide_forest, forest_of, shared_routes
 from areno.kernels.backend import to_device
 from areno.kernels.copies import copy_rows
 from areno.layers.attention import PackedAttend, PrefixKeys, SharedKeys
@@ -56,7 +56,7 @@ class PackedTokens:
     positions_N: Tensor
     cu_seqlens: Tensor  # (R + 1,) int32
     max_len: int
-    routes_NLk: Tensor | None = None  # experts to use, see rows.py; None lets the router choose
+    routes_NLk: Tensor | None = None  # experts to use, see checked_rows.py; None lets the router choose
     predicted_T: Tensor | None = None
     shared: SharedTokens | None = None
     prefix: PrefixPass | None = None

@@ -12,7 +12,7 @@ import json
 from areno.server.parsers.json_rules import JsonRules, Style
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
-from areno.server.parsers.reading import Cursor, Reading, after_space, dump_json, load_json
+from areno.server.parsers.partial_text import Cursor, Reading, after_space, dump_json, load_json
 from areno.server.parsers.schemas import Document
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -10,7 +10,7 @@ from typing import Any
 from areno.data.chat_template import END_THINK, THINK
 from areno.errors import GrammarError
 from areno.server.parsers.lark import Lark
-from areno.server.parsers.reading import Cursor, Reading, Schema, partial_tag, schemas_by_name
+from areno.server.parsers.partial_text import Cursor, Reading, Schema, partial_tag, schemas_by_name
 from areno.server.parsers.schemas import Document
 
 

@@ -14,7 +14,7 @@ from areno.errors import GrammarError
 from areno.server.parsers.json_rules import JsonRules, Style
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
-from areno.server.parsers.reading import Cursor, Reading, after_space, dump_json
+from areno.server.parsers.partial_text import Cursor, Reading, after_space, dump_json
 from areno.server.parsers.schemas import Document
 
 TAGS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}

@@ -23,9 +23,9 @@ from areno.server.parsers.hermes import CLOSE, OPEN, in_tags
 from areno.server.parsers.json_rules import JsonRules, Style, times
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
+from areno.server.parsers.partial_text import Cursor, Reading, Schema, dump_json, load_json
 from areno.server.parsers.patterns import FORMATS, decimal, escaped, slashed, whole
 from areno.server.parsers.pythonic import parse_literal
-from areno.server.parsers.reading import Cursor, Reading, Schema, dump_json, load_json
 from areno.server.parsers.schemas import (
     Alternative,
     Document,

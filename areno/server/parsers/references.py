@@ -9,7 +9,7 @@ from urllib.parse import unquote, urljoin
 
 from areno.errors import GrammarError
 from areno.schema.values import show
-from areno.server.parsers.reading import json_type
+from areno.server.parsers.partial_text import json_type
 
 Place = tuple[Any, str]
 """A schema, and the URI against which its references are resolved."""

@@ -16,8 +16,8 @@ from typing import Any
 from areno.errors import GrammarError
 from areno.schema.values import show
 from areno.server.parsers.numbers import Range
+from areno.server.parsers.partial_text import json_type
 from areno.server.parsers.patterns import is_found
-from areno.server.parsers.reading import json_type
 from areno.server.parsers.references import BOUNDS, KINDS, MAX_SIZE, SIZES, Place, References
 
 MAX_ALTERNATIVES = 4096

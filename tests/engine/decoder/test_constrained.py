@@ -21,7 +21,7 @@ from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.engine import Engine
 from areno.errors import EngineError, GrammarError
 from areno.kernels.sampling.reference import allowed_tokens, sample_key, uniform
-from areno.server.grammar import compile_grammar
+from areno.server.output_grammars import compile_grammar
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers import tiny_engine
 from tests.helpers.grammars import allowed, response_format, schemas

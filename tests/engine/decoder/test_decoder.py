@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from areno.engine.decoder.graphs import bucket_sizes
+from areno.engine.decoder.cuda_graphs import bucket_sizes
 from areno.engine.decoder.sampler import PendingTokens
 from areno.engine.decoder.scheduler import SchedulerOutput
 from areno.errors import EngineError

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from areno.engine.decoder.draft_length import MAX_SEQUENCES, DraftLength, StepCosts
-from areno.engine.decoder.drafts import NgramDrafter, _SlotTexts
+from areno.engine.decoder.draft_verification import DRAFT_LENGTHS
+from areno.engine.decoder.ngram_drafts import NgramDrafter, _SlotTexts
 from areno.engine.decoder.slots import SlotTable
-from areno.engine.decoder.verification import DRAFT_LENGTHS
 from tests.helpers.tiny_decoder import make_decoder, model, request, run
 
 COSTS = StepCosts(fixed=400, verification=100, most_rows=1024)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from areno.engine.decoder.draft_length import StepCosts
-from areno.engine.decoder.drafts import NgramDrafter, SampleMemory, _packed, _Text
+from areno.engine.decoder.draft_verification import accepted_rows
+from areno.engine.decoder.ngram_drafts import NgramDrafter, SampleMemory, _packed, _Text
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
-from areno.engine.decoder.verification import accepted_rows
 from areno.kernels.sampling import CONTEXT, LEVELS, NgramTable, add_texts, draft_tokens
 from areno.kernels.sampling.drafts import KEPT
 from areno.kernels.sampling.reference import sample_key, uniform

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.decoder.attention_split import AttentionSplit, PrefixGroups
-from areno.engine.decoder.graphs import DecodeGraphs, GraphCache, drafting_sizes
+from areno.engine.decoder.cuda_graphs import DecodeGraphs, GraphCache, drafting_sizes
 from areno.kernels.sampling import SamplingFlags
 from tests.helpers.cpu_graphs import CpuCaptures
 

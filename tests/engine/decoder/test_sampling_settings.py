@@ -13,7 +13,7 @@ from areno.config.rollout import GenerationConfig, SamplingConfig
 from areno.engine.requests import RequestRefused
 from areno.plan.plan import sampling_params
 from areno.schema.fields import settings
-from areno.trainers.score import Scorer
+from areno.trainers.reward_sources import Scorer
 from areno.types import GenerationOutput, GenerationRequest, PromptItem, SamplingParams
 from tests.helpers.tiny_decoder import EOS, VOCAB, make_decoder, prompt, run
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from areno.engine.decoder.draft_length import StepCosts
-from areno.engine.decoder.drafts import NgramDrafter
 from areno.engine.decoder.grammar import GrammarCompiler
+from areno.engine.decoder.ngram_drafts import NgramDrafter
 from areno.engine.exact import make_exact
 from areno.kernels.paged import decode_attention
 from areno.models.registry import build_model

@@ -15,7 +15,7 @@ import torch
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
 from areno.engine.processes.process_groups import ParallelContext
-from areno.engine.processes.serving import _failure
+from areno.engine.processes.worker_main import _failure
 from areno.errors import CheckpointError, EngineError, WorkerLost
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn

@@ -22,11 +22,11 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.processes.local import on_this_machine
 from areno.engine.processes.messages import Command, pack
-from areno.engine.processes.serving import _fill
 from areno.engine.processes.spawned import SpawnedGroup
+from areno.engine.processes.worker_main import _fill
 from areno.engine.processes.workers import InlineGroup, WorkerGroup, start_workers
+from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import share_steps
-from areno.engine.train.rows import read_rows
 from areno.errors import CheckpointError, EngineError
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn

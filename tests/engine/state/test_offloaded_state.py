@@ -17,8 +17,8 @@ from areno.config.models import OptimizerConfig
 from areno.cost.footprint import Footprint, footprint_of
 from areno.engine.engine import Engine
 from areno.engine.state import checkpointer, storage
-from areno.engine.train import host_memory
-from areno.engine.train.host_memory import HostBuffer
+from areno.engine.train import optimizer_offload
+from areno.engine.train.optimizer_offload import HostBuffer
 from areno.errors import EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
@@ -39,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def played_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that offloads, with several windows and parts, and blocks of files that begin amid a part."""
     monkeypatch.setattr("areno.engine.roles.has_own_memory", lambda device: True)
-    monkeypatch.setattr(host_memory, "WINDOW", 768)
-    monkeypatch.setattr(host_memory, "PART", 1536)
+    monkeypatch.setattr(optimizer_offload, "WINDOW", 768)
+    monkeypatch.setattr(optimizer_offload, "PART", 1536)
     monkeypatch.setattr(storage, "BLOCK_BYTES", 2000)
 
 
@@ -198,7 +198,7 @@ def test_a_state_of_two_tensor_parallel_ranks(
 
 def test_too_little_host_memory_ends_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any weight is read."""
-    monkeypatch.setattr("areno.engine.memory.host_bytes_free", lambda: 2**14)
+    monkeypatch.setattr("areno.engine.device_memory.host_bytes_free", lambda: 2**14)
 
     def on_a_device(*facts: Any) -> Footprint:
         found = footprint_of(*facts)

@@ -10,7 +10,7 @@ import torch
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.cost.memory import PassBytes
-from areno.engine.train.activations import KeptLayers
+from areno.engine.train.recomputation import KeptLayers
 from areno.errors import EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn

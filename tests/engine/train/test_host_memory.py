@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from areno.cost.memory import WINDOW, WINDOWS
-from areno.engine.train import host_memory
-from areno.engine.train.host_memory import HostBuffer, StateStream, pieces, within_parts
+from areno.engine.train import optimizer_offload
+from areno.engine.train.optimizer_offload import HostBuffer, StateStream, pieces, within_parts
 from areno.kernels.adam import BLOCK
 from tests.helpers import tp_ranks, zero_ranks
 from tests.helpers.layouts import folder_with
@@ -22,13 +22,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "WINDOW", BLOCK)
-    monkeypatch.setattr(host_memory, "PART", 2 * BLOCK)
+    monkeypatch.setattr(optimizer_offload, "WINDOW", BLOCK)
+    monkeypatch.setattr(optimizer_offload, "PART", 2 * BLOCK)
 
 
 def test_parts_hold_whole_windows_and_blocks() -> None:
-    assert host_memory.PART % WINDOW == 0 == WINDOW % BLOCK
-    assert host_memory.PART.bit_count() == (host_memory.PART // BLOCK).bit_count() == 1  # nothing is rounded up
+    assert optimizer_offload.PART % WINDOW == 0 == WINDOW % BLOCK
+    assert (
+        optimizer_offload.PART.bit_count() == (optimizer_offload.PART // BLOCK).bit_count() == 1
+    )  # nothing is rounded up
 
 
 def test_a_buffer_in_parts(small: None) -> None:
@@ -85,8 +87,8 @@ def test_buffers_on_the_device_are_one_window() -> None:
 def test_updates_are_those_on_the_device(
     folder: Path, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_memory, "WINDOW", 768)
-    monkeypatch.setattr(host_memory, "PART", 1536)
+    monkeypatch.setattr(optimizer_offload, "WINDOW", 768)
+    monkeypatch.setattr(optimizer_offload, "PART", 1536)
     plain, in_host = (backend(folder, 0, ALONE, dtype, kind=kind, in_host=away) for away in (False, True))
     before = zero_ranks.state_of(in_host)
     assert torch.equal(before["masters"], before["params"].float())

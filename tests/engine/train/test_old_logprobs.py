@@ -14,8 +14,8 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.train.backend import TrainBackend
+from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import keep_old_logprobs, share_steps
-from areno.engine.train.rows import read_rows
 from areno.errors import EngineError
 from areno.layers.config import AdapterSpec
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn, sft_loss_fn, value_loss_fn

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from areno.config.models import OptimizerConfig
-from areno.engine.train import flat as flat_module
-from areno.engine.train.flat import FlatParameters
+from areno.engine.train import zero_buffers
 from areno.engine.train.optimizer import Optimizer, learning_rate
+from areno.engine.train.zero_buffers import FlatParameters
 from areno.kernels.adam import BLOCK
 from areno.layers.parallel import ParallelGroup
 
@@ -52,7 +52,7 @@ def constant(**kwargs):
 @pytest.mark.parametrize("chunk", [16, 2**24])
 @pytest.mark.parametrize(("kind", "made"), [("adam", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
 def test_equals_the_optimizer_of_torch(monkeypatch, clip, chunk, kind, made):
-    monkeypatch.setattr(flat_module, "CHUNK", chunk)
+    monkeypatch.setattr(zero_buffers, "CHUNK", chunk)
     ours, theirs = models()
     flat = FlatParameters(ours)
     optimizer = Optimizer(flat, constant(type=kind, lr=3e-3, weight_decay=0.1, gradient_clipping=clip), ALONE)
@@ -88,7 +88,7 @@ def test_buffers_are_the_parameters():
         assert torch.equal(mine, other)
         offset = mine.data_ptr() - flat.params.data_ptr()
         assert 0 <= offset < flat.params.nbytes
-        assert offset % (flat_module.ALIGN * 4) == 0
+        assert offset % (zero_buffers.ALIGN * 4) == 0
         assert mine.grad.data_ptr() - flat.grads.data_ptr() == offset
     decayed = [segment.decayed for segment in flat.segments]
     assert decayed == [True, False]

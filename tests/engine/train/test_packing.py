@@ -12,6 +12,7 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.train import packing
+from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import (
     StepMicroBatches,
     micro_batches,
@@ -20,7 +21,6 @@ from areno.engine.train.micro_batches import (
     split_balanced,
 )
 from areno.engine.train.packing import StepBatches
-from areno.engine.train.rows import read_rows
 from areno.errors import DataError
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence

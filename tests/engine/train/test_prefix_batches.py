@@ -12,11 +12,11 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.cost.prefix_sharing import Sharing
-from areno.engine.train import prefixes
+from areno.engine.train import shared_prefixes
+from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import row_micro_batches, share_steps
 from areno.engine.train.packing import pack_group
-from areno.engine.train.prefixes import forest_of, n_computed, order_to_share, pieces
-from areno.engine.train.rows import read_rows
+from areno.engine.train.shared_prefixes import forest_of, n_computed, order_to_share, pieces
 from areno.layers.config import AdapterSpec
 from areno.specs.update import UpdateSpec
 from tests.helpers.large_shapes import QWEN3_06B, QWEN3_8B
@@ -29,7 +29,7 @@ ON = Sharing("on")
 @pytest.fixture(autouse=True)
 def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rows of a few tokens share."""
-    monkeypatch.setattr(prefixes, "LEAST", 1)
+    monkeypatch.setattr(shared_prefixes, "LEAST", 1)
 
 
 def check_forest(rows: Rows) -> None:
@@ -64,16 +64,16 @@ def test_any_rows_make_a_forest(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
     for _ in range(60):
         rows = [np.array([rng.randrange(2) for _ in range(rng.randint(1, 9))]) for _ in range(rng.randint(1, 9))]
-        monkeypatch.setattr(prefixes, "LEAST", 1)
+        monkeypatch.setattr(shared_prefixes, "LEAST", 1)
         check_forest(rows)
         assert n_computed(rows) == n_nodes(rows)
-        monkeypatch.setattr(prefixes, "LEAST", 3)
+        monkeypatch.setattr(shared_prefixes, "LEAST", 3)
         check_forest(rows)
         assert n_nodes(rows) <= n_computed(rows) <= sum(map(len, rows))
 
 
 def test_short_prefixes_are_not_worth_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "LEAST", 4)
+    monkeypatch.setattr(shared_prefixes, "LEAST", 4)
     rows = [np.array(row) for row in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 3, 8, 8], [9, 9, 9], [9, 9, 9])]
     assert n_computed(rows) == 6 + 1 + 5 + 3  # equal rows are one row, however short
     check_forest(rows)
@@ -164,15 +164,15 @@ def test_prefixes_that_save_little_are_not_worth_a_pass(prompt: int, is_linked: 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_linked_micro_batches_fit_beside_their_prefixes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "FASTER", 10.0)
-    monkeypatch.setattr(prefixes, "KEPT", 1)
+    monkeypatch.setattr(shared_prefixes, "FASTER", 10.0)
+    monkeypatch.setattr(shared_prefixes, "KEPT", 1)
     rows = [np.concatenate([np.arange(2), row]) for row in tree(4, VOCAB, seed)]
     found = 0
     for most in range(130, 200, 10):
         for linked in row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=most), sharing=ON)[0]:
             packs = pack_group([[rows[i] for i in batch] for batch in linked], torch.device("cpu"), share=True)
             for batch, one in zip(linked, packs, strict=True):
-                assert prefixes.KEPT * one.n_before + one.n_computed <= most or len(batch) == 1
+                assert shared_prefixes.KEPT * one.n_before + one.n_computed <= most or len(batch) == 1
             found += packs[0].prefix is not None
     assert found
 
@@ -199,9 +199,9 @@ def test_two_ranks_share_a_single_group() -> None:
 
 @pytest.mark.parametrize("at_once", [2**22, 40, 1])
 def test_common_prefixes_are_counted_in_blocks(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "_MOST_AT_ONCE", at_once)
+    monkeypatch.setattr(shared_prefixes, "_MOST_AT_ONCE", at_once)
     for rows in cases(VOCAB).values():
-        found = list(prefixes.sorted_rows(rows))
+        found = list(shared_prefixes.sorted_rows(rows))
         assert sorted(index for index, _ in found) == list(range(len(rows)))
         for (one, _), (other, common) in itertools.pairwise(found):
             alike = list(
@@ -216,7 +216,7 @@ def test_many_short_answers_are_cut_by_their_copies_of_keys() -> None:
     groups = row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=4096), sharing=ON)[0]
     for batch in itertools.chain(*groups):
         n_keys = sum(len(rows[i]) for i in batch)
-        assert n_computed([rows[i] for i in batch]) + n_keys / prefixes.KEYS <= 4096 + 512 / prefixes.KEYS
+        assert n_computed([rows[i] for i in batch]) + n_keys / shared_prefixes.KEYS <= 4096 + 512 / shared_prefixes.KEYS
 
 
 def test_the_number_of_micro_batches_of_a_step_does_not_depend_on_sharing() -> None:
@@ -230,7 +230,7 @@ def test_the_number_of_micro_batches_of_a_step_does_not_depend_on_sharing() -> N
 def test_rows_share_half_of_their_tokens_or_sixteen(
     monkeypatch: pytest.MonkeyPatch, length: int, n_shared: int
 ) -> None:
-    monkeypatch.setattr(prefixes, "LEAST", 16)
+    monkeypatch.setattr(shared_prefixes, "LEAST", 16)
     head, others = list(range(6)), iter(range(100, 10_000))
     rows = [np.array([*head, *itertools.islice(others, length - 6)]) for _ in range(8)]
     assert n_computed(rows) == 8 * length - 7 * n_shared

@@ -10,8 +10,8 @@ import torch
 from areno.config.models import MicroBatchSpec
 from areno.cost.prefix_sharing import Sharing
 from areno.engine.train.backend import TrainBackend
+from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import share_steps
-from areno.engine.train.rows import read_rows
 from areno.layers.config import AdapterSpec
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn

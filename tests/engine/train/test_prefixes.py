@@ -18,12 +18,12 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.cost.prefix_sharing import Sharing
 from areno.engine.engine import Engine
-from areno.engine.train import prefixes
-from areno.engine.train.activations import KeptLayers
+from areno.engine.train import shared_prefixes
+from areno.engine.train.recomputation import KeptLayers
+from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import row_micro_batches, share_rows, share_steps
 from areno.engine.train.packing import LocalTokens, PrefixPass, StepBatches, pack_group, pack_tokens
-from areno.engine.train.prefixes import order_to_share
-from areno.engine.train.rows import read_rows
+from areno.engine.train.shared_prefixes import order_to_share
 from areno.errors import EngineError
 from areno.layers import rotary
 from areno.layers.attention import PrefixKeys
@@ -49,7 +49,7 @@ FAMILIES = "mistral mistral-window qwen3-window phi3-partial-tied smollm3-window
 @pytest.fixture(autouse=True)
 def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rows of a few tokens share."""
-    monkeypatch.setattr(prefixes, "LEAST", 1)
+    monkeypatch.setattr(shared_prefixes, "LEAST", 1)
 
 
 def test_rows_that_share_nothing_are_packed_as_without_sharing() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from areno.engine.train import flat as flat_module
-from areno.engine.train.flat import FlatParameters, length
+from areno.engine.train import zero_buffers
+from areno.engine.train.zero_buffers import FlatParameters, length
 from areno.kernels.adam import BLOCK
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
@@ -44,8 +44,8 @@ def test_ranks_train_as_one_in_all_forms(tmp_path: Path, n_ranks: int, tied: boo
 def test_every_element_has_one_owner(
     tmp_path: Path, align: int, divide_grads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flat_module, "BUCKET", 1)
-    monkeypatch.setattr(flat_module, "CHUNK", 768)
+    monkeypatch.setattr(zero_buffers, "BUCKET", 1)
+    monkeypatch.setattr(zero_buffers, "CHUNK", 768)
     folder = folder_of(tmp_path, vocab_size=65, num_hidden_layers=3)
     owners, size = None, 3
     for rank in range(size):

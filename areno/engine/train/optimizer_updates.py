@@ -1,0 +1,71 @@
+"""The update of each optimizer on slices of the flat buffers: its moments, and how they change masters and weights."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from areno.config.optimizers import MOMENT_BLOCK, OptimizerType
+from areno.engine.train.optimizer_offload import Buffer, Window
+from areno.engine.train.zero_buffers import FlatParameters
+from areno.kernels.adam import Update, adam, adam_8bit
+from areno.kernels.adam.reference import codes
+
+
+class Sgd:
+    """SGD without momentum, and the base class of the other updates.
+
+    `moments` have the layout of the masters, or with `block` one element for each block. They exist from the start,
+    because the KV cache is sized by the free memory before the first update.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, flat: FlatParameters):
+        self.moments: dict[str, Buffer] = {name: flat.new_state(torch.float32, flat.n_local) for name in self.names}
+
+    def clear(self) -> None:
+        for buffer in self.moments.values():
+            buffer.zero_()
+
+    def apply(self, window: Window, local: slice, grads: Tensor, params: Tensor, how: Update) -> None:
+        masters = window.state("masters", local)
+        masters.mul_(how.decay).add_(grads, alpha=-how.lr * how.scale)
+        if params.data_ptr() != masters.data_ptr():
+            params.copy_(masters)
+
+
+class Adam(Sgd):
+    names = "exp_avg", "exp_avg_sq"
+
+    def apply(self, window: Window, local: slice, grads: Tensor, params: Tensor, how: Update) -> None:
+        exp_avg, exp_avg_sq = (window.state(name, local) for name in self.names)
+        adam(grads, window.state("masters", local), params, (exp_avg, exp_avg_sq), how)
+
+
+class Adam8Bit(Sgd):
+    """AdamW whose moments are uint8 codes, with one scale for each block. No two parameters share a block."""
+
+    names = "exp_avg", "exp_avg_sq"
+
+    def __init__(self, flat: FlatParameters):
+        assert all(place.start % MOMENT_BLOCK == 0 for place in flat.ranges.values())
+        n_blocks = -(-flat.n_local // MOMENT_BLOCK)
+        self.moments = {name: flat.new_state(torch.uint8, flat.n_local) for name in self.names}
+        for name in self.names:
+            self.moments[f"{name}_scale"] = flat.new_state(torch.float32, n_blocks, per_block=True)
+
+    def clear(self) -> None:
+        super().clear()
+        # Padding between parameters must decode to zero for any scale of its block.
+        self.moments["exp_avg"].fill_(codes(True, torch.device("cpu")).tolist().index(0.0))
+
+    def apply(self, window: Window, local: slice, grads: Tensor, params: Tensor, how: Update) -> None:
+        exp_avg, exp_avg_sq = (window.state(name, local) for name in self.names)
+        scale, scale_sq = (window.scales(f"{name}_scale", local) for name in self.names)
+        adam_8bit(grads, window.state("masters", local), params, (exp_avg, exp_avg_sq), (scale, scale_sq), how)
+
+
+UPDATES: dict[OptimizerType, type[Sgd]] = {"adam": Adam, "adam_8bit": Adam8Bit, "sgd": Sgd}

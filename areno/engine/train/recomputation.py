@@ -1,0 +1,77 @@
+"""Activation recomputation: the choice of how many layers keep their activations for the backward pass.
+
+As many layers keep activations as free memory allows, and all other layers recompute them. The free memory is only an
+estimate, because it may be fragmented. So a step that runs out of memory is repeated with fewer layers that keep
+activations.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from areno.config.run import Layout
+from areno.cost.footprint import RESERVE
+from areno.cost.memory import PassBytes
+from areno.engine.device_memory import free_unused
+from areno.models.transformer import Transformer
+
+logger = logging.getLogger("areno")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that can be allocated, less a reserve of 6 %. Idle memory of torch counts as free."""
+    free, total = torch.cuda.mem_get_info(device)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, free + idle - int(RESERVE * total))
+
+
+class KeptLayers:
+    """Chooses how many layers keep the outputs of their large matrix products for the backward pass.
+
+    All other layers recompute these outputs. `free` is None if all layers recompute. Only a rank that is `alone`,
+    without collectives with other ranks, can repeat a step by itself. `split` is sequence parallelism.
+    """
+
+    def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True, split: bool = False):
+        self._model, self._free, self._alone = model, free, alone
+        itemsize, layout = model.embed.weight.element_size(), Layout.one_copy(model.tp.size)
+        self.teacher: object | None = None
+        self._of_model = PassBytes.of_training(model.config, itemsize, layout, split=split)
+        self._share = 1.0  # share of the free memory to use; lowered after running out of memory
+        self._last = 0  # result of `count` for the current pass
+
+    @property
+    def _need(self) -> PassBytes:
+        return self._of_model if self.teacher is None else self._of_model.with_two_heads()
+
+    def count(self, n_tokens: int, waits: bool = False) -> int:
+        """Return the number of layers that keep their products, 0 if other passes come before the backward pass."""
+        if self._free is None or not torch.is_grad_enabled():
+            return 0
+        if waits:
+            self._last = 0
+            return 0
+        room = int(self._share * self._free())
+        self._last = self._need.fitting_layers(n_tokens, room, len(self._model.layers))
+        return self._last
+
+    def fitting(self) -> str:
+        """Return the end of an error message that says how many tokens the largest possible micro-batch has."""
+        if self._free is None:
+            return ""
+        n_tokens = self._need.fitting_tokens(self._free()) // 256 * 256
+        if not n_tokens:
+            return "; beside the models and the KV cache no micro-batch fits"
+        return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
+
+    def keep_less(self) -> bool:
+        """Free memory, and return whether the step can be repeated with fewer layers that keep products."""
+        if not self._last or not self._alone:
+            return False
+        self._share *= 0.75
+        free_unused()
+        logger.warning("out of device memory in training; the step begins again and keeps fewer activations")
+        return True

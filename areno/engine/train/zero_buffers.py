@@ -1,0 +1,296 @@
+"""Flat buffers: one for all trained parameters of a model, one for their gradients, one for fp32 master weights.
+
+With one buffer, a single collective sums all gradients, and an update is a few large elementwise operations. The
+optimizer may be divided over data-parallel ranks (ZeRO, arXiv 1910.02054). The buffer is then cut into buckets, and
+each rank owns an equal part of every bucket. A rank has master weights and moments only for the parts that it owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from areno.cost.memory import BUCKET
+from areno.engine.train.optimizer_offload import Buffer, HostBuffer, pieces, within_parts
+from areno.layers.parallel import ParallelGroup, wait_for
+
+ALIGN = 16  # elements; every parameter starts at a multiple, so that vector loads are aligned in every dtype
+CHUNK = 2**24  # elements worked on at once, which bounds the temporaries of the optimizer to 64 MiB each
+
+Named = Sequence[tuple[str, nn.Parameter]]
+Stage = Callable[[str], int]
+InParts = Callable[[str], list[tuple[slice, int]]]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A range [start, stop) of the flat buffers whose parameters are treated alike by the optimizer."""
+
+    start: int
+    stop: int
+    decayed: bool  # whether weight decay applies: to matrices, not to norm weights and biases
+    sharded: bool  # whether tensor-parallel ranks hold different shards rather than equal copies
+    n_params: int  # without the padding for alignment
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A range of the flat buffers that data-parallel ranks reduce and gather in one collective.
+
+    Slices count elements: `place` and `own` in `params`, `local` in `masters` and the moments. `grads` holds only the
+    owned elements if gradients are divided (ZeRO-2). The backward pass completes large stages, which are layer indices,
+    first.
+    """
+
+    place: slice
+    own: slice
+    local: slice
+    grads: slice
+    stage: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the range `self.grads` holds the gradients of the whole bucket, not only of the owned elements."""
+        return length(self.grads) == length(self.place)
+
+    @property
+    def own_grads(self) -> slice:
+        return self.grads if not self.is_whole else _shifted(self.own, self.grads.start - self.place.start)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A range of one segment that this rank owns, for one elementwise operation. Slices are as in Bucket."""
+
+    place: slice
+    local: slice
+    grads: slice
+    segment: Segment
+
+
+def flatten(
+    named: Named, is_sharded: Callable[[str], bool] | None = None, align: int = ALIGN
+) -> tuple[torch.Tensor, list[Segment], dict[str, slice]]:
+    """Move parameters into one buffer of their dtype, so that they become views of it.
+
+    Every parameter starts at a multiple of `align` elements. Returns the buffer, its segments, and the range of each
+    name.
+    """
+    segments, places, end = _arranged(named, is_sharded, align, 0)
+    return _moved(named, places, end), segments, places
+
+
+class FlatParameters:
+    """Moves the trained parameters of a model into one buffer, and their gradients into another buffer.
+
+    `in_parts` maps a name to (range of elements, n): the gradient of such a range must be summed over n tensor-parallel
+    ranks. With `stage` (see Transformer.stage), masters and moments are divided over `dp` (ZeRO-1), and with
+    `divide_grads` the gradients of layers, too (ZeRO-2). Before they are reduced, these gradients lie in `workspace`,
+    which all divided buckets share. `fill` sets the weights once the parameters are views of `params`. So a model that
+    was built without memory never has its weights in memory twice.
+
+    `grads` is float32, and each `parameter.grad` is a view of it or of `workspace`. Clear it by `grads.zero_()`; never
+    set a gradient to None. `masters` are the float32 values that the optimizer updates, for the owned elements. They
+    are the tensor `params` if it is float32 and not divided.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        is_sharded: Callable[[str], bool] | None = None,
+        align: int = ALIGN,
+        *,
+        in_parts: InParts = lambda name: [],
+        stage: Stage | None = None,
+        dp: ParallelGroup = ParallelGroup(),  # noqa: B008  (frozen)
+        divide_grads: bool = False,
+        fill: Callable[[], object] = lambda: None,
+        in_host: bool = False,
+    ):
+        named = list(model.named_parameters())  # a tied parameter appears once
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.frozen = [parameter.detach() for _, parameter in named if not parameter.requires_grad]
+        self.dp, self.in_host = dp if stage is not None else ParallelGroup(), in_host
+        self.shapes = {name: parameter.shape for name, parameter in trained}
+        self.buckets: list[Bucket] = []
+        self.ranges: dict[str, slice] = {}
+        ends = {name: stage(name) for name, _ in trained} if stage is not None else dict.fromkeys(self.shapes, 0)
+        end = n_grads = 0
+        for group in _groups(trained, ends) if self.is_divided else [trained]:
+            start = end
+            segments, places, end = _arranged(group, is_sharded, align, start)
+            end += -(end - start) % (align * self.dp.size)
+            self.ranges |= places
+            size = (end - start) // self.dp.size
+            own = slice(start + self.dp.rank * size, start + (self.dp.rank + 1) * size)
+            least = min(ends[name] for name, _ in group)
+            # Not the embedding and the head: their gradients come at the ends of the backward pass, or at both if tied.
+            is_whole = not (divide_grads and self.is_divided and 0 <= least < max(ends.values()))
+            grads = slice(n_grads, n_grads + (end - start if is_whole else size))
+            n_grads = grads.stop
+            local = slice(start // self.dp.size, end // self.dp.size)
+            self.buckets.append(Bucket(slice(start, end), own, local, grads, least, tuple(segments)))
+        self.params = _moved(trained, self.ranges, end)
+        fill()
+        self.segments = [segment for bucket in self.buckets for segment in bucket.segments]
+        self.n_local = end // self.dp.size
+        self._copied = [
+            (_shifted(elements, self.ranges[name].start), n) for name, _ in trained for elements, n in in_parts(name)
+        ]
+
+        self.grads = torch.zeros(n_grads, dtype=torch.float32, device=self.params.device)
+        divided = [bucket for bucket in self.buckets if not bucket.is_whole]
+        most = max((length(bucket.place) for bucket in divided), default=0)
+        self.workspace = self.grads.new_zeros((2, most))
+        for name, parameter in trained:
+            parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
+            parameter.grad = self._gradient(self.ranges[name]).view(parameter.shape)
+        self.masters: Buffer = self.params
+        if self.is_divided or self.params.dtype != torch.float32:
+            self.masters = self.new_state(torch.float32)
+            for bucket in self.buckets:
+                for master, param in self._owned_pairs(bucket):
+                    master.copy_(param)
+
+    def new_state(self, dtype: torch.dtype, n: int | None = None, *, per_block: bool = False) -> Buffer:
+        """Return zeros for masters or moments. `per_block`: an element belongs to BLOCK parameters."""
+        n = self.n_local if n is None else n
+        if self.in_host:
+            return HostBuffer(n, dtype, pinned=self.params.is_cuda, per_block=per_block)
+        return self.params.new_zeros(n, dtype=dtype)
+
+    def _owned_pairs(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (masters, parameters) of the owned elements of a bucket, in pieces."""
+        masters = pieces(self.masters, bucket.local)
+        params = self.params[bucket.own].split([master.numel() for master in masters])
+        yield from zip(masters, params, strict=True)
+
+    @property
+    def is_divided(self) -> bool:
+        return self.dp.size > 1
+
+    def slot(self, bucket: Bucket) -> torch.Tensor:
+        """Return the buffer in which the gradients of all elements of a bucket accumulate."""
+        if bucket.is_whole:
+            return self.grads[bucket.grads]
+        divided = [each for each in self.buckets if not each.is_whole]
+        return self.workspace[divided.index(bucket) % 2, : length(bucket.place)]
+
+    def _gradient(self, place: slice) -> torch.Tensor:
+        """Return the 1-D gradient buffer of the parameter whose range in `self.params` is `place`."""
+        bucket = next(bucket for bucket in self.buckets if place.stop <= bucket.place.stop)
+        return self.slot(bucket)[_shifted(place, -bucket.place.start)]
+
+    def chunks(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[Chunk]:
+        """Yield the owned elements in chunks of at most CHUNK, within a range of the masters."""
+        for each in self.buckets if bucket is None else [bucket]:
+            for segment in each.segments:
+                yield from _chunks(each, segment, segment.start, segment.stop, local)
+
+    def copies(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[tuple[Chunk, int]]:
+        """Yield chunks of owned elements, and the n tensor-parallel ranks that have a part of their gradient."""
+        for each in self.buckets if bucket is None else [bucket]:
+            for segment in each.segments:
+                for place, n in self._copied:
+                    low, high = max(segment.start, place.start), min(segment.stop, place.stop)
+                    yield from ((chunk, n) for chunk in _chunks(each, segment, low, high, local))
+
+    def owned(self, place: slice) -> Iterator[tuple[slice, slice]]:
+        """Yield (range in `params`, range in `masters`) of the parts of `place` that this rank owns.
+
+        If masters and moments are in host memory, each range lies within one part of their buffers.
+        """
+        for bucket in self.buckets:
+            part = slice(max(place.start, bucket.own.start), min(place.stop, bucket.own.stop))
+            shift = bucket.local.start - bucket.own.start
+            if part.start < part.stop:
+                locals_ = within_parts(_shifted(part, shift)) if self.in_host else [_shifted(part, shift)]
+                yield from ((_shifted(local, -shift), local) for local in locals_)
+
+    def gather(self, bucket: Bucket) -> Any:
+        """Start an all-gather that fills a bucket of `params`. `wait_for` takes the handle."""
+        return self.dp.all_gather(self.params[bucket.place])
+
+    @torch.no_grad()
+    def from_masters(self) -> None:
+        """Set `params` to the rounded masters. If these are divided, all ranks of `dp` must call this."""
+        if self.params is not self.masters:
+            for bucket in self.buckets:
+                for master, param in self._owned_pairs(bucket):
+                    param.copy_(master)
+        for bucket in self.buckets:
+            wait_for(self.gather(bucket))  # one at a time, because on a CPU each needs temporary memory
+
+
+def _chunks(bucket: Bucket, segment: Segment, low: int, high: int, within: slice | None) -> Iterator[Chunk]:
+    """Yield the owned elements between `low` and `high`, which lie in one segment, in chunks."""
+    shift = bucket.local.start - bucket.own.start
+    own = bucket.own if within is None else _shifted(within, -shift)
+    low, high = max(low, bucket.own.start, own.start), min(high, bucket.own.stop, own.stop)
+    for start in range(low, high, CHUNK):
+        place = slice(start, min(start + CHUNK, high))
+        local = _shifted(place, shift)
+        yield Chunk(place, local, _shifted(place, bucket.own_grads.start - bucket.own.start), segment)
+
+
+def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Yield the parameters of each bucket, by ascending stage.
+
+    All parameters of a stage are in the same bucket. The embedding, and the parameters after the layers, have buckets
+    of their own.
+    """
+    last = max(stages.values())
+    group: list[tuple[str, nn.Parameter]] = []
+    for stage in sorted(set(stages.values())):
+        group += [(name, parameter) for name, parameter in named if stages[name] == stage]
+        following = min((other for other in stages.values() if other > stage), default=None)
+        if stage < 0 or following in (None, last) or sum(parameter.numel() for _, parameter in group) >= BUCKET:
+            yield group
+            group = []
+
+
+def _arranged(
+    named: Named, is_sharded: Callable[[str], bool] | None, align: int, start: int
+) -> tuple[list[Segment], dict[str, slice], int]:
+    """Assign consecutive ranges, from `start`, to parameters grouped into segments. Also returns the end."""
+    dtypes = {parameter.dtype for _, parameter in named}
+    assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
+    kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        kind = (parameter.dim() >= 2, is_sharded is not None and is_sharded(name))
+        kinds.setdefault(kind, []).append((name, parameter))
+
+    segments: list[Segment] = []
+    places: dict[str, slice] = {}
+    end = start
+    for (decayed, sharded), members in sorted(kinds.items(), key=lambda item: item[0], reverse=True):
+        start = end
+        for name, parameter in members:
+            places[name] = slice(end, end + parameter.numel())
+            end += -(-parameter.numel() // align) * align
+        segments.append(Segment(start, end, decayed, sharded, sum(p.numel() for _, p in members)))
+    return segments, places, end
+
+
+def _moved(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
+    """Move parameters into a new buffer of `end` elements, at their ranges in `places`."""
+    first = named[0][1]
+    buffer = torch.zeros(end, dtype=first.dtype, device=first.device)
+    for name, parameter in named:
+        view = buffer[places[name]].view(parameter.shape)
+        view.copy_(parameter.detach())
+        parameter.data = view
+    return buffer
+
+
+def length(place: slice) -> int:
+    return place.stop - place.start
+
+
+def _shifted(place: slice, by: int) -> slice:
+    return slice(place.start + by, place.stop + by)

@@ -1,0 +1,231 @@
+"""The prompts that are sampled across steps, with rollout.prompts_ahead.
+
+A group is the samples of one prompt, and is whole when all of them have finished. A step samples more prompts than it
+trains on, and ends its rollout when as many groups are whole as its batch has prompts. With
+rollout.max_head_offpolicyness above 0, unfinished samples are parked and continue in the rollout of the next step,
+under the new weights (partial rollout, arXiv 2509.18521). With 0, their tokens are thrown away, and their prompts are
+postponed to a step that samples postponed prompts alone (tail batching, arXiv 2509.21009).
+
+`InFlight` keeps the groups, decides which of them belong to a step, and is part of the training state. It samples
+nothing itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from areno.run.group_selection import Admission, Choice, Group, n_due, n_tokens
+from areno.types import GenerationOutput, PromptItem
+
+logger = logging.getLogger("areno")
+
+
+class InFlight:
+    """The groups that are sampled across steps, the oldest first in `groups`.
+
+    `limit` is the largest number of steps between the first token of a group and the training on it. With 0, the step
+    that begins a group trains on it, or its tokens are thrown away. `sampled_with` are the settings of sampling. After
+    a change of them, samples cannot continue. `keeps_samples` is False with agents, whose processes end with the run: a
+    resumed run samples their prompts anew.
+    """
+
+    def __init__(
+        self,
+        items_at: Callable[[Sequence[int]], Sequence[PromptItem]],
+        n_samples: int,
+        limit: int,
+        sampled_with: Mapping[str, Any] | None = None,
+        keeps_samples: bool = True,
+    ):
+        self._keeps_samples = keeps_samples
+        self._items_at, self._n_samples, self._limit = items_at, n_samples, limit
+        self._sampled_with = {"limit": limit, "n_samples": n_samples, **(sampled_with or {})}
+        self.groups: list[Group] = []
+        self._lengths: dict[int, list[int]] = {}  # step -> lengths of the trained samples that it began
+        self._newest = (0, -1)  # (batch, index) of the newest admitted prompt; all earlier ones were admitted
+
+    def begin(
+        self,
+        step: int,
+        n_ahead: int,
+        batch: Sequence[PromptItem],
+        upcoming: Callable[[int], Sequence[Sequence[PromptItem]]],
+        number: int | None = None,
+    ) -> Choice:
+        """Begin the rollout of a step: admit `n_ahead` prompts beyond its batch, and choose the groups to sample.
+
+        `batch` is empty after the last batch of the run, if prompts are left in flight. `upcoming` returns the prompts
+        of the next n steps, fewer if the run ends before. `number` is that of the batch, None if each step before has
+        taken one.
+        """
+        number = step if number is None else number
+        size, limit = len(batch) or len(self.groups), self._limit
+        self.admit(number, batch)
+        postponed = [group for group in self.groups if group.is_postponed]
+        if len(postponed) >= size:
+            return Choice(postponed[:size], postponed[:size], size)
+        n_missing, n_later = size + n_ahead - (len(self.groups) - len(postponed)), 0
+        # A prompt is begun at most `limit` steps before its own step, so that later steps have room for all. A prompt
+        # whose tokens are thrown away can be begun earlier.
+        while n_missing > 0 and (n_later < limit or not limit) and len(later := upcoming(n_later + 1)) > n_later:
+            n_later += 1
+            n_missing -= self.admit(number + n_later, later[-1], n_missing)
+        groups = [group for group in self.groups if not group.is_postponed]
+        if limit:
+            # Prompts of later batches are left from before a decrease of the limit.
+            groups = [group for group in groups if group.begun_at is not None or group.batch <= number + limit]
+            by_age = sorted(groups, key=lambda group: step if group.begun_at is None else group.begun_at)
+            sizes = [size, *map(len, upcoming(limit))]
+            # More than `size` are due only if a run with dynamic sampling has left them, and train in additional steps.
+            due = by_age[: min(size, n_due([group.begun_at for group in by_age], step, limit, sizes))]
+            return Choice(groups, due, size)
+        # At the end of a run, too few prompts are left for a step without the postponed ones.
+        due = postponed[: max(0, size - len(groups))]
+        return Choice([*due, *groups[: size + n_ahead]], due, size)
+
+    def admit(self, batch: int, items: Sequence[PromptItem], most: int | None = None) -> int:
+        """Add prompts of a batch that were not added before, at most `most`, and return their number."""
+        new = [place for place in range(len(items)) if (batch, place) > self._newest]
+        new = new if most is None else new[: max(0, most)]
+        if not new:
+            return 0
+        self.groups += [Group(batch, place, items[place], self._n_samples) for place in new]
+        self._newest = (batch, new[-1])
+        return len(new)
+
+    def begin_replacing(
+        self, step: int, size: int, most: int, at_once: int, more: Callable[[], tuple[int, Sequence[PromptItem]] | None]
+    ) -> Admission:
+        """Begin the rollout of a step with dynamic sampling, which admits prompts during the rollout; see Admission.
+
+        `more` returns (number, prompts) of the next batch, None if the step may take no further batch.
+        """
+
+        def next_group() -> Group | None:
+            while not waiting:
+                if (batch := more()) is None:
+                    return None
+                before = len(self.groups)
+                self.admit(*batch)
+                waiting.extend(self.groups[before:])
+            return waiting.popleft()
+
+        waiting = deque(group for group in self.groups if group.begun_at is None)
+        begun = sorted(
+            (group for group in self.groups if group.begun_at is not None), key=lambda group: group.begun_at or 0
+        )
+        n = n_due([group.begun_at for group in begun], step, self._limit, [size] * (self._limit + 1))
+        return Admission(begun, min(n, size), size, most, at_once, next_group)
+
+    def end(self, step: int, choice: Choice | Admission, parked: Iterable[tuple[Group, GenerationOutput]]) -> int:
+        """End the rollout of a step, and return the number of tokens that are thrown away, 0 with a limit above 0."""
+        for group, output in parked:
+            if output.finish_reason is None:
+                group.parked[output.sample] = output
+            else:
+                group.record(output)
+        gone = set(choice.gone)
+        self.groups = [group for group in self.groups if group not in gone]
+        n_thrown_away = 0
+        for group in self.groups:
+            if self._limit and group.begun_at is not None:
+                continue
+            n_sampled = sum(map(n_tokens, (*group.finished.values(), *group.parked.values())))
+            if not self._limit:
+                group.is_postponed = group.is_postponed or (n_sampled > 0 and group.missing > 0)
+                group.finished, group.parked = {}, {}
+                n_thrown_away += n_sampled
+            elif n_sampled:
+                group.begun_at = step
+        return n_thrown_away
+
+    def begun_lengths(self, step: int, trained: Iterable[Group]) -> list[int]:
+        """Return the lengths in tokens of the trained samples whose groups were begun `limit` steps before a step.
+
+        All these groups have been trained or dropped by now, whichever step trained them, so their lengths are not
+        biased towards short samples. Call it once for each step, after its rollout.
+        """
+        for group in trained:
+            begun_at = step if group.begun_at is None else group.begun_at
+            self._lengths.setdefault(begun_at, []).extend(map(n_tokens, group.outputs))
+        found = self._lengths.get(step - self._limit, [])
+        self._lengths = {begun: lengths for begun, lengths in self._lengths.items() if begun > step - self._limit}
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = [_group_to_json(group, self._keeps_samples) for group in self.groups]
+        lengths = [[step, _encoded(np.asarray(each, "<i4"))] for step, each in self._lengths.items()]
+        return {
+            "newest": list(self._newest),
+            "groups": groups,
+            "lengths": lengths,
+            "sampled_with": self._sampled_with,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the groups. If the settings of sampling have changed, their tokens are thrown away."""
+        batch, place = state["newest"]
+        self._newest = batch, place
+        items = self._items_at([group["row"] for group in state["groups"]])
+        self.groups = [
+            Group(group["batch"], group["place"], item, self._n_samples)
+            for group, item in zip(state["groups"], items, strict=True)
+        ]
+        if state["sampled_with"] != self._sampled_with:
+            if self.groups:
+                logger.info("the settings of sampling have changed: %d prompts are sampled anew", len(self.groups))
+            return
+        self._lengths = {step: _decoded(each, "<i4") for step, each in state.get("lengths", [])}
+        for group, written in zip(self.groups, state["groups"], strict=True):
+            group.begun_at, group.is_postponed = written["begun_at"], written["is_postponed"]
+            group.finished = {output.sample: output for output in map(_sample_from_json, written["finished"])}
+            group.parked = {output.sample: output for output in map(_sample_from_json, written["parked"])}
+
+
+_ARRAYS = {"tokens": "<i4", "logprobs": "<f8", "versions": "<i4"}
+
+
+def _group_to_json(group: Group, with_samples: bool) -> dict[str, Any]:
+    return {
+        "batch": group.batch,
+        "place": group.place,
+        "row": group.item.index,
+        "begun_at": group.begun_at if with_samples else None,
+        "is_postponed": group.is_postponed,
+        "finished": [_sample_to_json(output) for output in group.finished.values()] if with_samples else [],
+        "parked": [_sample_to_json(output) for output in group.parked.values()],
+    }
+
+
+def _sample_to_json(output: GenerationOutput) -> dict[str, Any]:
+    """Return a sample as plain values. Numbers of tokens are written as the bytes of arrays, in base64."""
+    given = vars(output)
+    record: dict[str, Any] = {name: _encoded(np.asarray(given[name], dtype)) for name, dtype in _ARRAYS.items()}
+    if output.routes is not None:
+        routes = output.routes
+        record["routes"] = {"dtype": routes.dtype.str, "shape": list(routes.shape), "bytes": _encoded(routes)}
+    return {"sample": output.sample, "finish_reason": output.finish_reason, **record}
+
+
+def _sample_from_json(record: Mapping[str, Any]) -> GenerationOutput:
+    arrays: dict[str, Any] = {name: _decoded(record[name], dtype) for name, dtype in _ARRAYS.items()}
+    routes = record.get("routes")
+    if routes is not None:
+        routes = np.frombuffer(base64.b64decode(routes["bytes"]), routes["dtype"]).reshape(routes["shape"])
+    return GenerationOutput(
+        request_id=0, sample=record["sample"], finish_reason=record["finish_reason"], routes=routes, **arrays
+    )
+
+
+def _encoded(array: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+
+
+def _decoded(text: str, dtype: str) -> Any:
+    return np.frombuffer(base64.b64decode(text), dtype).tolist()

@@ -1,0 +1,122 @@
+"""The reward functions of a run, from the setting reward.fn or from a script, with their names and weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from areno.config.reward import RewardConfig
+from areno.engine.processes.child import dumps
+from areno.errors import ConfigError, Key, Problem, did_you_mean
+from areno.files.user_code import resolve_spec, split_spec
+from areno.reward_fns.built_in import BUILT_IN_REWARDS, Reward
+from areno.scoring.process import RewardFunction
+
+KEY = "reward.fn"
+DEFAULT_FUNCTION = "reward_fn"
+
+
+Given = Callable[..., Any] | Sequence[Callable[..., Any]]
+
+
+def reward_functions(config: RewardConfig, given: Given | None = None) -> list[RewardFunction]:
+    """Return the reward functions `given` by a script or named by reward.fn, as they are sent to the reward processes.
+
+    A ConfigError lists all problems: functions that cannot be found or pickled, and files, packages or features that
+    this machine lacks.
+    """
+    if given is None:
+        return _from_settings(config)
+    functions: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    if not functions:
+        raise ConfigError("reward_fn is an empty list; expected a function of one record, or several")
+    for function in functions:
+        if not callable(function):
+            raise ConfigError(f"reward_fn is {function!r}; expected a function of one record, or a list of them")
+    names = _check_unique([function_name(function) for function in functions])
+    codes = [_pickled(function, name) for function, name in zip(functions, names, strict=True)]
+    return _weighted(config, codes, names if isinstance(given, list | tuple) else [""])
+
+
+def shown_names(config: RewardConfig, given: Given | None = None) -> str:
+    """Return the names of the reward functions joined by " + ", for messages."""
+    if given is None:
+        return " + ".join(config.functions)
+    return " + ".join(map(function_name, given if isinstance(given, list | tuple) else [given]))
+
+
+def function_name(function: Any) -> str:
+    """Return the name of a function, or the class name of a callable object."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _from_settings(config: RewardConfig) -> list[RewardFunction]:
+    if config.fn is None:
+        raise ConfigError(Problem(KEY, "is null, and no function was given; set it, or pass reward_fn="))
+    specs = config.functions
+    codes, problems = [], []
+    for spec in specs:
+        try:
+            codes.append(_resolved(config, spec))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return _weighted(config, codes, [""] if isinstance(config.fn, str) else part_names(specs))
+
+
+def _resolved(config: RewardConfig, spec: str) -> str | Reward:
+    """Return the built-in reward with its settings, or `absolute path:function`, for an entry of reward.fn."""
+    if spec in BUILT_IN_REWARDS:
+        # A reward without settings has no section.
+        return vars(config).get(spec, BUILT_IN_REWARDS[spec]()).prepare()
+    if not split_spec(spec, DEFAULT_FUNCTION)[0].endswith(".py"):
+        hint = did_you_mean(spec, BUILT_IN_REWARDS, otherwise=f"; built-in: {', '.join(BUILT_IN_REWARDS)}")
+        raise ConfigError(Problem(KEY, f"is {spec!r}; expected file.py, file.py:function or a built-in{hint}"))
+    return resolve_spec(spec, DEFAULT_FUNCTION, KEY)
+
+
+def part_names(specs: Sequence[str]) -> list[str]:
+    """Return the name of each function's part of the reward, for logging.
+
+    The part for `a.py` is called a, and the part for `a.py:format` is called format. If two entries would share a name,
+    the name of the file comes first, as in a.format. Raises ConfigError if the same function is named twice.
+    """
+    pairs = [split_spec(spec, "") for spec in specs]
+    short = [function or Path(file).stem for file, function in pairs]
+    counts = Counter(short)
+    names = [
+        f"{Path(file).stem}.{function or DEFAULT_FUNCTION}" if counts[name] > 1 else name
+        for name, (file, function) in zip(short, pairs, strict=True)
+    ]
+    return _check_unique(names)
+
+
+def _check_unique(names: list[str]) -> list[str]:
+    """Raise ConfigError for reward.fn if a name occurs twice."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(Problem(KEY, f"has two functions called {twice[0]}; give each a name of its own"))
+    return names
+
+
+def _weighted(
+    config: RewardConfig, codes: Sequence[str | bytes | Reward], names: Sequence[str]
+) -> list[RewardFunction]:
+    weights = [1.0] * len(codes) if config.weights is None else config.weights
+    if len(weights) != len(codes):
+        text = f"has {len(weights)} numbers for {len(codes)} functions; give one for each"
+        raise ConfigError(Problem("reward.weights", text))
+    return [RewardFunction(*each) for each in zip(codes, names, weights, strict=True)]
+
+
+def _pickled(function: Callable[..., Any], name: str) -> bytes:
+    try:
+        return dumps(function)
+    except Exception as error:  # an object may raise anything when it is pickled
+        text = (
+            "reward_fn {} cannot be sent to the reward processes ({}: {}); make what it holds inside of it, "
+            "or put it into a file and set {}"
+        )
+        raise ConfigError(text, name, type(error).__name__, error, Key(KEY)) from error

@@ -1,0 +1,332 @@
+"""The pool of reward processes, as the driver uses it: sends samples to the processes and collects the rewards.
+
+The user's reward function runs in separate processes (process.py is their code). So it can print, hang, crash or leak
+memory without harm to the run. Every call has a hard time limit. If a call exceeds the limit or crashes the process,
+only its sample has no reward. The pool replaces the process and scores the other samples. A timeout or an error is
+recorded as such, and not as a reward of 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Pipe
+from typing import Any
+
+from areno import heartbeat
+from areno.config.reward import RewardConfig
+from areno.errors import ArenoError, EngineError, Problem
+from areno.scoring.functions import KEY, Given, reward_functions, shown_names
+from areno.scoring.records import Record
+from areno.types import RewardOutcome, RewardRecord
+from areno.user_processes.pool import Failure, SlowTimer, WorkerPool, default_workers
+from areno.user_processes.worker import Worker
+
+logger = logging.getLogger("areno.scoring")
+
+_MAX_CHUNK = 32  # records sent at once to a plain function, which scores them one after another; see _CHUNK_S
+_MAX_TOGETHER = 64  # calls of an async function that run at once in one process
+_MAX_TIMEOUTS = 4  # per process without an answer, before the rest is given up, which could take hours
+_LOOK_S = 0.5
+_BATCH_WAIT_S = 0.0003  # between turns, so that one turn handles several answers
+_CHUNK_S = 0.005  # a process with a fast plain function gets the calls of so many seconds, or it waits for turns
+QUIET_S = 600.0  # a function that has answered before is given up only after this long without an answer
+_LOGGED_FAILURES = 3
+_LOGGED_CHARS = 300
+
+
+class RewardPool(WorkerPool[RewardConfig]):
+    """A pool of processes that call the reward functions of a run. Use it in a `with` block.
+
+    `function` is a function of a script or a list of them, which are pickled. None takes those of the settings. With
+    `tracebacks`, the message of an error is the traceback.
+    `call_s` is that of the last `Scoring`. Each of `n_devices` device workers needs a CPU core.
+    """
+
+    section, module = "reward", "areno.scoring.process"
+    ended_text, late_text = "ended its process ({})", "no answer within {:g} s (reward.timeout_s)"
+    import_text = "importing it {}"
+
+    def __init__(
+        self, config: RewardConfig, function: Given | None = None, tracebacks: bool = False, n_devices: int = 0
+    ):
+        super().__init__(config, shown_names(config, function), config.workers or default_workers(n_devices))
+        self._given, self._tracebacks = function, tracebacks
+        self._has_answered = False
+        self.call_s = math.inf  # the mean of the last step
+
+    def _build_first_message(self) -> tuple[Any, ...]:
+        """Return (functions, setting to name in errors, time limit in seconds, tracebacks)."""
+        return reward_functions(self.config, self._given), KEY, self.config.timeout_s, self._tracebacks
+
+    def score(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
+        """Score samples, and log the first failures. Raises ArenoError if no sample could be scored."""
+        outcomes = self.outcomes(records)
+        report_failures(records, outcomes)
+        if outcomes and all(outcome.value is None for outcome in outcomes):
+            raise no_reward(outcomes)
+        return outcomes
+
+    def outcomes(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
+        """Score samples. Failures are not logged."""
+        with self.scoring() as scoring:
+            scoring.add(dict(enumerate(records)))
+            return [scoring.outcomes()[position] for position in range(len(records))]
+
+    def scoring(self) -> Scoring:
+        """Return a context manager that scores samples in a thread, while the rollout goes on. One may be open."""
+        if not self.workers:
+            raise EngineError("the reward processes are not running; call start() first")
+        self.output.begin_step()
+        return Scoring(self)
+
+    def check_progress(self, calls: _Calls) -> None:
+        """Record a timeout for all samples without an outcome if the processes no longer answer."""
+        self._has_answered = self._has_answered or calls.n_answers > 0
+        quiet_s = time.monotonic() - calls.answered_at
+        if calls.n_unanswered >= _MAX_TIMEOUTS * len(self.workers) and (quiet_s >= QUIET_S or not self._has_answered):
+            self._give_up(calls, quiet_s)
+
+    def slow_text(self, calls: _Calls, seconds: float) -> str:
+        """Return a log line: how many samples are not scored yet, how long this may take, and what to set."""
+        config, n_together = self.config, max(_MAX_TOGETHER * worker.is_async or 1 for worker in self.workers)
+        max_s = math.ceil(calls.n_open / (n_together * len(self.workers))) * config.timeout_s
+        return (
+            f"rewards: {calls.n_open} of {calls.n_open + len(calls.outcomes)} samples wait after {seconds:.0f} s "
+            f"({calls.n_timeouts} timeouts), for at most {_span(max_s)} more; raise reward.workers "
+            f"({self.n_workers}) or lower reward.timeout_s ({config.timeout_s:g} s) to shorten this"
+        )
+
+    def _give_up(self, calls: _Calls, quiet_s: float) -> None:
+        """Record a timeout for every sample without an outcome. The last answer is `quiet_s` seconds ago."""
+        text = "not scored: the {} calls before it had no answer within {:g} s (reward.timeout_s)"
+        text = text.format(calls.n_unanswered, self.config.timeout_s)
+        logger.warning("rewards: no answer for %s; giving up %d samples", _span(quiet_s), calls.n_open)
+        self.drop_calls()
+        calls.give_up(RewardOutcome(None, "timeout", text))
+
+
+class Scoring(AbstractContextManager["Scoring"]):
+    """Scores samples in a thread as they arrive, each under a number that the caller chooses.
+
+    Use it as a context manager. If it ends before `outcomes` has returned, the samples that are not scored yet are
+    dropped. Methods raise ArenoError if scoring has failed, for example because a function cannot be loaded.
+    """
+
+    def __init__(self, pool: RewardPool):
+        self._pool, self._calls = pool, _Calls(pool.call_s)
+        self._added: deque[tuple[int, Record]] = deque()
+        self._turns = 0  # the number of iterations of the thread
+        self._is_last = self._is_dropped = False
+        self._error: BaseException | None = None
+        self._wake, self._woken = Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="areno-rewards")
+        self._thread.start()
+
+    def add(self, records: Mapping[int, Record]) -> None:
+        """Add samples, without waiting. Each number may be used once."""
+        self._raise_error()
+        self._added.extend(records.items())
+        self._nudge()
+
+    def outcomes(self) -> dict[int, RewardOutcome]:
+        """Wait until all samples are scored. After this call, no sample may be added."""
+        self._is_last = True
+        self._nudge()
+        self._watch(lambda: False, lambda: self._thread.join(_LOOK_S))
+        self._raise_error()
+        return self._calls.outcomes
+
+    def _watch(self, is_over: Callable[[], bool], wait: Callable[[], None]) -> None:
+        """Call `wait` again and again until `is_over` returns True or the thread has ended."""
+        slow, turns = SlowTimer(), -1
+        while self._thread.is_alive() and not is_over():
+            wait()
+            if turns != self._turns:  # the thread is alive, and it enforces the time limit of each call
+                turns = self._turns
+                heartbeat.beat()
+            if slow.is_due() and self._calls.n_open:
+                logger.info(self._pool.slow_text(self._calls, slow.seconds))
+
+    @property
+    def n_known(self) -> int:
+        return len(self._calls.outcomes)
+
+    def known(self, numbers: Sequence[int]) -> list[RewardOutcome]:
+        """Wait for the outcomes of some samples, while others may still be added."""
+        self._watch(lambda: self.has(numbers), lambda: time.sleep(_BATCH_WAIT_S))
+        self._raise_error()
+        return [self._calls.outcomes[number] for number in numbers]
+
+    def has(self, numbers: Iterable[int]) -> bool:
+        """Return whether all of some samples have been scored."""
+        return all(number in self._calls.outcomes for number in numbers)
+
+    def span_of(self, number: int) -> tuple[int, int] | None:
+        """Return (start, end) of the scoring, as times of areno.trace. None if no process has answered."""
+        return self._calls.spans.get(number)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(OSError):  # the thread has ended
+            self._woken.send_bytes(b".")
+
+    def __exit__(self, *exc: object) -> None:
+        self._is_dropped = True
+        self._nudge()
+        self._thread.join()
+        self._wake.close()
+        self._woken.close()
+
+    def _run(self) -> None:
+        """Send samples and receive outcomes until all are scored. This runs in the thread."""
+        pool, calls = self._pool, self._calls
+        try:
+            while not (self._is_dropped or (self._is_last and not self._added and not calls.n_open)):
+                # A few at a time, so that processes score the first ones while the thread pickles the others.
+                for _ in range(min(_MAX_CHUNK, len(self._added))):
+                    calls.add(*self._added.popleft())
+                pool.send_calls(calls)
+                pool.wait(calls, self._wake, *([0.0] if self._added else []))
+                pool.check_progress(calls)
+                self._turns += 1
+                if not self._added:
+                    time.sleep(_BATCH_WAIT_S)
+        except BaseException as error:
+            self._error = error
+        finally:
+            pool.call_s = calls.call_s
+            pool.drop_calls()  # a late answer would count for one of the next samples
+
+
+class _Calls:
+    """The samples of one `Scoring` by number, with their outcomes and the (start, end) of answered calls.
+
+    `alone` are samples that are sent one at a time, because one of them may crash its process. `waiting` are all others
+    that are still to be sent. `n_answers` counts outcomes that are no timeouts, `n_unanswered` the timeouts since the
+    last of these, at `answered_at` (time.monotonic).
+    """
+
+    def __init__(self, call_s: float) -> None:
+        self._expected_call_s, self._busy_ns = call_s, 0
+        self.outcomes: dict[int, RewardOutcome] = {}
+        self.spans: dict[int, tuple[int, int]] = {}
+        self.n_open = 0
+        self.n_timeouts = self.n_answers = 0
+        self.n_unanswered = 0  # timeouts since the last answer, which came at answered_at
+        self.answered_at = time.monotonic()
+        self._payloads: dict[int, bytes] = {}
+        self.alone: deque[int] = deque()
+        self.waiting: deque[int] = deque()
+
+    def add(self, position: int, record: Record) -> None:
+        """Add a sample. If the record cannot be pickled, the outcome is an error."""
+        if not self.n_open:
+            self.answered_at = time.monotonic()
+        self.n_open += 1
+        try:
+            self._payloads[position] = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # an object may raise anything when it is pickled
+            text = f"the record cannot be sent to the reward process: {type(error).__name__}: {error}"
+            self.settle(position, RewardOutcome(None, "error", text))
+        else:
+            self.waiting.append(position)
+
+    def answered(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
+        """Record (status, reward, message, parts of the reward)."""
+        self.spans[position] = span
+        self._busy_ns += span[1] - span[0]
+        status, value, text, parts = answer
+        self.settle(position, RewardOutcome(value, status, text, parts))
+
+    def lost(self, worker: Worker, status: Failure, text: str) -> None:
+        """Record the failure of the sample that crashed or blocked a process, and send its other samples again.
+
+        If a process with an async function dies, it is unknown which of its samples crashed it. All of them are then
+        sent again, one at a time.
+        """
+        if worker.is_async and worker.sent > 1:
+            self.alone.extend(worker.chunk)  # sent one at a time, the sample that crashed the process is found
+        elif worker.chunk:
+            first, *others = worker.chunk
+            self.settle(first, RewardOutcome(None, status, text))
+            self.waiting.extendleft(reversed(others))
+
+    def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
+        """Choose the samples to send to an idle process.
+
+        The chunks get smaller towards the end, so that all processes finish at about the same time. If calls are fast,
+        a chunk has as many as take _CHUNK_S seconds, but at most an equal share of the waiting samples, because each
+        chunk also waits for the driver.
+        """
+        if self.alone:
+            position = self.alone.popleft()
+            return [(position, self._payloads[position])]
+        equal_share = math.ceil(len(self.waiting) / n_workers)
+        if is_async:
+            size = min(_MAX_TOGETHER, equal_share)
+        else:
+            least = min(int(_CHUNK_S / max(self.call_s, 1e-9)), equal_share)
+            size = max(least, min(_MAX_CHUNK, math.ceil(len(self.waiting) / (4 * n_workers))))
+        positions = [self.waiting.popleft() for _ in range(size)]
+        return [(position, self._payloads[position]) for position in positions]
+
+    @property
+    def call_s(self) -> float:
+        """The mean seconds of the answered calls, with the wait for the driver. Those expected before the first."""
+        return 1e-9 * self._busy_ns / len(self.spans) if self.spans else self._expected_call_s
+
+    def give_up(self, outcome: RewardOutcome) -> None:
+        """Record the same outcome for every sample that has none yet."""
+        self.waiting.clear()
+        self.alone.clear()
+        for position in list(self._payloads):
+            self.settle(position, outcome)
+
+    def settle(self, position: int, outcome: RewardOutcome) -> None:
+        self._payloads.pop(position, None)
+        self.outcomes[position] = outcome
+        self.n_open -= 1
+        if outcome.status == "timeout":
+            self.n_timeouts += 1
+            self.n_unanswered += 1
+        else:
+            self.n_answers += 1
+            self.n_unanswered, self.answered_at = 0, time.monotonic()
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def report_failures(records: Sequence[Record], outcomes: Sequence[RewardOutcome]) -> None:
+    """Log the first samples that could not be scored, and the number of failures."""
+    failed = [(outcome, record) for outcome, record in zip(outcomes, records, strict=True) if outcome.status != "ok"]
+    for outcome, record in failed[:_LOGGED_FAILURES]:
+        sample = (_short(value) for value in (record.prompt, record.completion, record.solutions))
+        text = "reward %s: %s; sample: prompt=%s completion=%s solutions=%s"
+        logger.warning(text, outcome.status, outcome.message, *sample)
+    if len(failed) > _LOGGED_FAILURES:
+        logger.warning("reward: %d samples of %d could not be scored", len(failed), len(outcomes))
+
+
+def no_reward(outcomes: Sequence[RewardOutcome]) -> ArenoError:
+    """Return the error of samples of which none has a reward, with the last failure."""
+    text = "no reward could be computed for any of the {} samples; the last: {}: {}"
+    last = outcomes[-1]
+    return ArenoError(Problem(last.key, text, len(outcomes), last.status, last.message))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LOGGED_CHARS else text[: _LOGGED_CHARS - 3] + "..."

@@ -1,0 +1,229 @@
+"""Checks of the server's responses that an agent returns for training.
+
+User code may have changed them, and a wrong value would otherwise fail only later, in the tokenizer or the loss. A
+wrong field raises BadTrajectory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from areno.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
+from areno.schema.values import show
+from areno.server.errors import BadTrajectory, is_deeper
+from areno.server.json_bodies import MAX_DEPTH
+from areno.server.messages import extended_key
+from areno.server.token_sources import Runs, Source
+from areno.types import SamplingParams
+
+_MIN_LOGPROB = -1e30  # training holds log-probabilities in float32
+_MAX_LOGPROB = 1e-3  # rounding may put a token that is nearly certain slightly above 0
+_MAX_VERSION = 2**31 - 1
+_SCALARS = {str, int, float, bool, type(None)}
+
+
+@dataclass(slots=True, kw_only=True)
+class TurnTokens:
+    """The prompt that the model read in one turn and the completion that it sampled, each with at least one token."""
+
+    prompt: list[int]
+    sources: Runs
+    sampled: list[int]
+    message: dict[str, str]  # hashes of its parts, see `message_digest`
+    logprobs: list[float]
+    versions: list[int]  # of the weights, for each sampled token
+    temperature: float
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], vocab_size: int) -> TurnTokens:
+        """Check the field `areno` of a response, reduced to one choice."""
+        choices = values.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        if not isinstance(choice, Mapping):
+            raise BadTrajectory(f"the choices of its tokens are {show(choices)}; a list of objects is expected")
+        prompt = _whole_numbers(values, "prompt_token_ids", vocab_size - 1)
+        sampled = _whole_numbers(choice, "token_ids", vocab_size - 1)
+        return cls(
+            prompt=prompt,
+            sources=_sources(values.get("sources"), len(prompt)),
+            sampled=sampled,
+            message=_checked_digest(choice),
+            logprobs=_logprobs(choice, len(sampled)),
+            versions=_whole_numbers(choice, "versions", _MAX_VERSION, len(sampled)),
+            temperature=_temperature(values.get("temperature")),
+        )
+
+
+def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | None) -> list[Any]:
+    """Return a list of `n` numbers. None allows any length but 0."""
+    numbers = values.get(name)
+    if not isinstance(numbers, list) or not numbers:
+        raise BadTrajectory(f"{name} is {show(numbers)}; a list of numbers is expected")
+    if not kinds.issuperset(map(type, numbers)):
+        wrong = next(number for number in numbers if type(number) not in kinds)
+        raise BadTrajectory(f"{name} holds {show(wrong)}; {'whole ' if float not in kinds else ''}numbers are expected")
+    if n is not None and len(numbers) != n:
+        raise BadTrajectory(f"{name} has {len(numbers)} numbers for {n} tokens")
+    return numbers
+
+
+def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | None = None) -> list[int]:
+    numbers = _numbers(values, name, {int}, n)
+    if min(numbers) < 0 or max(numbers) > maximum:
+        wrong = min(numbers) if min(numbers) < 0 else max(numbers)
+        raise BadTrajectory(f"{name} holds {show(wrong)}; numbers from 0 to {maximum} are expected")
+    return numbers
+
+
+def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
+    numbers = _numbers(choice, "logprobs", {int, float}, n)
+    if wrong := [number for number in numbers if not _MIN_LOGPROB < number <= _MAX_LOGPROB]:  # catches NaN, too
+        raise BadTrajectory(f"logprobs holds {show(wrong[0])}; a log-probability is finite and not positive")
+    return numbers
+
+
+def _sources(runs: Any, n: int) -> Runs:
+    """Check that the runs cover exactly `n` tokens."""
+    known = {int(source) for source in Source}
+    pairs = runs if isinstance(runs, list) else []
+    good = all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and {int}.issuperset(map(type, pair)) for pair in pairs
+    )
+    if not good or any(source not in known or length < 0 for source, length in pairs):
+        raise BadTrajectory(f"sources is {show(runs)}; pairs of a source and a number of tokens are expected")
+    if (total := sum(length for _, length in pairs)) != n:
+        raise BadTrajectory(f"sources covers {show(total)} tokens, and the prompt has {n}")
+    return [(source, length) for source, length in pairs]
+
+
+def message_digest(message: Mapping[str, Any]) -> dict[str, str]:
+    """Return a hash of each part of an assistant message. An absent, null and empty part have the same hash."""
+    parts = {
+        "content": message.get("content") or "",
+        _REASONING: message.get(_REASONING) or message.get("reasoning") or "",
+        "tool_calls": [_comparable_call(call) for call in message.get("tool_calls") or []],
+    }
+    return {name: extended_key("", {name: value}) for name, value in parts.items()}
+
+
+_REASONING = "reasoning_content"
+_EMPTY = message_digest({})
+
+
+def _comparable_call(call: Any) -> Any:
+    """Return (name, arguments) of a tool call. Arguments are compared as JSON values if they are JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments") or {}
+    with suppress(ValueError, RecursionError):
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = arguments if is_deeper(value, MAX_DEPTH) else value
+    return function.get("name"), arguments
+
+
+def changed_parts(message: Mapping[str, Any], sampled: Mapping[str, str]) -> list[str]:
+    """Return the names of the parts that differ from the sampled message. Reasoning may be absent."""
+    digest = message_digest(message)
+    changed = [name for name in digest if digest[name] != sampled[name]]
+    return [name for name in changed if name != _REASONING or digest[name] != _EMPTY[name]]
+
+
+def _checked_digest(choice: Mapping[str, Any]) -> dict[str, str]:
+    digest = choice.get("message")
+    if not isinstance(digest, dict) or digest.keys() != _EMPTY.keys():
+        raise BadTrajectory(f"message is {show(digest)}; the hashes of {', '.join(_EMPTY)} are expected")
+    return digest
+
+
+def sampled_with(params: SamplingParams) -> dict[str, float]:
+    """Return the sampling parameters that the field `areno` records, where `TurnTokens.read` reads them."""
+    return {"temperature": params.logprob_temperature}
+
+
+def _temperature(value: Any) -> float:
+    if type(value) not in (int, float) or not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+        raise BadTrajectory(f"temperature is {show(value)}; the temperature of the request is expected")
+    return float(value)
+
+
+def read_response(response: Any) -> dict[str, Any]:
+    """Return `message`, `finish_reason`, `tokens` (the field `areno` with this choice alone) and `choice` (id, index).
+
+    `response` is one of OpenAI's client, or the list of chunks of a streamed one, or dictionaries with the same
+    fields. Raises BadTrajectory if the field `areno` is missing or there is not exactly one choice, and TypeError,
+    KeyError, AttributeError or another error for a value that is no response.
+    """
+    response = _joined([to_plain(chunk) for chunk in response]) if isinstance(response, list) else to_plain(response)
+    tokens = response.get("areno") if isinstance(response, Mapping) else None
+    choices = response.get("choices") if isinstance(response, Mapping) else None
+    if not isinstance(tokens, Mapping) or not choices:
+        raise BadTrajectory(
+            "the response of a turn does not have its tokens (the field areno); return the responses of the client as "
+            "they are, and send requests to ctx.get_base_url()"
+        )
+    if isinstance(choices, list) and len(choices) > 1:
+        raise BadTrajectory(
+            f"the response of a turn has {len(choices)} choices; keep only the one that the agent went on with, such "
+            "as response.choices = [response.choices[2]]; of a streamed response, keep the chunks of one index"
+        )
+    message = {name: value for name, value in choices[0]["message"].items() if value is not None}
+    reason, index = choices[0].get("finish_reason"), choices[0].get("index", 0)
+    if not isinstance(message.get("content", ""), str) or not isinstance(reason, str | None):
+        raise TypeError("content and finish_reason of a message are text")
+    if not all(isinstance(call, dict) for call in message.get("tool_calls", [])) or type(index) is not int:
+        raise TypeError("tool_calls of a message are objects, and the index of a choice is a whole number")
+    if not _is_plain(tokens):
+        raise TypeError("its tokens are lists of numbers")
+    sampled = tokens.get("choices")
+    own = [one for one in sampled if not isinstance(one, dict) or one.get("index", 0) == index] if sampled else sampled
+    if sampled and not own:
+        raise BadTrajectory(f"the choice of a turn has the index {show(index)}, and the server sent no such choice")
+    tokens = {**tokens, "choices": own}
+    key = [str(response.get("id") or ""), index]
+    return {"message": message, "finish_reason": reason, "tokens": tokens, "choice": key}
+
+
+def check_json(value: Any) -> None:
+    """Raise TypeError, ValueError or RecursionError if a value cannot be written to the JSON files of a run."""
+    json.dumps(value, ensure_ascii=False).encode()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(type(name) is str and _is_plain(one) for name, one in value.items())
+    if isinstance(value, list):
+        return _SCALARS.issuperset(map(type, value)) or all(map(_is_plain, value))
+    return type(value) in _SCALARS
+
+
+def _joined(chunks: list[Any]) -> dict[str, Any]:
+    choices: dict[int, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
+    for chunk in chunks:
+        found |= {name: chunk[name] for name in ("id", "areno") if chunk.get(name)}
+        for one in chunk.get("choices") or []:
+            index = one.get("index", 0)
+            empty = {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None}
+            choice, delta = choices.setdefault(index, empty), one.get("delta") or {}
+            message = choice["message"]
+            for name in ("content", "reasoning_content"):
+                if delta.get(name):
+                    message[name] = (message.get(name) or "") + delta[name]
+            for call in delta.get("tool_calls") or []:
+                message.setdefault("tool_calls", []).append({name: call[name] for name in ("id", "type", "function")})
+            choice["finish_reason"] = one.get("finish_reason") or choice["finish_reason"]
+    return {**found, "choices": list(choices.values())}
+
+
+def to_plain(value: Any) -> Any:
+    """Convert objects of OpenAI's client to dictionaries and lists, at any depth, without fields that were not set."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json", exclude_unset=True)
+    if isinstance(value, Mapping):
+        return {name: to_plain(one) for name, one in value.items()}
+    return [to_plain(one) for one in value] if isinstance(value, list | tuple) else value

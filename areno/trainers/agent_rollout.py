@@ -1,0 +1,366 @@
+"""Rollouts with agents, and the training rows made from their trajectories.
+
+An agent is user code that calls the model through the HTTP endpoint of a rollout session. A trajectory is the list of
+model calls and messages that the agent returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from areno.agents.pool import AgentOutcome, AgentPool
+from areno.agents.proxy import SessionProxy
+from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, LossMaskPolicy
+from areno.agents.trajectory_rows import (
+    RowBuilder,
+    needs_scoring,
+    read_trajectories,
+    reward_record,
+    train_sequences,
+)
+from areno.api.trainer import Trainer
+from areno.config.rollout import GenerationConfig, SamplingConfig
+from areno.engine.engine import Engine
+from areno.engine.reports import RolloutStats
+from areno.engine.requests import OnProgress
+from areno.errors import DataError
+from areno.plan.plan import sampling_params
+from areno.run.agents_across_steps import LiveAgents
+from areno.run.group_selection import AgentSample, Choice, Group
+from areno.run.setup import PolicySetup
+from areno.server.parsers import parser_for_template
+from areno.server.prompt_builder import PromptBuilder
+from areno.tracking.console import RolloutProgress
+from areno.tracking.run_log import IN_FULL
+from areno.types import (
+    Batch,
+    GenerationOutput,
+    PromptItem,
+    RewardOutcome,
+    RewardRecord,
+    RolloutSequence,
+    ScoredSample,
+    TokenRow,
+    TrainSequence,
+    Trajectory,
+)
+
+
+def reward_records(trainer: Trainer, trajectories: Any) -> list[RewardRecord]:
+    """Return the record that a reward function receives for each trajectory that an agent has returned.
+
+    Raises DataError if a trajectory is malformed, or was not sampled in a session of `trainer`.
+    """
+    read = _parse(trainer, trajectories, None)
+    return [reward_record(item, trajectory, trainer.get_tokenizer()) for item, trajectory in read]
+
+
+def trajectory_rows(
+    trainer: Trainer,
+    trajectories: Any,
+    advantages: Sequence[float],
+    rewards: Sequence[float] | None = None,
+    *,
+    loss_mask_policy: LossMaskPolicy | None = None,
+) -> list[TrainSequence]:
+    """Return the training rows of trajectories, for `trainer.train`. Call this outside of a session.
+
+    A trajectory has several rows if a turn does not continue the tokens of the previous turn. The actor computes
+    log-probabilities by a forward pass where the rollout gives no usable ones: for trained tokens that the policy did
+    not sample, and for all tokens of a row if the temperature of the rollout differs from that of training.
+    `loss_mask_policy` None is that of the last session, and `rewards` None is 0 for all.
+    """
+    read = _parse(trainer, trajectories, loss_mask_policy)
+    given = {"advantages": advantages} | ({} if rewards is None else {"rewards": rewards})
+    for name, numbers in given.items():
+        if len(numbers) != len(read):
+            raise DataError(f"there are {len(numbers)} {name} for {len(read)} trajectories; give one for each")
+    rows: list[TrainSequence] = []
+    version, eos = trainer.engine.weights_version, trainer.get_tokenizer().eos_token_id or 0
+    for index, (_, trajectory) in enumerate(read):
+        reward = 0.0 if rewards is None else float(rewards[index])
+        of_one = train_sequences(trajectory, reward=reward, eos_token_id=eos, weights_version=version)
+        for row, sampled in zip(of_one, trajectory.rows, strict=True):
+            row.advantages = np.where(sampled.trained, float(advantages[index]), 0.0)
+        rows += of_one
+    score_missing(trainer, [row for _, trajectory in read for row in trajectory.rows], rows, trainer.sampling)
+    return rows
+
+
+def score_missing(
+    trainer: Trainer, sampled: Sequence[TokenRow], rows: Sequence[TrainSequence], sampling: SamplingConfig
+) -> list[TokenRow]:
+    """Set the log-probabilities of trained tokens that have no usable one, and return the rows that were scored.
+
+    A log-probability is usable only if the policy sampled the token with the settings that training assumes. Usable
+    ones are kept: older weights may have sampled the token, and importance ratios need their probability.
+    """
+    places = [place for place, row in enumerate(sampled) if needs_scoring(row, sampling)]
+    if not places:
+        return []
+    with trainer.clock.phase("recompute"):
+        scored = trainer.score_logprobs("actor", [sampled[place].tokens for place in places], sampling=sampling)
+    for place, logprobs in zip(places, scored, strict=True):
+        row, known = sampled[place], 0.0
+        missing = row.trained
+        if row.temperature == sampling.logprob_temperature:
+            missing, known = row.trained & ~row.sampled, np.asarray(rows[place].logprobs)
+        rows[place].logprobs = np.where(missing, logprobs, known)
+    return [sampled[place] for place in places]
+
+
+def _parse(trainer: Trainer, trajectories: Any, policy: LossMaskPolicy | None) -> list[tuple[AgentItem, Trajectory]]:
+    tokenizer = trainer.get_tokenizer()
+    conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
+    policy, info = policy or trainer.loss_mask_policy, trainer.engine.info
+    builder = RowBuilder(conversations, policy, info.vocab_size, context=info.context_len)
+    return read_trajectories(trajectories, builder)
+
+
+logger = logging.getLogger("areno")
+
+_PREVIEW = 200  # characters of a prompt in a log line
+_POLL_S = 0.4  # how often to poll for lost workers
+_LOGGED_FAILURES = 3
+
+
+Take = Callable[[Mapping[int, tuple[ScoredSample, RewardRecord | None]]], object]
+"""A function that is called with {index of a sample in the rollout: (sample, record for reward functions)}.
+
+The record is None if the agent failed.
+"""
+
+
+def sample_with_agents(
+    setup: PolicySetup,
+    agents: AgentPool,
+    items: Sequence[PromptItem],
+    gconfig: GenerationConfig,
+    seed: int,
+    on_progress: OnProgress,
+    first_group: int,
+    take: Take,
+    *,
+    at_once: int | None = None,
+    max_running: int | None = None,
+) -> None:
+    """Run the agents of all prompts, `at_once` prompts at a time, and pass each sample to `take` when its agent ends.
+
+    `on_progress` is called with ([], rollout statistics). Groups are numbered from `first_group`. At most `max_running`
+    samples are decoded at the same time. None: as in training.
+    """
+    batch = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
+    _log_begin(setup, len(items), gconfig.n_samples)
+    watch = _Watch(setup.trainer.engine, on_progress)
+    with _serving(setup, gconfig, seed, max_running) as server:
+        timeout_s = setup.config.agent.timeout_s
+        context = AgentContext(server.base_url, server.api_key, server.session, timeout_s)
+        rows = _row_builder(setup, server)
+        every, size = list(batch), (at_once or len(items)) * gconfig.n_samples
+        found: dict[int, ScoredSample] = {}
+        agents.output.begin_step()
+
+        def done(first: int, place: int, outcome: AgentOutcome) -> None:
+            item = every[first + place]
+            group = first_group + item.prompt_index
+            sample, record = _scored_agent_sample(setup, items[item.prompt_index], item, outcome, rows, group)
+            sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
+            found[first + place] = sample
+            take({first + place: (sample, record)})
+
+        for first in range(0, len(every), size):
+            server.prefetch(every[first : first + size])
+            agents.run(every[first : first + size], context, lambda n_done: watch(), partial(done, first))
+    _log_rollout([found[place] for place in sorted(found)])
+
+
+def _log_begin(setup: PolicySetup, n_prompts: int, n_samples: int) -> None:
+    config = setup.config
+    most = config.rollout.max_concurrent_rollouts or config.rows_per_step
+    text = "agentic rollout batch prompts=%d n_samples=%d expected_requests=%d max_running_prompts=%d"
+    logger.info(text, n_prompts, n_samples, n_prompts * n_samples, most, extra=IN_FULL)
+
+
+class _Watch:
+    """Reports the progress of agents, and looks for lost workers, when it is called."""
+
+    def __init__(self, engine: Engine, on_progress: OnProgress):
+        self._engine, self._on_progress, self._polled = engine, on_progress, 0.0
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._polled > _POLL_S:  # not for each outcome, since a poll waits for the workers
+            self._engine.poll(0.0)  # raises if a worker is lost; agents would only see failing requests
+            self._polled = time.monotonic()
+        self._on_progress([], self._engine.rollout_stats())
+
+
+@contextmanager
+def _serving(
+    setup: PolicySetup, gconfig: GenerationConfig, seed: int, max_running: int | None = None
+) -> Iterator[SessionProxy]:
+    """Serve the policy inside the `with` block. If agents live across steps, they continue meanwhile."""
+    if setup.live_agents is not None and setup.live_agents.is_open:
+        with setup.live_agents.running(), setup.live_agents.serving(gconfig, seed) as server:
+            yield server
+        return
+    with setup.trainer.rollout_session(
+        sampling_params=sampling_params(gconfig),
+        loss_mask_policy=_mask_policy(setup),
+        max_running_prompts=max_running,
+        timeout_s=setup.config.agent.timeout_s,
+        seed=seed,
+    ) as session:
+        yield session.proxy
+
+
+def _mask_policy(setup: PolicySetup) -> LossMaskPolicy:
+    return LossMaskPolicy(tool_results=setup.config.agent.train_tool_results)
+
+
+def _row_builder(setup: PolicySetup, server: SessionProxy) -> RowBuilder:
+    info, conversations = setup.trainer.engine.info, server.server.chat.prompts
+    return RowBuilder(conversations, _mask_policy(setup), info.vocab_size, server.session, info.context_len)
+
+
+def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, take: Take) -> None:
+    """Run agents until the groups that a step trains on are whole. The other agents stay in progress.
+
+    `take` receives samples of the groups that the step trains on, as soon as they are certain.
+    """
+    run, agents, n_samples = setup.run, setup.agents, setup.config.gconfig.n_samples
+    assert agents is not None
+    places, taken = {group: place for place, group in enumerate(choice.groups)}, list[ScoredSample]()
+    reward, copies = run.progress.last_reward, setup.trainer.engine.spec.layout.dp_size
+    with live.running(), RolloutProgress("rollout", choice.size, n_samples, copies, reward) as progress:
+
+        def report(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
+            progress(outputs, stats)
+            run.pulse()
+
+        watch = _Watch(setup.trainer.engine, report)
+
+        def pass_on(certain: Sequence[tuple[Group, AgentSample]]) -> None:
+            found = {}
+            for group, sample in certain:
+                sample.scored.group = places[group]
+                found[places[group] * n_samples + sample.sample] = (sample.scored, sample.record)
+                taken.append(sample.scored)
+            take(found)
+
+        def poll() -> None:
+            """Add the samples of agents that have ended to the choice, and report the progress."""
+            arrived, live.finished = live.finished, deque()
+            pass_on(choice.add(arrived))
+            watch()
+
+        agents.output.begin_step()
+        pass_on(choice.known)
+        if new := [group for group in choice.groups if group.begun_at is None]:
+            _start_agents(setup, live, new)
+        poll()
+        agents.run_until(lambda: not choice.missing, poll)
+        unfinished = set(run.progress.in_flight.groups) - set(choice.taken)
+        live.keep_servers({group.batch for group in unfinished})
+    if not setup.config.rollout.max_head_offpolicyness:  # after a run with a limit above 0; no agent is left
+        run.during_steps.close()
+    _log_rollout(sorted(taken, key=lambda sample: sample.group))
+
+
+def _start_agents(setup: PolicySetup, live: LiveAgents, groups: Sequence[Group]) -> None:
+    progress, n_samples = setup.run.progress, setup.config.gconfig.n_samples
+    _log_begin(setup, len(groups), n_samples)
+    by_batch: dict[int, list[Group]] = {}
+    for group in groups:
+        group.begun_at = setup.run.step
+        by_batch.setdefault(group.batch, []).append(group)
+    for batch, new in by_batch.items():
+        server = live.server(batch, progress.seed_of(batch))
+        rows = _row_builder(setup, server)
+        items = list(AgentBatch.from_prompt_batch(Batch(items=[group.item for group in new]), n_samples))
+        groups_of = [new[item.prompt_index] for item in items]
+        for item, group in zip(items, groups_of, strict=True):
+            item.prompt_index = group.place  # as in a step that waits for all samples of its batch
+        live.begin(server, items, partial(_agent_sample, setup, items, groups_of, rows))
+
+
+def _agent_sample(
+    setup: PolicySetup,
+    items: Sequence[AgentItem],
+    groups: Sequence[Group],
+    rows: RowBuilder,
+    place: int,
+    outcome: AgentOutcome,
+) -> tuple[Group, AgentSample]:
+    """Return the sample of the ended agent of `items[place]`, with its group."""
+    item, group = items[place], groups[place]
+    sample, record = _scored_agent_sample(setup, group.item, item, outcome, rows, 0)
+    sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
+    return group, AgentSample(item.sample_index, sample, record)
+
+
+def _scored_agent_sample(
+    setup: PolicySetup,
+    item: PromptItem,
+    agent_item: AgentItem,
+    outcome: AgentOutcome,
+    rows: RowBuilder,
+    group: int,
+) -> tuple[ScoredSample, RewardRecord | None]:
+    """Convert the outcome of an agent to (sample, record for reward functions). The record is None if it failed."""
+
+    def failed(status: Any, message: str) -> tuple[ScoredSample, None]:
+        nothing = RolloutSequence(resp_tokens=[], resp_logprobs=[])
+        key = "gconfig.max_tokens" if status == "agent_filtered" else "agent.fn"
+        verdict = RewardOutcome(None, status, message, key=key)
+        return ScoredSample(item=item, sequence=nothing, completion="", outcome=verdict, group=group), None
+
+    if outcome.status == "filtered":
+        logger.warning("agentic trajectory filtered: %s; prompt=%r", outcome.message, item.prompt[:_PREVIEW])
+    if outcome.turns is None:
+        return failed(f"agent_{outcome.status}", outcome.message)
+    try:
+        trajectory = rows.trajectory(outcome.turns)
+    except BadTrajectory as error:
+        return failed("agent_error", str(error))
+    record = reward_record(agent_item, trajectory, setup.tokenizer, item.solutions)
+    versions = np.concatenate([row.versions[row.sampled] for row in trajectory.rows])
+    sequence = RolloutSequence(
+        resp_tokens=record.tokens,
+        resp_logprobs=record.logprobs,
+        finish_reason="length" if trajectory.turns[-1]["finish_reason"] == "length" else "stop",
+        resp_versions=versions.tolist(),
+    )
+    # The prompt of the sample is the one that the agent sent to the model.
+    asked = replace(item, tokens=record.prompt_tokens, text=setup.tokenizer.decode(record.prompt_tokens))
+    text = record.completion if setup.config.gconfig.skip_special_tokens else record.rendered_completion
+    waiting = RewardOutcome(0.0)
+    sample = ScoredSample(
+        item=asked, sequence=sequence, completion=text, outcome=waiting, group=group, trajectory=trajectory
+    )
+    return sample, record
+
+
+def _log_rollout(samples: Sequence[ScoredSample]) -> None:
+    done = [sample.trajectory for sample in samples if sample.trajectory is not None]
+    logger.info(
+        "agentic train batch built samples=%d tokens=%d messages=%d tool_calls=%d tool_results=%d",
+        len(done),
+        sum(len(row) for one in done for row in one.rows),
+        sum(len(one.messages) for one in done),
+        sum(len(one.tool_calls) for one in done),
+        sum(len(one.tool_results) for one in done),
+        extra=IN_FULL,
+    )
+    failed = [sample for sample in samples if not sample.is_done]
+    for sample in [sample for sample in failed if sample.outcome.status != "agent_filtered"][:_LOGGED_FAILURES]:
+        outcome = sample.outcome
+        logger.warning("%s: %s; prompt=%r", outcome.status, outcome.message, sample.item.prompt[:_PREVIEW])

@@ -1,0 +1,72 @@
+"""Forward passes over the rows of a step that need no rewards: log-probabilities of the reference, values, old policy.
+
+These passes can run while reward functions still score the last samples. If the samples turn out to be the rows to
+train on, which they are unless one has no reward, the results are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from areno.config.policy_experiments import CriticExperimentConfig
+from areno.config.ratio import RatioConfig
+from areno.run.setup import PolicySetup
+from areno.trainers.training_rows import policy_rows, prompt_masks, token_rows
+from areno.types import ScoredSample, TrainSequence
+
+ScoreName = Literal["ref", "values", "proximal"]
+_PHASES: dict[ScoreName, str] = {"ref": "ref", "values": "values", "proximal": "recompute"}
+
+
+class StepScores:
+    """The scores of a step's rows: "ref" (reference), "values" (critic) and "proximal" (actor before the update)."""
+
+    def __init__(self, setup: PolicySetup):
+        self._setup = setup
+        self._rows: list[Any] = []  # the token arrays of the rows that were scored early
+        self._early: dict[ScoreName, list[Any]] = {}  # their scores
+
+    def compute_early(self, samples: Sequence[ScoredSample]) -> None:
+        """Compute all scores that the settings need, for samples without rewards and trajectories."""
+        config = self._setup.config
+        needed: dict[ScoreName, bool] = {
+            # In online DPO, rewards decide which samples are in pairs. So not all rows need log-probabilities.
+            "ref": config.ref is not None and config.trained_per_prompt == config.gconfig.n_samples,
+            "values": isinstance(config, CriticExperimentConfig),
+            "proximal": isinstance(config.actor, RatioConfig) and config.actor.needs_proximal,
+        }
+        names: list[ScoreName] = [name for name in needed if needed[name]]
+        if names:
+            rows = policy_rows(samples, [0.0] * len(samples), 0)
+            self._rows = [row.tokens for row in rows]
+            self._early = {name: self._compute(name, rows) for name in names}
+
+    def of_rows(self, name: ScoreName, rows: Sequence[TrainSequence]) -> list[Any]:
+        """Return a number per token of each row."""
+        # A row shares its token array with its sample.
+        is_same = len(rows) == len(self._rows) and all(
+            row.tokens is known for row, known in zip(rows, self._rows, strict=True)
+        )
+        return self._early[name] if is_same and name in self._early else self._compute(name, rows)
+
+    def _compute(self, name: ScoreName, rows: Sequence[TrainSequence]) -> list[Any]:
+        setup = self._setup
+        compute: dict[ScoreName, Callable[[], list[Any]]] = {
+            "ref": lambda: logprobs_of(setup, "ref", rows),
+            "values": lambda: setup.trainer.score_values("critic", token_rows(rows)),
+            "proximal": lambda: logprobs_of(setup, "actor", rows),
+        }
+        with setup.run.clock.phase(_PHASES[name]):
+            return compute[name]()
+
+
+def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
+    """Return the log-probability of every trained token under the actor or the reference model, 0.0 elsewhere.
+
+    They are at the temperature of the rollout. For the actor, rows with `routes` are scored with routing replay.
+    """
+    routes = [row.routes for row in rows] if role == "actor" else None
+    return setup.trainer.score_logprobs(
+        role, token_rows(rows), sampling=setup.config.gconfig, routes=routes, prompt_masks=prompt_masks(rows)
+    )

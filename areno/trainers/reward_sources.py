@@ -1,0 +1,266 @@
+"""Scoring of the samples of a rollout, by reward functions, the agents themselves, a reward model and a judge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from areno.api.session import sequence_of
+from areno.config.rollout import GenerationConfig
+from areno.data.encode import decode_all
+from areno.engine.requests import spans_of
+from areno.errors import keys_renamed
+from areno.run.setup import PolicySetup
+from areno.scoring.judge import Judging, Task, add_judged
+from areno.scoring.judge_readers import opens_reasoning
+from areno.scoring.pool import report_failures
+from areno.scoring.records import CompletionRecord, Record, RecordedPrompt, reward_problem
+from areno.trainers.training_rows import token_arrays
+from areno.types import GenerationOutput, PromptItem, RewardOutcome, ScoredSample
+
+_NO_REWARD = "the agent gave no reward: return AgentTrajectory(turns, reward=...), or set reward.fn"
+_NOT_SCORED = RewardOutcome(0.0)
+_AT_ONCE = 64  # completions that are decoded together; they are scored while the next ones are decoded
+
+
+class Scorer(AbstractContextManager["Scorer"]):
+    """Converts outputs of a rollout to scored samples, while the rollout still generates other outputs.
+
+    Use it as a context manager: call `take` (completions) or `add` (agents' samples) during the rollout, then `finish`.
+    Groups are numbered from `first_group`.
+    """
+
+    def __init__(self, setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, first_group: int):
+        self._setup, self._items, self._gconfig, self._first_group = setup, list(items), gconfig, first_group
+        self._found: dict[int, tuple[ScoredSample, Record | None]] = {}  # by index in the rollout
+        self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # item -> prompt, tokens
+        self._scoring = None if setup.rewards is None else setup.rewards.scoring()
+        judge = setup.config.reward.judge
+        self._judging = None if setup.judge is None else Judging(judge, setup.judge, self._task)
+
+    def extend(self, items: Sequence[PromptItem]) -> None:
+        self._items += items
+
+    def rewards_of(self, number: int) -> list[float]:
+        """Wait for the rewards, from functions alone, of all samples of a prompt. Samples without one are left out."""
+        assert self._scoring is not None, "no reward function scores the samples"
+        with self._setup.run.stop.interruptible():
+            outcomes = self._scoring.known(self._samples_of(number))
+        return [outcome.value for outcome in outcomes if outcome.value is not None]
+
+    def has_rewards_of(self, number: int) -> bool:
+        """Return whether the rewards, from functions alone, of all samples of a prompt are known."""
+        assert self._scoring is not None, "no reward function scores the samples"
+        return self._scoring.has(self._samples_of(number))
+
+    def _samples_of(self, number: int) -> range:
+        n_samples = self._gconfig.n_samples
+        return range(number * n_samples, (number + 1) * n_samples)
+
+    def _task(self, place: int) -> Task:
+        number = place // self._gconfig.n_samples
+        item = self._items[number]
+        return Task(self._samples_of(number), item.messages or item.prompt, opens_reasoning(item.text))
+
+    def take(self, outputs: Sequence[GenerationOutput]) -> None:
+        """Start to score finished outputs, whose request_id is the index of the prompt."""
+        for start in range(0, len(outputs), _AT_ONCE):
+            self._take(outputs[start : start + _AT_ONCE])
+
+    def _take(self, outputs: Sequence[GenerationOutput]) -> None:
+        tokenizer, sequences = self._setup.tokenizer, [sequence_of(output) for output in outputs]
+        # These lists live only in this call: millions of small integers would slow down the garbage collector.
+        token_rows = [np.asarray(vars(sequence)["resp_tokens"]).tolist() for sequence in sequences]
+        texts = rendered = decode_all(tokenizer, token_rows, skip_special_tokens=False)
+        if self._gconfig.skip_special_tokens:
+            texts = decode_all(tokenizer, token_rows, skip_special_tokens=True)
+        found = {}
+        for output, sequence, text, raw in zip(outputs, sequences, texts, rendered, strict=True):
+            prompt, tokens = self._prompt(output.request_id)
+            arrays = token_arrays(tokens, sequence)
+            sample = ScoredSample(
+                item=prompt.item,
+                sequence=sequence,
+                completion=text,
+                outcome=_NOT_SCORED,
+                group=self._first_group + output.request_id,
+                arrays=arrays,
+                spans=spans_of(output.phases),
+            )
+            place = output.request_id * self._gconfig.n_samples + output.sample
+            found[place] = (sample, CompletionRecord(prompt, arrays, text, raw))
+        self.add(found)
+
+    def _prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
+        if number not in self._prompts:
+            item = self._items[number]
+            self._prompts[number] = RecordedPrompt(item), np.array(item.tokens, np.int64)
+        return self._prompts[number]
+
+    def add(self, found: Mapping[int, tuple[ScoredSample, Record | None]]) -> None:
+        """Start to score samples, by index in the rollout. A failed sample has no record, and is not scored."""
+        self._found.update(found)
+        records = {place: record for place, (_, record) in found.items() if record is not None}
+        for record in records.values():
+            record.step, record.epoch = self._setup.run.step, self._setup.run.progress.epoch
+        if self._scoring is not None:
+            self._scoring.add(records)
+        if self._judging is not None:
+            self._judging.add(records)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a reward function or a judge elsewhere has yet to score some of the samples."""
+        if self._judging is not None and self._judging.n_open:
+            return True
+        return self._scoring is not None and self._scoring.n_known < len(self._found)
+
+    @property
+    def samples(self) -> list[ScoredSample]:
+        """The samples so far, in the order of the rollout, possibly without rewards."""
+        return [sample for _, (sample, _) in sorted(self._found.items())]
+
+    def finish(self) -> list[ScoredSample]:
+        """Wait for the rewards, and return the samples in the order of the rollout, with `outcome` set.
+
+        The reward of a sample is the sum of its sources: the reward function, the agent itself, the reward model and
+        the judge, as far as they are set. A failed sample keeps the outcome, without a reward, of `add`.
+        """
+        setup, found = self._setup, dict(sorted(self._found.items()))
+        asked = {place: (sample, record) for place, (sample, record) in found.items() if record is not None}
+        records, outcomes = [record for _, record in asked.values()], None
+        if self._scoring is not None:
+            with setup.run.stop.interruptible():
+                by_place = self._scoring.outcomes()
+            outcomes = [by_place[place] for place in asked]
+            for place, (sample, _) in asked.items():
+                if (span := self._scoring.span_of(place)) is not None:
+                    sample.spans.append(("scored", *span))
+            report_failures(records, outcomes)
+        own = [sample.trajectory.reward if sample.trajectory else None for sample, _ in asked.values()]
+        if outcomes is None and not setup.config.needs_rewards and not setup.config.reward.has_model:
+            outcomes = [_NOT_SCORED] * len(records)  # a run without rewards, such as distillation
+        if any(own) or (outcomes is None and not setup.config.reward.has_model):
+            outcomes = add_own(records, outcomes, own)
+        source = "fn" if self._scoring is not None else "agent"  # of outcomes without named parts
+        if setup.config.reward.path is not None:
+            scores = self._model_scores([sample for sample, _ in asked.values()])
+            source, before = "model" if outcomes is None else source, source
+            outcomes = add_scores(records, outcomes, scores, before)
+        if self._judging is not None:
+            outcomes = self._add_judge_scores(self._judging, list(asked), records, outcomes, source)
+        assert outcomes is not None
+        for (sample, _), outcome in zip(asked.values(), outcomes, strict=True):
+            sample.outcome = outcome
+        return [sample for sample, _ in found.values()]
+
+    def _model_scores(self, samples: Sequence[ScoredSample]) -> list[float]:
+        """Return the score of the reward model for each sample.
+
+        Equal rows are scored once: rounding depends on the position in a batch, and would give them other scores.
+        """
+        trainer, steps = self._setup.trainer, self._setup.steps
+        if steps is None:
+            whole = [tuple(_tokens_to_score(sample)) for sample in samples]
+            distinct = list(dict.fromkeys(whole))
+            scores = dict(zip(distinct, trainer.score_rewards("reward", distinct), strict=True))
+            return [scores[row] for row in whole]
+        parts = [_prompt_and_answer(sample) for sample in samples]
+        answers = decode_all(self._setup.tokenizer, [answer for _, answer in parts], skip_special_tokens=True)
+        rows = steps.encode([prompt for prompt, _ in parts], answers)
+        distinct_rows = list(dict.fromkeys(rows))
+        tokens, ends = [list(tokens) for tokens, _ in distinct_rows], [list(ends) for _, ends in distinct_rows]
+        of_steps = trainer.score_steps("reward", tokens, ends)
+        rewards = {row: steps.reduce(each) for row, each in zip(distinct_rows, of_steps, strict=True)}
+        return [rewards[row] for row in rows]
+
+    def _add_judge_scores(
+        self,
+        judging: Judging,
+        places: Sequence[int],
+        records: Sequence[Record],
+        outcomes: Sequence[RewardOutcome] | None,
+        source: str,
+    ) -> list[RewardOutcome]:
+        setup = self._setup
+        trainer, longest = setup.trainer, {"gconfig.max_new_tokens": "reward.judge.max_tokens"}
+        # A signal must not interrupt a pass, in which the devices wait for each other.
+        with keys_renamed(longest.get):
+            judging.complete(
+                partial(trainer.score_logprobs, "judge", temperature=1.0), partial(trainer.complete, "judge")
+            )
+        with setup.run.stop.interruptible():
+            verdicts = judging.outcomes()
+        found = [verdicts[place] for place in places]
+        return add_judged(records, outcomes, found, setup.config.reward.judge.weight, source)
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._scoring is not None:
+            self._scoring.__exit__(*exc)
+        if self._judging is not None:
+            self._judging.__exit__(*exc)
+
+
+def _tokens_to_score(sample: ScoredSample) -> list[int]:
+    """Return the tokens that a reward model scores: prompt and completion, or the last row of a trajectory."""
+    if sample.trajectory is not None:
+        return sample.trajectory.rows[-1].tokens
+    return sample.item.tokens + sample.sequence.resp_tokens
+
+
+def _prompt_and_answer(sample: ScoredSample) -> tuple[list[int], list[int]]:
+    """Return the tokens of a sample before and from the first sampled token, in the last row of a trajectory."""
+    if sample.trajectory is None:
+        return sample.item.tokens, np.asarray(vars(sample.sequence)["resp_tokens"]).tolist()
+    row = sample.trajectory.rows[-1]
+    first = int(np.argmax(row.sampled))
+    return row.tokens[:first], row.tokens[first:]
+
+
+def add_own(
+    records: Sequence[Record],
+    outcomes: Sequence[RewardOutcome] | None,
+    own: Sequence[tuple[float, dict[str, float]] | None],
+) -> list[RewardOutcome]:
+    """Add the (reward, named parts) that agents returned for themselves to the outcomes of the reward function.
+
+    If there is no reward function, a sample whose agent returned no reward is a reward error. An error of the reward
+    function stays an error.
+    """
+    if outcomes is None:
+        nothing = RewardOutcome(None, "error", _NO_REWARD, key="agent.fn")
+        out = [nothing if given is None else RewardOutcome(given[0], parts=given[1]) for given in own]
+    else:
+        out = list(outcomes)
+        for index, given in enumerate(own):
+            function = out[index].value
+            if given is not None and function is not None:
+                parts = {**(out[index].parts or {"fn": function}), "agent": given[0], **given[1]}
+                out[index] = RewardOutcome(function + given[0], parts=parts)
+    report_failures(records, out)
+    return out
+
+
+def add_scores(
+    records: Sequence[Record],
+    outcomes: Sequence[RewardOutcome] | None,
+    scores: Sequence[float],
+    source: str = "fn",
+) -> list[RewardOutcome]:
+    """Add the scores of a reward model to the rewards so far. A sum that is not finite becomes a reward error."""
+    out = [RewardOutcome(0.0)] * len(records) if outcomes is None else list(outcomes)
+    scored = [index for index, outcome in enumerate(out) if outcome.value is not None]
+    for index in scored:
+        function = out[index].value or 0.0
+        parts = {**(out[index].parts or {source: function}), "model": scores[index]}
+        value = function + scores[index]
+        if problem := reward_problem(value):
+            out[index] = RewardOutcome(None, "not_finite", f"with the reward model: {problem}", key="reward.path")
+        else:
+            out[index] = RewardOutcome(value, parts={} if outcomes is None else parts)
+    report_failures([records[index] for index in scored], [out[index] for index in scored])
+    return out

@@ -1,0 +1,307 @@
+"""The rollout of a step: sampling and scoring of prompts, dynamic sampling, metrics and evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from areno.api.metrics import evaluation_metrics, rewards_by_group, rollout_metrics
+from areno.config.models import KLConfig, PolicyConfig
+from areno.config.rollout import GenerationConfig
+from areno.data.loader import BatchLoader
+from areno.engine.reports import DraftCounts, RolloutStats
+from areno.loss_fns.kl import kl_array
+from areno.plan.lr_schedule import n_updates
+from areno.plan.plan import sampling_params
+from areno.run.setup import PolicySetup
+from areno.scoring.pool import no_reward
+from areno.tracking.accuracy import without_right
+from areno.tracking.console import RolloutProgress, log_stage
+from areno.trainers.agent_rollout import sample_with_agents
+from areno.trainers.dynamic_sampling import can_overlap, has_signal, n_groups, sample_rounds, with_signal
+from areno.trainers.forward_passes import StepScores
+from areno.trainers.partial_rollout import sample_ahead, sample_replacing
+from areno.trainers.reward_sources import Scorer
+from areno.trainers.training_rows import joined, n_trained, rows_per_sample, trained
+from areno.types import (
+    Batch,
+    GenerationOutput,
+    PromptItem,
+    ScoredSample,
+    TrainSequence,
+)
+
+logger = logging.getLogger("areno")
+
+
+def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
+    run, samples = setup.run, rollout.samples
+    advantages_B = np.zeros(len(samples))
+    by_sample = joined(rows, rollout.sizes)
+    # Tokens that are not trained have advantage 0. So all tokens are summed, which is faster than trained() and mean().
+    advantages_B[rollout.keep] = [
+        np.add.reduce(np.asarray(row.advantages)) / max(1, n_trained(row)) for row in by_sample
+    ]
+    metrics = rollout_metrics(
+        samples, advantages_B, skipped_long=rollout.skipped_long, total_skipped_long=rollout.total_skipped_long
+    )
+    run.progress.note_rewards(reward for group in rewards_by_group(samples).values() for reward in group)
+    if not run.progress.counts_right:
+        metrics = without_right(metrics)
+    metrics |= reference_kl(setup.config.actor, rows) | draft_metrics(setup.trainer.engine.draft_counts())
+    n_tokens = sum(sample.sequence.n_tokens for sample in samples)
+    metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
+    run.log({**metrics, **group_metrics(samples), **rollout.scalars})
+    if "rollout/rewards_mean" in metrics:
+        run.progress.keep(reward_mean=metrics["rollout/rewards_mean"])
+
+
+def reference_kl(actor: PolicyConfig, rows: Sequence[TrainSequence]) -> dict[str, float]:
+    """Return rollout/ref_kl, the mean over trained tokens of the KL to the reference that the reward pays for."""
+    if not (isinstance(actor, KLConfig) and actor.kl_in_reward and rows):
+        return {}
+    new, ref = (np.concatenate(trained(rows, name)) for name in ("logprobs", "ref_logprobs"))
+    return {"rollout/ref_kl": float(np.mean(kl_array(new, ref, actor.kl_estimator)))}
+
+
+def draft_metrics(counts: DraftCounts) -> dict[str, float]:
+    return {
+        "rollout/drafted_tokens": counts.drafted,
+        "rollout/accepted_tokens": counts.accepted,
+        "rollout/draft_acceptance": counts.acceptance,
+        "rollout/frac_steps_drafted": counts.step_share,
+    }
+
+
+def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
+    """Return rollout/frac_groups_zero_std, the share of groups with two or more rewards that are all equal.
+
+    The advantages of such a group are 0, so it does not train the policy.
+    """
+    equal = [min(group) == max(group) for group in rewards_by_group(samples).values() if len(group) > 1]
+    return {"rollout/frac_groups_zero_std": float(np.mean(equal))} if equal else {}
+
+
+@contextmanager
+def samples_logged(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> Iterator[None]:
+    """Log the samples of a step at the end of a `with` block, even if the update inside the block fails.
+
+    The log also has the log-probabilities from before the update, which the update stores in the rows.
+    """
+    try:
+        setup.run.outputs.watch_rewards([sample.outcome for sample in rollout.samples])
+        with setup.run.tracer.training(setup.run.step, rollout.samples, rollout.keep.tolist()):
+            yield
+    finally:
+        _log_samples(setup, rollout, rows)
+
+
+def _log_samples(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
+    for sample, row in zip(rollout.kept, joined(rows, rollout.sizes), strict=True):
+        if sample.trajectory is not None:
+            sample.advantages = trained([row], "advantages")[0]
+            continue
+        start = len(sample.item.tokens)
+        sample.advantages = np.asarray(row.advantages)[start:]
+        if row.old_logprobs is not None:
+            sample.train_logprobs = np.asarray(row.old_logprobs)[start:]
+    setup.run.outputs.trackers.samples(setup.run.step, rollout.samples)
+
+
+@dataclass
+class Rollout:
+    """The samples of one step, and the choice of samples to train on. A group is the samples of one prompt."""
+
+    samples: list[ScoredSample]
+    keep: np.ndarray  # (B,) bool; a sample without a reward is never kept
+    skipped_long: int  # dataset rows of this step that were too long
+    total_skipped_long: int
+    scores: StepScores
+    scalars: Mapping[str, float] = field(default_factory=dict)  # rollout/* metrics of dynamic or stopped sampling
+
+    @property
+    def kept(self) -> list[ScoredSample]:
+        return [sample for sample, keep in zip(self.samples, self.keep, strict=True) if keep]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of training rows of each kept sample."""
+        return rows_per_sample(self.kept)
+
+    @property
+    def groups(self) -> list[int]:
+        return [sample.group for sample in self.kept]
+
+
+def rollouts(setup: PolicySetup) -> Iterator[Rollout]:
+    """Yield the rollout of each step of the run, and skip the update of steps without a sample to train on."""
+    for batch in setup.run.steps():
+        rollout = collect(setup, batch)
+        if rollout.kept:
+            yield rollout
+        else:
+            skip_step(setup, rollout)
+
+
+def skip_step(setup: PolicySetup, rollout: Rollout) -> None:
+    log_rollout(setup, rollout, [])
+    with samples_logged(setup, rollout, []):
+        stats = skip_updates(setup)
+    setup.run.end_step(stats)
+
+
+def skip_updates(setup: PolicySetup) -> dict[str, float]:
+    """Count the updates of a step that has no rows as skipped, and return their train/* statistics."""
+    run, stats = setup.run, dict[str, float]()
+    before, after = (n_updates(setup.config, n) for n in (run.step - 1, run.step))
+    for role in after:
+        if n := after[role] - before[role]:
+            is_actor = role == "actor"
+            with run.clock.phase("train" if is_actor else f"train_{role}"):
+                found = setup.trainer.engine.skip_updates(role, n)
+            stats |= {name if is_actor else f"{role}_{name}": value for name, value in found.items()}
+    return stats
+
+
+def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
+    """Sample and score the prompts of a step, and choose the samples to train on.
+
+    With rollout.dynamic_sampling, groups (the samples of one prompt) whose rewards are all equal are dropped, and
+    replaced by sampling further prompts, until enough groups remain or rollout.max_sampling_rounds rounds are done.
+    With dynamic_bs, dropped groups are not replaced. If no group would remain, the first groups with rewards are kept
+    in spite of their equal rewards. `areno.trainers.partial_rollout` describes rollout.prompts_ahead and
+    rollout.max_head_offpolicyness.
+    """
+    config, run, scores = setup.config, setup.run, StepScores(setup)
+    if config.replaces_in_flight:
+        samples, keep, scalars, batches = sample_replacing(setup, batch)
+        return _rollout(samples, keep, batches, scores, scalars)
+    if config.prompts_ahead or run.progress.in_flight.groups:  # these may be left from before a change of settings
+        samples, keep, scalars = sample_ahead(setup, batch, scores)
+        return _rollout(samples, keep, [batch], scores, scalars)
+    most = config.rollout.max_sampling_rounds if config.replaces_prompts else 1
+    if most > 1 and can_overlap(setup):
+        samples, batches = sample_rounds(setup, batch, most)
+    else:
+        # Dynamic sampling decides by the rewards which rows are trained.
+        early = None if config.rollout.dynamic_sampling else scores
+        samples = sample_and_score(setup, batch.items, config.gconfig, run.progress.seed, scores=early)
+        batches = [batch]
+        while (
+            n_groups(samples, has_signal(samples)) < len(batch)
+            and len(batches) < most
+            and (more := run.progress.next_batch())
+        ):
+            seed = run.progress.seed + (len(batches) << 40)
+            group = samples[-1].group + 1
+            samples += sample_and_score(setup, more.items, config.gconfig, seed, first_group=group)
+            batches.append(more)
+    keep, scalars = np.ones(len(samples), dtype=bool), {}
+    if config.rollout.dynamic_sampling:
+        keep, dropped = with_signal(samples, len(batch))
+        scalars = {"rollout/sampling_rounds": len(batches), "rollout/dropped_groups": dropped}
+    return _rollout(samples, keep, batches, scores, scalars)
+
+
+def _rollout(
+    samples: list[ScoredSample],
+    keep: np.ndarray,
+    batches: Sequence[Batch[PromptItem]],
+    scores: StepScores,
+    scalars: Mapping[str, float],
+) -> Rollout:
+    keep = keep & [sample.outcome.value is not None for sample in samples]
+    skipped_long, total_skipped_long = sum(each.skipped_long for each in batches), batches[-1].total_skipped_long
+    return Rollout(samples, keep, skipped_long, total_skipped_long, scores, scalars)
+
+
+def sample_and_score(
+    setup: PolicySetup,
+    items: Sequence[PromptItem],
+    gconfig: GenerationConfig,
+    seed: int,
+    title: str = "rollout",
+    first_group: int = 0,
+    at_once: int | None = None,
+    max_running: int | None = None,
+    scores: StepScores | None = None,
+) -> list[ScoredSample]:
+    """Sample `gconfig.n_samples` completions of every prompt, and score them, in the order of the prompts.
+
+    `title` is "rollout" or "eval". `at_once` prompts are sampled and `max_running` samples are decoded at the same
+    time. `scores` are computed while rewards are computed. Groups are numbered from `first_group`.
+    """
+    trainer, clock = setup.trainer, setup.run.clock
+    with Scorer(setup, items, gconfig, first_group) as scorer:
+        with clock.phase("rollout"):
+            log_stage(f"{title}_start")
+            copies, reward = trainer.engine.spec.layout.dp_size, setup.run.progress.last_reward
+            progress = RolloutProgress(title, len(items), gconfig.n_samples, copies, reward)
+
+            def report(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
+                progress(outputs, stats)
+                scorer.take(outputs)
+                setup.run.pulse()
+
+            if setup.agents is not None:
+                with progress:
+                    sample_with_agents(
+                        setup,
+                        setup.agents,
+                        items,
+                        gconfig,
+                        seed,
+                        report,
+                        first_group,
+                        scorer.add,
+                        at_once=at_once,
+                        max_running=max_running,
+                    )
+            else:
+                params, prompts = sampling_params(gconfig), [item.tokens for item in items]
+                session = trainer.rollout_session(sampling_params=params, max_running_prompts=max_running, proxy=False)
+                with session, progress:
+                    trainer.rollout_token_batch(
+                        prompts, gconfig.n_samples, params, seed=seed, on_progress=report, at_once=at_once
+                    )
+            log_stage(f"{title}_end")
+        if scores is not None and setup.agents is None and scorer.is_waiting:
+            scores.compute_early(scorer.samples)
+        with clock.phase("reward"):  # waits for the rewards that are still being computed
+            samples = scorer.finish()
+    if setup.agents is not None:
+        setup.run.tracer.add_sessions(setup.run.step, title, samples)
+    return samples
+
+
+def evaluate_policy(
+    setup: PolicySetup, name: str, loader: BatchLoader[PromptItem], may_fail: bool = True
+) -> dict[str, float]:
+    """Sample, score and log a validation set, and return its metrics without the prefix eval/.
+
+    The setting batch_size is the number of prompts that are sampled at the same time; when a prompt is complete, the
+    next prompt starts. If no sample has a reward, raise ArenoError, or only warn with `may_fail`.
+    """
+    gconfig = setup.config.eval_gconfig or setup.config.gconfig
+    items = [item for batch in loader.batches() for item in batch.items]
+    at_once: int | None = loader.config.batch_size
+    are_live = setup.live_agents is not None and setup.live_agents.is_open  # these keep their decoder
+    max_running = None if are_live else setup.evaluated_at_once
+    if at_once is None and setup.agents is not None:  # an agent's time limit also counts the time that it waits
+        at_once = -(-(max_running or setup.config.rows_per_step) // gconfig.n_samples)
+    samples = sample_and_score(
+        setup, items, gconfig, setup.config.seed, "eval", at_once=at_once, max_running=max_running
+    )
+    setup.run.tracer.add_samples(f"eval {name} {setup.run.step}", samples)
+    setup.run.outputs.trackers.eval_samples(setup.run.step, samples, name)
+    if all(sample.outcome.value is None for sample in samples):
+        error = no_reward([sample.outcome for sample in samples])
+        if not may_fail:
+            raise error
+        logger.warning("evaluation %s: %s", name or "of the validation set", error)
+    setup.run.progress.note_rewards(reward for group in rewards_by_group(samples).values() for reward in group)
+    return evaluation_metrics(samples, gconfig.n_samples)

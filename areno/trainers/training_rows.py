@@ -1,0 +1,293 @@
+"""Functions that all policy loops share to make training rows from scored samples: rewards, advantages, corrections.
+
+Arrays are float64. A *trained* array has one entry for each trained token of a row, (T_i,). The sample of an agent may
+have several rows. Advantages are computed for whole samples, so `joined` first concatenates the rows of each sample.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from areno.agents.trajectory_rows import train_sequences, warn_of_temperatures
+from areno.api.trainer import Trainer
+from areno.config.models import KLConfig, PolicyConfig
+from areno.config.rollout import SamplingConfig
+from areno.errors import ConfigError, DataError, Key, Problem
+from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens, overlong_penalty, shape_rewards
+from areno.loss_fns.kl import kl_array
+from areno.scoring.records import reward_problem
+from areno.trainers.agent_rollout import score_missing
+from areno.types import RolloutSequence, ScoredSample, TokenArrays, TrainSequence
+
+Arrays = list[np.ndarray]
+AdvantageFn = Callable[[Sequence[TrainSequence], Sequence[int], Any], Any]
+"""A function of (rows, the number of each row's group, the actor's settings) that computes advantages.
+
+It returns an array over the trained tokens of each row. In the PPO loop, whose rows have values, it returns two such
+lists: (advantages, returns). REINFORCE without a baseline would be
+
+    def advantages(rows, groups, actor): return [np.full(len(logprobs), row.reward) for row, logprobs in zip(rows,
+        trained(rows, "logprobs"))]
+"""
+
+
+def sample_rewards(samples: Sequence[ScoredSample], actor: PolicyConfig, max_new_tokens: int) -> np.ndarray:
+    """Shape the rewards of samples by the actor's settings: overlong penalty, bias, scale, clip and normalisation.
+
+    Returns (B,) float64. A sample without a reward gets NaN, or 0 if actor.reward_norm is set.
+    """
+    rewards_B = np.array([sample.outcome.value for sample in samples], dtype=np.float64)
+    if actor.overlong_reward_penalty:
+        lengths = [sample.sequence.n_tokens for sample in samples]
+        assert actor.overlong_tokens is not None
+        assert actor.overlong_penalty_factor is not None
+        rewards_B += overlong_penalty(lengths, max_new_tokens, actor.overlong_tokens, actor.overlong_penalty_factor)
+    rewards_B = shape_rewards(rewards_B, actor.reward_bias, actor.reward_scaling, actor.reward_clip)
+    for sample, reward in zip(samples, rewards_B, strict=True):
+        if reward_problem(reward):
+            text = "the reward {:g} becomes {:g}, more than float32 holds; lower it, or {}, or set {}"
+            others = Key("actor.reward_bias"), Key("actor.reward_clip")
+            raise ConfigError(Problem("actor.reward_scaling", text, sample.outcome.value, reward, *others))
+    if actor.reward_norm is not None:
+        rewards_B = group_advantages(rewards_B, [sample.group for sample in samples], **asdict(actor.reward_norm))
+    return rewards_B
+
+
+def policy_rows(
+    samples: Sequence[ScoredSample],
+    rewards_B: Iterable[float],
+    eos_token_id: int,
+    drop_truncated: bool = False,
+    weights_version: int = 0,
+) -> list[TrainSequence]:
+    """Make the rows to train on: one row for each completion, or the rows of an agent's trajectory.
+
+    With `drop_truncated`, the rows of samples that were cut off at the length limit have no trained tokens. The
+    staleness of a row is `weights_version` minus the oldest version that sampled one of its tokens.
+    """
+    rows = []
+    for sample, reward in zip(samples, rewards_B, strict=True):
+        prompt, sequence = sample.item.tokens, sample.sequence
+        masked = drop_truncated and sequence.finish_reason == "length"
+        if sample.trajectory is not None:
+            rows += train_sequences(
+                sample.trajectory,
+                reward=reward,
+                eos_token_id=eos_token_id,
+                weights_version=weights_version,
+                masked=masked,
+            )
+            continue
+        arrays = sample.arrays or token_arrays(prompt, sequence)
+        oldest = weights_version if arrays.oldest_version is None else arrays.oldest_version
+        prompt_mask = np.full(len(arrays.tokens), masked)
+        prompt_mask[: len(prompt)] = True
+        rows.append(
+            TrainSequence(
+                prompt_mask=prompt_mask,
+                tokens=arrays.tokens,
+                logprobs=arrays.logprobs,
+                reward=float(reward),
+                eos_token_id=eos_token_id,
+                staleness=weights_version - oldest,
+                routes=sequence.routes,
+            )
+        )
+    return rows
+
+
+def token_arrays(prompt: Sequence[int] | np.ndarray, sequence: RolloutSequence) -> TokenArrays:
+    """Concatenate a prompt and its completion: int64 tokens, and float64 log-probabilities, 0 for the prompt."""
+    n_prompt, n_tokens = len(prompt), len(prompt) + sequence.n_tokens
+    tokens, logprobs = np.empty(n_tokens, np.int64), np.zeros(n_tokens)
+    given = vars(sequence)  # as arrays, if it came so
+    tokens[:n_prompt], tokens[n_prompt:], logprobs[n_prompt:] = prompt, given["resp_tokens"], given["resp_logprobs"]
+    versions = given["resp_versions"]
+    return TokenArrays(tokens=tokens, logprobs=logprobs, oldest_version=int(versions[0]) if len(versions) else None)
+
+
+def token_rows(rows: Sequence[TrainSequence]) -> list[Any]:
+    return [[] if row.tokens is None else row.tokens for row in rows]
+
+
+def prompt_masks(rows: Sequence[TrainSequence]) -> list[Any]:
+    return [[] if row.prompt_mask is None else row.prompt_mask for row in rows]
+
+
+def trained(rows: Sequence[TrainSequence], name: str) -> Arrays:
+    """Return a per-token field at the trained tokens of each row, (T_i,) float64 each."""
+    return [np.asarray(vars(row)[name], dtype=np.float64)[trained_mask(row)] for row in rows]
+
+
+def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.ndarray]) -> None:
+    """Set a per-token field of rows from values at the trained tokens. All other tokens get 0.
+
+    The DataError for wrong shapes is written for a user whose advantage function returned `arrays`.
+    """
+    if not isinstance(arrays, Sequence) or len(arrays) != len(rows):
+        found = f"{len(arrays)} arrays" if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}"
+        raise DataError(f"{name}: {found} for {len(rows)} rows; a list with an array for each row is expected")
+    places = [trained_mask(row) for row in rows]
+    for index, (of_row, array) in enumerate(zip(places, arrays, strict=True)):
+        if np.shape(array) != (n := np.count_nonzero(of_row),):
+            raise DataError(
+                f"{name} of row {index} have shape {np.shape(array)}; one number for each of its {n} "
+                "trained tokens is expected"
+            )
+    if not rows:
+        return
+    together = np.concatenate(places)  # one assignment for all rows, which is faster than one per row
+    values = np.zeros(len(together))
+    values[together] = np.concatenate(arrays)
+    start = 0
+    for row, of_row in zip(rows, places, strict=True):
+        vars(row)[name] = values[start : start + len(of_row)]
+        start += len(of_row)
+
+
+def trained_mask(row: TrainSequence) -> np.ndarray:
+    """Return a (T,) bool mask of the trained tokens of a row."""
+    return ~np.asarray(row.prompt_mask, dtype=bool)
+
+
+def n_trained(row: TrainSequence) -> int:
+    mask = np.asarray(row.prompt_mask, dtype=bool)
+    return mask.size - int(np.count_nonzero(mask))
+
+
+def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
+    """Return the reward of each trained token: the row's reward at its last trained token and 0 elsewhere.
+
+    If the KL is part of the reward, the coefficient actor.kl_in_reward times the estimated KL of each token is
+    subtracted.
+    """
+    if isinstance(actor, KLConfig) and actor.kl_in_reward:
+        pairs = zip(trained(rows, "logprobs"), trained(rows, "ref_logprobs"), strict=True)
+        arrays = [-actor.kl_in_reward * kl_array(new, ref, actor.kl_estimator) for new, ref in pairs]
+    else:
+        arrays = [np.zeros(n_trained(row)) for row in rows]
+    for row, array in zip(rows, arrays, strict=True):
+        if array.size:
+            array[-1] += row.reward
+    return arrays
+
+
+def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: PolicyConfig) -> Arrays:
+    """Return advantages without a critic, one for each trained token.
+
+    Usually all tokens of a row have the same advantage: the reward of the row, normalised over samples by
+    actor.adv_norm. If a KL penalty is part of the reward, there are two cases. When adv_norm has a level "group", the
+    reward of a row is the sum of its token rewards (RLOO). Otherwise each token has its reward-to-go, normalised over
+    the tokens of the batch (REINFORCE++).
+
+    If all rewards are equal in the set over which the standard deviation is taken, only KL terms differ, and their
+    differences may be rounding errors. Such advantages are centred but not divided by the standard deviation.
+    """
+    norm = actor.adv_norm
+    if not actor.kl_in_reward:
+        rewards_B = np.array([row.reward for row in rows])
+        values_B = rewards_B if norm is None else group_advantages(rewards_B, groups, **asdict(norm))
+        return _on_tokens(rows, values_B)
+    per_token = token_rewards(rows, actor)
+    if norm is None or "group" not in (norm.mean_level, norm.std_level):
+        returns = [np.cumsum(rewards[::-1])[::-1] for rewards in per_token]
+        if norm is None:
+            return returns
+        how: dict[str, Any] = asdict(norm)
+        if _are_equal([row.reward for row in rows]):
+            how["std_level"] = None
+        return normalize_tokens(returns, groups, **how)
+    earned_B = [rewards.sum() if rewards.size else row.reward for rewards, row in zip(per_token, rows, strict=True)]
+    how = asdict(norm)
+    divided_B = group_advantages(earned_B, groups, **how)
+    centred_B = group_advantages(earned_B, groups, **{**how, "std_level": None})
+    sets = [0] * len(rows) if norm.std_level == "batch" else groups
+    rewards_of = defaultdict(list)
+    for row, of_set in zip(rows, sets, strict=True):
+        rewards_of[of_set].append(row.reward)
+    are_equal_B = [_are_equal(rewards_of[of_set]) for of_set in sets]
+    return _on_tokens(rows, np.where(are_equal_B, centred_B, divided_B))
+
+
+def _on_tokens(rows: Sequence[TrainSequence], values_B: np.ndarray) -> Arrays:
+    return [np.full(n_trained(row), value) for row, value in zip(rows, values_B, strict=True)]
+
+
+def _are_equal(rewards: Sequence[float]) -> bool:
+    return len(set(rewards)) <= 1
+
+
+def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: Any) -> tuple[Arrays, Arrays]:
+    """Return (advantages, returns) by GAE from the critic's values. Only advantages are normalised, over tokens."""
+    found = [
+        gae(rewards, values, actor.discount, actor.gae_lambda)
+        for rewards, values in zip(token_rewards(rows, actor), trained(rows, "values"), strict=True)
+    ]
+    advantages, returns = [one for one, _ in found], [other for _, other in found]
+    if actor.adv_norm is not None:
+        advantages = normalize_tokens(advantages, groups, **asdict(actor.adv_norm))
+    return advantages, returns
+
+
+def rows_per_sample(samples: Sequence[ScoredSample]) -> list[int]:
+    return [1 if sample.trajectory is None else len(sample.trajectory.rows) for sample in samples]
+
+
+def joined(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[TrainSequence]:
+    """Join the rows of each sample into one row. A single row stays the same object.
+
+    Advantages are computed for samples, so a sample with two rows must count once in its group, with its tokens as one
+    sequence. `sizes` is from `rows_per_sample`.
+    """
+    found, start = [], 0
+    for size in sizes:
+        of_sample = rows[start : start + size]
+        start += size
+        if size == 1:
+            found += of_sample
+            continue
+        names = ("prompt_mask", "tokens", "logprobs", "values", "ref_logprobs", "advantages")
+        whole = {name: [vars(row)[name] for row in of_sample] for name in names}
+        fields = {name: np.concatenate(arrays) for name, arrays in whole.items() if arrays[0] is not None}
+        found.append(replace(of_sample[0], **fields))
+    return found
+
+
+def set_advantages(
+    rows: Sequence[TrainSequence], sizes: Sequence[int], found: Sequence[np.ndarray], name: str = "advantages"
+) -> None:
+    """Set a per-token field of the rows from values at the trained tokens of each sample, its rows concatenated."""
+    samples = joined(rows, sizes)
+    set_trained(samples, name, found)  # checks the shapes
+    if all(size == 1 for size in sizes):
+        return  # these are the rows
+    arrays: Arrays = []
+    for array, start, size in zip(found, np.cumsum([0, *sizes]), sizes, strict=False):
+        counts = [n_trained(row) for row in rows[start : start + size]]
+        arrays += np.split(np.asarray(array), np.cumsum(counts)[:-1])
+    set_trained(rows, name, arrays)
+
+
+def without_truncated(
+    rows: Sequence[TrainSequence], samples: Sequence[ScoredSample], sizes: Sequence[int]
+) -> list[TrainSequence]:
+    """Return the rows; those of samples that were cut off at the length limit are copies without trained tokens."""
+    truncated = np.repeat([sample.sequence.finish_reason == "length" for sample in samples], sizes)
+    return [
+        replace(row, prompt_mask=np.ones_like(np.asarray(row.prompt_mask, dtype=bool))) if masked else row
+        for row, masked in zip(rows, truncated, strict=True)
+    ]
+
+
+def score_agents(
+    trainer: Trainer, samples: Sequence[ScoredSample], rows: Sequence[TrainSequence], sampling: SamplingConfig
+) -> None:
+    """Compute the log-probabilities that the rows of agents lack, and warn if agents sampled at another temperature."""
+    sampled = [row for sample in samples if sample.trajectory is not None for row in sample.trajectory.rows]
+    waits = not any(row.staleness for row in rows)
+    warn_of_temperatures(score_missing(trainer, sampled, rows, sampling), sampling, waits)
