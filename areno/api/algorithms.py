@@ -52,7 +52,7 @@ class Algorithm:
         loss_fn: Function (config) -> loss function, where the loss function is `(pack, logprobs) -> (loss, stats)`, see
             areno.loss_fns. None uses the loss of the configuration, `config.loss_fn()`.
         advantage_fn: Function (rows, group id of each row, actor settings) that computes advantages, see AdvantageFn in
-            areno.trainers.training_rows. None uses `config.advantages()`.
+            areno.trainers.rows. None uses `config.advantages()`.
         roles: Models other than the actor that must be configured, such as "ref", the reference model whose
             log-probabilities the loss uses.
         file: The script that defines the algorithm. None for an installed algorithm. run_algorithm sets this field, and

@@ -37,7 +37,7 @@ from areno.specs.engine import EngineSpec
 from areno.specs.role import LoraSpec, RoleSpec
 from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
-from areno.trainers.training_rows import prompt_masks, token_rows, trained, trained_mask
+from areno.trainers.rows import prompt_masks, token_rows, trained, trained_mask
 from areno.types import GenerationRequest, SamplingParams, TrainSequence
 
 

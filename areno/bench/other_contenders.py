@@ -33,7 +33,7 @@ from areno.bench.device import synchronize
 from areno.bench.work import Work, row
 from areno.errors import EngineError
 from areno.models.registry import load_config
-from areno.trainers.training_rows import n_trained, prompt_masks, token_rows
+from areno.trainers.rows import n_trained, prompt_masks, token_rows
 from areno.types import TrainSequence
 
 T = TypeVar("T")

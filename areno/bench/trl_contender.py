@@ -22,7 +22,7 @@ from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.encode import decode_all
 from areno.data.loader import row_loader
 from areno.data.sources import open_rows
-from areno.engine.train.optimizer import learning_rate
+from areno.engine.train.learning_rate import learning_rate
 from areno.errors import ArenoError, ConfigError, DataError, Problem
 from areno.kernels.backend import default_dtype
 from areno.models.registry import load_config

@@ -85,7 +85,7 @@ class GRPOConfig(KLExperimentConfig):
     actor: GRPOActorConfig = setting(help="The policy")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        from areno.trainers.training_rows import outcome_advantages
+        from areno.trainers.rows import outcome_advantages
 
         return outcome_advantages(rows, groups, self.actor)
 

@@ -55,7 +55,7 @@ class GSPOConfig(KLExperimentConfig):
     actor: GSPOActorConfig = setting(help="The policy")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        from areno.trainers.training_rows import outcome_advantages
+        from areno.trainers.rows import outcome_advantages
 
         return outcome_advantages(rows, groups, self.actor)
 

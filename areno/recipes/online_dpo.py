@@ -66,7 +66,7 @@ class OnlineDPOConfig(PairedPolicyExperimentConfig):
 
         from areno.loss_fns import choose_pairs
         from areno.trainers.online_dpo import signs
-        from areno.trainers.training_rows import n_trained
+        from areno.trainers.rows import n_trained
 
         pairs, _ = choose_pairs([row.reward for row in rows], groups, self.pairs_per_prompt)
         return [np.full(n_trained(row), sign) for row, sign in zip(rows, signs(len(rows), pairs), strict=True)]

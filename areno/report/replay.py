@@ -24,8 +24,9 @@ from areno.run.setup import with_teacher
 from areno.schema.values import value_at
 from areno.specs.role import RoleSpec
 from areno.tracking.reader import RunReader
-from areno.trainers.training_rows import sample_rewards
-from areno.trainers.update import correct_rows, pack_of
+from areno.trainers.off_policy_correction import correct_rows
+from areno.trainers.rows import sample_rewards
+from areno.trainers.update import pack_of
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
 

@@ -1,8 +1,4 @@
-"""Rollouts with agents, and the training rows made from their trajectories.
-
-An agent is user code that calls the model through the HTTP endpoint of a rollout session. A trajectory is the list of
-model calls and messages that the agent returns.
-"""
+"""Rollouts with agents: user code that calls the model through the HTTP endpoint of a rollout session."""
 
 from __future__ import annotations
 
@@ -22,23 +18,16 @@ from areno.agents.proxy import SessionProxy
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, LossMaskPolicy
 from areno.agents.trajectory_rows import (
     RowBuilder,
-    needs_scoring,
-    read_trajectories,
     reward_record,
-    train_sequences,
 )
-from areno.api.trainer import Trainer
-from areno.config.rollout import GenerationConfig, SamplingConfig
+from areno.config.rollout import GenerationConfig
 from areno.engine.engine import Engine
 from areno.engine.reports import RolloutStats
 from areno.engine.requests import OnProgress
-from areno.errors import DataError
 from areno.plan.plan import sampling_params
 from areno.run.agents_across_steps import LiveAgents
 from areno.run.group_selection import AgentSample, Choice, Group
 from areno.run.setup import PolicySetup
-from areno.server.parsers import parser_for_template
-from areno.server.prompt_builder import PromptBuilder
 from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import IN_FULL
 from areno.types import (
@@ -49,82 +38,7 @@ from areno.types import (
     RewardRecord,
     RolloutSequence,
     ScoredSample,
-    TokenRow,
-    TrainSequence,
-    Trajectory,
 )
-
-
-def reward_records(trainer: Trainer, trajectories: Any) -> list[RewardRecord]:
-    """Return the record that a reward function receives for each trajectory that an agent has returned.
-
-    Raises DataError if a trajectory is malformed, or was not sampled in a session of `trainer`.
-    """
-    read = _parse(trainer, trajectories, None)
-    return [reward_record(item, trajectory, trainer.get_tokenizer()) for item, trajectory in read]
-
-
-def trajectory_rows(
-    trainer: Trainer,
-    trajectories: Any,
-    advantages: Sequence[float],
-    rewards: Sequence[float] | None = None,
-    *,
-    loss_mask_policy: LossMaskPolicy | None = None,
-) -> list[TrainSequence]:
-    """Return the training rows of trajectories, for `trainer.train`. Call this outside of a session.
-
-    A trajectory has several rows if a turn does not continue the tokens of the previous turn. The actor computes
-    log-probabilities by a forward pass where the rollout gives no usable ones: for trained tokens that the policy did
-    not sample, and for all tokens of a row if the temperature of the rollout differs from that of training.
-    `loss_mask_policy` None is that of the last session, and `rewards` None is 0 for all.
-    """
-    read = _parse(trainer, trajectories, loss_mask_policy)
-    given = {"advantages": advantages} | ({} if rewards is None else {"rewards": rewards})
-    for name, numbers in given.items():
-        if len(numbers) != len(read):
-            raise DataError(f"there are {len(numbers)} {name} for {len(read)} trajectories; give one for each")
-    rows: list[TrainSequence] = []
-    version, eos = trainer.engine.weights_version, trainer.get_tokenizer().eos_token_id or 0
-    for index, (_, trajectory) in enumerate(read):
-        reward = 0.0 if rewards is None else float(rewards[index])
-        of_one = train_sequences(trajectory, reward=reward, eos_token_id=eos, weights_version=version)
-        for row, sampled in zip(of_one, trajectory.rows, strict=True):
-            row.advantages = np.where(sampled.trained, float(advantages[index]), 0.0)
-        rows += of_one
-    score_missing(trainer, [row for _, trajectory in read for row in trajectory.rows], rows, trainer.sampling)
-    return rows
-
-
-def score_missing(
-    trainer: Trainer, sampled: Sequence[TokenRow], rows: Sequence[TrainSequence], sampling: SamplingConfig
-) -> list[TokenRow]:
-    """Set the log-probabilities of trained tokens that have no usable one, and return the rows that were scored.
-
-    A log-probability is usable only if the policy sampled the token with the settings that training assumes. Usable
-    ones are kept: older weights may have sampled the token, and importance ratios need their probability.
-    """
-    places = [place for place, row in enumerate(sampled) if needs_scoring(row, sampling)]
-    if not places:
-        return []
-    with trainer.clock.phase("recompute"):
-        scored = trainer.score_logprobs("actor", [sampled[place].tokens for place in places], sampling=sampling)
-    for place, logprobs in zip(places, scored, strict=True):
-        row, known = sampled[place], 0.0
-        missing = row.trained
-        if row.temperature == sampling.logprob_temperature:
-            missing, known = row.trained & ~row.sampled, np.asarray(rows[place].logprobs)
-        rows[place].logprobs = np.where(missing, logprobs, known)
-    return [sampled[place] for place in places]
-
-
-def _parse(trainer: Trainer, trajectories: Any, policy: LossMaskPolicy | None) -> list[tuple[AgentItem, Trajectory]]:
-    tokenizer = trainer.get_tokenizer()
-    conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
-    policy, info = policy or trainer.loss_mask_policy, trainer.engine.info
-    builder = RowBuilder(conversations, policy, info.vocab_size, context=info.context_len)
-    return read_trajectories(trajectories, builder)
-
 
 logger = logging.getLogger("areno")
 

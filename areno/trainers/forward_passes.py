@@ -12,7 +12,7 @@ from typing import Any, Literal
 from areno.config.policy_experiments import CriticExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.run.setup import PolicySetup
-from areno.trainers.training_rows import policy_rows, prompt_masks, token_rows
+from areno.trainers.rows import policy_rows, prompt_masks, token_rows
 from areno.types import ScoredSample, TrainSequence
 
 ScoreName = Literal["ref", "values", "proximal"]

@@ -13,7 +13,7 @@ from areno.config.experiments import UnpairedExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.tracking.console import Progress
 from areno.trainers.loop import ReferencedLoop
-from areno.trainers.training_rows import prompt_masks, token_rows
+from areno.trainers.rows import prompt_masks, token_rows
 from areno.trainers.update import measure_loss, update
 from areno.types import AnswersItem, TrainSequence
 

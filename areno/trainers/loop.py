@@ -17,7 +17,7 @@ from areno.run.setup import Config, RewardFns, Setup
 from areno.tracking.console import log_stage
 from areno.tracking.tracker import Tracker
 from areno.trainers.rollout import evaluate_policy
-from areno.trainers.training_rows import AdvantageFn
+from areno.trainers.rows import AdvantageFn
 
 Self = TypeVar("Self", bound="Loop[Any]")  # typing has it from Python 3.11 on
 PolicyConfig = TypeVar("PolicyConfig", bound=PolicyExperimentConfig)

@@ -19,7 +19,7 @@ from areno.run.run import fault_tolerant
 from areno.trainers.loop import RewardLoop
 from areno.trainers.policy_only import PolicyOnlyTrainer
 from areno.trainers.rollout import Rollout, log_rollout, rollouts, samples_logged, skip_updates
-from areno.trainers.training_rows import rows_per_sample, sample_rewards
+from areno.trainers.rows import rows_per_sample, sample_rewards
 from areno.trainers.update import rows_of, update
 from areno.types import ScoredSample, TrainSequence
 

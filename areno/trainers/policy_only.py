@@ -6,9 +6,10 @@ from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.trainers.loop import RewardLoop
+from areno.trainers.off_policy_correction import correct
 from areno.trainers.rollout import log_rollout, rollouts, samples_logged
-from areno.trainers.training_rows import joined, set_advantages
-from areno.trainers.update import correct, rows_of, update_policy
+from areno.trainers.rows import joined, set_advantages
+from areno.trainers.update import rows_of, update_policy
 
 
 class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):

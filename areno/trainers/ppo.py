@@ -12,10 +12,11 @@ from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.tracking.console import log_stage
 from areno.trainers.loop import RewardLoop
+from areno.trainers.off_policy_correction import correct
 from areno.trainers.policy_only import PolicyOnlyTrainer
 from areno.trainers.rollout import log_rollout, rollouts, samples_logged
-from areno.trainers.training_rows import joined, set_advantages, trained, without_truncated
-from areno.trainers.update import correct, rows_of, update_policy
+from areno.trainers.rows import joined, set_advantages, trained, without_truncated
+from areno.trainers.update import rows_of, update_policy
 from areno.types import TrainSequence
 
 logger = logging.getLogger("areno")

@@ -10,7 +10,7 @@ from areno.config.experiments import ProcessRewardExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.trainers.loop import AnswerLoop
 from areno.trainers.reward_model import calibration_error
-from areno.trainers.training_rows import token_rows, trained
+from areno.trainers.rows import token_rows, trained
 from areno.trainers.update import measure_loss, update
 from areno.types import AnswersItem, TrainSequence
 

@@ -19,7 +19,7 @@ from areno.scoring.judge import Judging, Task, add_judged
 from areno.scoring.judge_readers import opens_reasoning
 from areno.scoring.pool import report_failures
 from areno.scoring.records import CompletionRecord, Record, RecordedPrompt, reward_problem
-from areno.trainers.training_rows import token_arrays
+from areno.trainers.rows import token_arrays
 from areno.types import GenerationOutput, PromptItem, RewardOutcome, ScoredSample
 
 _NO_REWARD = "the agent gave no reward: return AgentTrajectory(turns, reward=...), or set reward.fn"

@@ -26,7 +26,7 @@ from areno.trainers.dynamic_sampling import can_overlap, has_signal, n_groups, s
 from areno.trainers.forward_passes import StepScores
 from areno.trainers.partial_rollout import sample_ahead, sample_replacing
 from areno.trainers.reward_sources import Scorer
-from areno.trainers.training_rows import joined, n_trained, rows_per_sample, trained
+from areno.trainers.rows import joined, n_trained, rows_per_sample, trained
 from areno.types import (
     Batch,
     GenerationOutput,

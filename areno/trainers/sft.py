@@ -10,7 +10,7 @@ from areno.config.experiments import SupervisedExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.run.run import fault_tolerant
 from areno.trainers.loop import RowLoop
-from areno.trainers.training_rows import prompt_masks, token_rows
+from areno.trainers.rows import prompt_masks, token_rows
 from areno.trainers.update import measure_loss, update
 from areno.types import AnswersItem, Batch, TrainSequence
 

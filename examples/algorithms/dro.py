@@ -48,7 +48,7 @@ def advantages(rows, groups, actor):
     """
     import numpy as np
 
-    from areno.trainers.training_rows import trained
+    from areno.trainers.rows import trained
 
     log_ratios = [new - ref for new, ref in zip(trained(rows, "logprobs"), trained(rows, "ref_logprobs"), strict=True)]
     soft = defaultdict(list)

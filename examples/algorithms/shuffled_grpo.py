@@ -20,7 +20,7 @@ def advantages(rows, groups, actor):
     """
     import numpy as np
 
-    from areno.trainers.training_rows import outcome_advantages
+    from areno.trainers.rows import outcome_advantages
 
     found = outcome_advantages(rows, groups, actor)
     values = np.array([row[0] if row.size else 0.0 for row in found])

@@ -21,7 +21,7 @@ from areno.errors import ArenoError, ConfigError, DataError, WorkerLost
 from areno.launch.compose import load
 from areno.loss_fns import group_advantages, gspo_loss_fn
 from areno.recipes.gspo import GSPOConfig
-from areno.trainers.agent_rollout import reward_records, trajectory_rows
+from areno.trainers.agents import reward_records, trajectory_rows
 from tests.helpers.agent_model import made
 from tests.helpers.agent_runs import DATA, run
 from tests.helpers.resumed import lost_in

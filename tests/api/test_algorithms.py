@@ -225,7 +225,7 @@ class Config(PolicyExperimentConfig):
 def advantages(rows, groups, actor):
     import numpy as np
 
-    from areno.trainers.training_rows import trained
+    from areno.trainers.rows import trained
 
     return [np.full(len(old), row.reward - 0.25) for row, old in zip(rows, trained(rows, "logprobs"))]
 

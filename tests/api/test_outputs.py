@@ -15,7 +15,7 @@ import pytest
 from areno.api.session import sequence_of
 from areno.engine.processes.messages import Outputs
 from areno.engine.reports import RolloutStats
-from areno.trainers.training_rows import token_arrays
+from areno.trainers.rows import token_arrays
 from areno.types import RETURNED, GenerationOutput, RolloutSequence
 
 NUMBERS = {"tokens": int, "logprobs": float, "versions": int}

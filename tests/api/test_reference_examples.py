@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from areno import SamplingParams
 from areno.loss_fns import group_advantages, gspo_loss_fn
-from areno.trainers.agent_rollout import reward_records, trajectory_rows
+from areno.trainers.agents import reward_records, trajectory_rows
 from tests.helpers.agent_model import made
 
 REFERENCE = Path(__file__).parents[3] / "shared/reference/000_30907682021e30ae.txt"

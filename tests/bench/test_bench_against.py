@@ -16,7 +16,7 @@ from areno.bench.other_contenders import TransformersContender, VllmContender
 from areno.bench.work import Work
 from areno.engine.engine import Engine
 from areno.errors import EngineError
-from areno.trainers.training_rows import token_rows
+from areno.trainers.rows import token_rows
 from tests.helpers.bench_runs import TINY, found, settings
 from tests.helpers.tiny_engine import model_folder as tiny_folder
 from tests.helpers.tiny_engine import spec

@@ -14,7 +14,7 @@ from areno.bench.work import Work, model_folder, row, rows_of_outputs
 from areno.cost.flops import Cost, forward_flops, pairs, train_flops
 from areno.cost.time import Rates
 from areno.models.registry import load_config
-from areno.trainers.training_rows import token_rows
+from areno.trainers.rows import token_rows
 from areno.types import GenerationOutput, TrainSequence
 from tests.helpers.bench_runs import H200
 

@@ -18,7 +18,7 @@ from areno.launch import yaml_files
 from areno.launch.compose import load
 from areno.recipes.grpo import GRPOConfig
 from areno.tracking.reader import RunReader
-from areno.trainers.training_rows import outcome_advantages
+from areno.trainers.rows import outcome_advantages
 from areno.types import TrainSequence
 
 ROOT = Path(__file__).parents[2]

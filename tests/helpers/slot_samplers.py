@@ -7,7 +7,7 @@ from torch import Tensor
 
 from areno.engine.decoder.sampler import SlotSampler
 from areno.engine.decoder.sequence import Sequence
-from areno.kernels.sampling.reference import sample_key
+from areno.kernels.sampling.random_keys import sample_key
 from areno.types import GenerationRequest, SamplingParams
 
 Texts = tuple[tuple[int, int], ...]

@@ -17,7 +17,7 @@ REPO = Path(__file__).parents[2]
 STAIRCASE = (  # a module imports from its own step or from those after it; names in one tuple never import each other
     *("areno", "cli", "bench", "report", "recipes", "launch", "trainers", "run", "api", "agents", "server"),
     *(
-        ("rewards", "plan"),
+        ("scoring", "plan"),
         "user_processes",
         ("data", "tracking"),
         "engine",

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
-from areno.engine.train import gradients
-from areno.engine.train import zero_buffers
+from areno.engine.train import gradients, zero_buffers
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import share_steps

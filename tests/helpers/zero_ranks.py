@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.engine.train import optimizer_offload
-from areno.engine.train import zero_buffers
+from areno.engine.train import optimizer_offload, zero_buffers
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.optimizer_offload import HostBuffer
 from areno.layers.parallel import ParallelGroup

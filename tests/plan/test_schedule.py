@@ -9,7 +9,7 @@ import pytest
 
 import areno
 from areno.config.models import OptimizerConfig
-from areno.engine.train.optimizer import DECAY_STEPS, learning_rate
+from areno.engine.train.learning_rate import DECAY_STEPS, learning_rate
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.plan.lr_schedule import device_warnings, n_updates, schedule_warnings

@@ -14,7 +14,8 @@ from areno.errors import ConfigError, DataError
 from areno.recipes.grpo import GRPOActorConfig
 from areno.recipes.ppo import PPOActorConfig
 from areno.trainers.dynamic_sampling import first_groups, has_signal, n_groups
-from areno.trainers.training_rows import (
+from areno.trainers.off_policy_correction import correct_rows
+from areno.trainers.rows import (
     critic_advantages,
     outcome_advantages,
     policy_rows,
@@ -23,7 +24,6 @@ from areno.trainers.training_rows import (
     token_rewards,
     trained,
 )
-from areno.trainers.update import correct_rows
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from areno.api import get_algorithm
 from areno.config.models import OptimizerConfig
-from areno.engine.train.optimizer import learning_rate
+from areno.engine.train.learning_rate import learning_rate
 from areno.errors import ArenoError
 from areno.launch.compose import load
 from areno.run.group_selection import Admission, Group

@@ -24,13 +24,13 @@ from areno.cost.remedies import Option
 from areno.engine.device_memory import free_unused, is_out_of_memory, training_hint
 from areno.engine.profiling import phase
 from areno.engine.train import old_logprobs
-from areno.engine.train.recomputation import KeptLayers, free_bytes
 from areno.engine.train.checked_rows import without_padding
 from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, join_steps
 from areno.engine.train.micro_batches import NO_SHARING, StepMicroBatches, TrainResult, row_micro_batches
 from areno.engine.train.moe_routing import StepRouting
 from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, StepBatches, not_masked, pack_group
+from areno.engine.train.recomputation import KeptLayers, free_bytes
 from areno.engine.train.shared_prefixes import order_to_share
 from areno.engine.train.teacher import TeacherPasses, Teachers, listed_teacher
 from areno.engine.train.zero_buffers import ALIGN, FlatParameters, flatten

@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) and SGD on flat buffers, the global gradient norm, and the learning-rate schedule."""
+"""AdamW (arXiv 1711.05101) and SGD on flat buffers, and the global gradient norm."""
 
 from __future__ import annotations
 
@@ -10,31 +10,12 @@ import torch
 
 from areno.config.models import OptimizerConfig
 from areno.config.optimizers import OPTIMIZERS
+from areno.engine.train.learning_rate import learning_rate
 from areno.engine.train.optimizer_offload import Buffer, StateStream, Window
 from areno.engine.train.optimizer_updates import UPDATES
 from areno.engine.train.zero_buffers import Bucket, FlatParameters
 from areno.kernels.adam import Update, squares_and_nonzeros
 from areno.layers.parallel import ParallelGroup, wait_for
-
-DECAY_STEPS = 1000
-"""Length of a learning-rate schedule, in updates, if lr_decay_steps is not set, as in a script that uses Trainer."""
-
-
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Return the learning rate of update `step`, counted from 0.
-
-    The first W = round(warmup_steps_proportion * lr_decay_steps) updates warm up linearly, and the last of these W
-    updates has the full rate. Then the rate falls to min_lr_ratio * lr at update `lr_decay_steps`, and stays there.
-    """
-    length = config.lr_decay_steps or DECAY_STEPS
-    warmup = round(config.warmup_steps_proportion * length)
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    if config.lr_scheduler_type == "constant":
-        return config.lr
-    progress = min(1.0, (step - warmup) / max(1, length - warmup))
-    share = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from torch import Tensor
 from areno.kernels.backend import use_triton
 from areno.kernels.sampling import drafts, reference
 from areno.kernels.sampling.drafts import CONTEXT, LEVELS, NgramTable, add_texts
-from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, TextIds, sample_key, sample_keys
+from areno.kernels.sampling.random_keys import sample_key, sample_keys
+from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, TextIds
 
 __all__ = [
     "CONTEXT",

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.kernels.sampling.reference import SamplingSettings, mixed_bits, shifted_right, uniform
+from areno.kernels.sampling.random_keys import mixed_bits, shifted_right, uniform
+from areno.kernels.sampling.reference import SamplingSettings
 
 # (tokens of the suffix, whether it counts only in texts of the same scope), the most reliable first. In a replay of
 # samples of countdown, drafts of 8 tokens are right for 1.56 tokens, with 10 levels for 1.56, and with 8, 5, 4 and 3

@@ -20,7 +20,8 @@ from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.engine import Engine
 from areno.errors import EngineError, GrammarError
-from areno.kernels.sampling.reference import allowed_tokens, sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_key, uniform
+from areno.kernels.sampling.reference import allowed_tokens
 from areno.server.output_grammars import compile_grammar
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers import tiny_engine

@@ -14,7 +14,7 @@ from areno.engine.decoder.cuda_graphs import bucket_sizes
 from areno.engine.decoder.sampler import PendingTokens
 from areno.engine.decoder.scheduler import SchedulerOutput
 from areno.errors import EngineError
-from areno.kernels.sampling.reference import sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_key, uniform
 from areno.models.registry import build_model
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.tiny_decoder import (

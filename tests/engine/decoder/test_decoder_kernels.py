@@ -10,7 +10,7 @@ import torch
 from areno.engine.decoder.attention_split import AttentionSplit
 from areno.kernels.attention import choose_backend
 from areno.kernels.sampling import SamplingFlags, can_sample_hidden
-from areno.kernels.sampling.reference import sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_key, uniform
 from areno.models.registry import build_model
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.tiny_decoder import MIXED, forward_logits, make_decoder, mixed_outputs, model, prompt, request, run

@@ -17,7 +17,7 @@ from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.kernels.sampling import CONTEXT, LEVELS, NgramTable, add_texts, draft_tokens
 from areno.kernels.sampling.drafts import KEPT
-from areno.kernels.sampling.reference import sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_key, uniform
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.slot_samplers import settings_of

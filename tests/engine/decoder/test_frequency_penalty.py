@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areno.engine.decoder.decoder import Decoder
-from areno.kernels.sampling.reference import sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_key, uniform
 from areno.types import GenerationRequest
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.tiny_decoder import MIXED, VOCAB, forward_logits, make_decoder, mixed_outputs, model, request, run

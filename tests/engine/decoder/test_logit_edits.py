@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areno.errors import EngineError
-from areno.kernels.sampling.reference import sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_key, uniform
 from areno.types import GenerationRequest
 from tests.helpers.drafters import KnownDrafter
 from tests.helpers.interpreted import run_interpreted

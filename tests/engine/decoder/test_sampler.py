@@ -8,7 +8,8 @@ from torch import Tensor
 
 from areno.engine.decoder.sampler import LogitEdits, SlotSampler
 from areno.engine.decoder.sequence import Sequence
-from areno.kernels.sampling.reference import SamplingFlags, sample_key, sample_tokens, uniform
+from areno.kernels.sampling.random_keys import sample_key, uniform
+from areno.kernels.sampling.reference import SamplingFlags, sample_tokens
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.slot_samplers import PLAIN, Texts, settings_of

@@ -18,7 +18,7 @@ import torch
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
 from areno.engine.state import checkpointer, storage, tensor_shards
-from areno.engine.train.optimizer import learning_rate
+from areno.engine.train.learning_rate import learning_rate
 from areno.errors import CheckpointError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn

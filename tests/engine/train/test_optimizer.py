@@ -11,7 +11,8 @@ from torch import nn
 
 from areno.config.models import OptimizerConfig
 from areno.engine.train import zero_buffers
-from areno.engine.train.optimizer import Optimizer, learning_rate
+from areno.engine.train.learning_rate import learning_rate
+from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.zero_buffers import FlatParameters
 from areno.kernels.adam import BLOCK
 from areno.layers.parallel import ParallelGroup

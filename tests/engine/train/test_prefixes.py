@@ -19,10 +19,10 @@ from areno.config.rollout import SamplingConfig
 from areno.cost.prefix_sharing import Sharing
 from areno.engine.engine import Engine
 from areno.engine.train import shared_prefixes
-from areno.engine.train.recomputation import KeptLayers
 from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import row_micro_batches, share_rows, share_steps
 from areno.engine.train.packing import LocalTokens, PrefixPass, StepBatches, pack_group, pack_tokens
+from areno.engine.train.recomputation import KeptLayers
 from areno.engine.train.shared_prefixes import order_to_share
 from areno.errors import EngineError
 from areno.layers import rotary

@@ -13,15 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from areno.agents.trajectory_rows import train_sequences, warn_of_temperatures
-from areno.api.trainer import Trainer
+from areno.agents.trajectory_rows import train_sequences
 from areno.config.models import KLConfig, PolicyConfig
-from areno.config.rollout import SamplingConfig
 from areno.errors import ConfigError, DataError, Key, Problem
 from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens, overlong_penalty, shape_rewards
 from areno.loss_fns.kl import kl_array
 from areno.scoring.records import reward_problem
-from areno.trainers.agent_rollout import score_missing
 from areno.types import RolloutSequence, ScoredSample, TokenArrays, TrainSequence
 
 Arrays = list[np.ndarray]
@@ -282,12 +279,3 @@ def without_truncated(
         replace(row, prompt_mask=np.ones_like(np.asarray(row.prompt_mask, dtype=bool))) if masked else row
         for row, masked in zip(rows, truncated, strict=True)
     ]
-
-
-def score_agents(
-    trainer: Trainer, samples: Sequence[ScoredSample], rows: Sequence[TrainSequence], sampling: SamplingConfig
-) -> None:
-    """Compute the log-probabilities that the rows of agents lack, and warn if agents sampled at another temperature."""
-    sampled = [row for sample in samples if sample.trajectory is not None for row in sample.trajectory.rows]
-    waits = not any(row.staleness for row in rows)
-    warn_of_temperatures(score_missing(trainer, sampled, rows, sampling), sampling, waits)

@@ -1,0 +1,58 @@
+"""The random numbers of samples: the key of each sample, and a number for each position of its completion.
+
+A number is a hash of (key of the sample, position in the completion). It does not depend on other rows, the device or
+earlier calls. The hash is splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") in
+wrapping int64, with the same bits on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_WORD = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """Return the signed 64-bit integer with the same low 64 bits."""
+    value &= _WORD
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(value: int) -> int:
+    """Return the finalizer of splitmix64."""
+    value &= _WORD
+    value = (value ^ (value >> 30)) * _MIX_1 & _WORD
+    value = (value ^ (value >> 27)) * _MIX_2 & _WORD
+    return value ^ (value >> 31)
+
+
+def sample_key(seed: int, sample: int) -> int:
+    """Return the key that seeds the random numbers of one sample of a request."""
+    return sample_keys(seed, [sample])[0]
+
+
+def sample_keys(seed: int, samples: Iterable[int]) -> list[int]:
+    of_request = _mix(seed + _GOLDEN)
+    return [_signed(_mix(of_request + (sample + 1) * _GOLDEN)) for sample in samples]
+
+
+def mixed_bits(value_B: Tensor) -> Tensor:
+    """Return the finalizer of splitmix64, in which each bit of a number changes about half of the bits."""
+    value_B = (value_B ^ shifted_right(value_B, 30)) * _signed(_MIX_1)
+    value_B = (value_B ^ shifted_right(value_B, 27)) * _signed(_MIX_2)
+    return value_B ^ shifted_right(value_B, 31)
+
+
+def shifted_right(value_B: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with zeros. torch's own shift fills with the sign."""
+    return (value_B >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform(key_B: Tensor, position_B: Tensor) -> Tensor:
+    """Return a float64 in [0, 1) with 53 random bits for each row, which depends only on key and position."""
+    return shifted_right(mixed_bits(key_B + (position_B + 1) * _signed(_GOLDEN)), 11).double() * 2.0**-53
