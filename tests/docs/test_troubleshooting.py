@@ -35,7 +35,7 @@ RUN_TIME = [
         "engine/device_memory.py",
         "engine/processes",
     ),
-    *("engine/state", "engine/worker.py", "files/durable.py", "rewards", "run/checkpoints.py", "run/evaluator.py"),
+    *("engine/state", "engine/worker.py", "files/durable.py", "scoring", "run/checkpoints.py", "run/evaluator.py"),
     *("run/outputs.py", "run/recovery.py", "run/run.py", "run/setup.py", "run/states.py", "tracking/samples.py"),
     *("tracking/scalar_files.py", "trainers", "user_processes"),
 ]
