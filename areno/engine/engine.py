@@ -287,13 +287,12 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         spec, may_halve = mb_spec or self.spec.mb_spec, False
         if spec.is_automatic:
             spec, may_halve = MicroBatchSpec(max_tokens_per_mb=self._budgets.of(role, SCORE)), self._may_halve
+        more |= {"mb_spec": spec, "may_halve": may_halve}
         args = [
             (
                 role,
                 what,
                 [tokens[index] for index in share],
-                spec,
-                may_halve,
                 more | {name: [values[index] for index in share] for name, values in given.items()},
             )
             for share in shares

@@ -309,36 +309,16 @@ class Roles:
                 config = self._sized_like_actor(config, spec, key)
             if not is_actor and (problems := layout_problems(config, self.spec.layout, f"the model of {key}")):
                 raise ConfigError(problems)
-            stays = (
-                spec.lora is not None
-            )  # frozen weights stay in place; without adapters all weights move to one buffer
-            model = build_model(
-                config, dtype=getattr(torch, self.spec.dtype), device=context.device, tp=context.tp, placed=stays
-            )
+            placed = spec.lora is not None  # frozen weights stay in place; without adapters all move to one buffer
+            dtype = getattr(torch, self.spec.dtype)
+            model = build_model(config, dtype=dtype, device=context.device, tp=context.tp, placed=placed)
             if spec.lora is not None:
                 self._fill(model, spec)
                 self._add_adapters(model, spec)
             leaves = spec.offload and has_own_memory(context.device)
-            backend = TrainBackend(
-                model,
-                spec.optimizer,
-                attn_backend=self.attn_backend,
-                recompute=spec.gradient_checkpointing,
-                dp=context.dp,
-                context=context.cp,
-                data=context.data,
-                zero_stage=self.spec.engine.zero_stage,
-                sequence_parallel=self.spec.splits_tokens,
-                exact=self.spec.engine.exact,
-                section=spec.section,
-                router_aux_loss_coef=spec.router_aux_loss_coef,
-                fill=partial(self._set_weights, model, spec),
-                stays=stays,
-                in_host=leaves,
-                share_prefixes=self.spec.share_prefixes,
-                adapters=spec.lora.adapters if spec.lora else None,
-                beside=self._beside,
-            )
+            fill = partial(self._set_weights, model, spec)
+            of_device = replace(spec, offload=leaves)
+            backend = TrainBackend(model, of_device, self.spec, context, self.attn_backend, fill, self._beside)
             return Role(spec, backend, _offload(backend, keeps_weights=is_actor) if leaves else Offload())
 
     def _sized_like_actor(self, config: TransformerConfig, spec: RoleSpec, key: Key) -> TransformerConfig:

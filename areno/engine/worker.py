@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from areno import heartbeat
-from areno.config.models import MicroBatchSpec
 from areno.config.teacher import Divergence
 from areno.cost import remedies
 from areno.cost.flops import Cost
@@ -363,36 +359,13 @@ class Worker:
         return self.roles[role].as_teacher(divergence)
 
     def score(
-        self,
-        role: str,
-        what: str,
-        token_rows: list[np.ndarray],
-        mb_spec: MicroBatchSpec,
-        may_halve: bool = False,
-        more: Mapping[str, Any] = MappingProxyType({}),
+        self, role: str, what: str, token_rows: list[np.ndarray], settings: Mapping[str, Any]
     ) -> tuple[list[Any], int]:
-        """Call a method of TrainBackend: "logprobs", "values" or "rewards". Returns results and number of halvings.
-
-        With `may_halve`, micro-batches get half the size if memory runs out. Otherwise that is an error, also for ranks
-        that compute layers together.
-        """
+        """Call a method of TrainBackend: "logprobs", "values" or "rewards". Returns results and number of halvings."""
         profiling.set_anchor()
         with self.roles[role].on_device() as backend, naming_nondeterministic_operations():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
-            longest = max(map(len, token_rows), default=0)
-            for n_halvings in itertools.count():
-                try:
-                    return methods[what](token_rows, mb_spec=mb_spec, **more), n_halvings
-                except EngineError as error:
-                    budget, cause = mb_spec.max_tokens_per_mb, error.__cause__
-                    may_halve = may_halve and backend.is_alone and budget is not None and budget > longest
-                    if not (may_halve and isinstance(cause, RuntimeError) and memory.is_out_of_memory(cause)):
-                        raise
-                    for each in (error, cause):
-                        traceback.clear_frames(each.__traceback__)  # they hold the tensors of the pass that failed
-                mb_spec = MicroBatchSpec(max_tokens_per_mb=(budget or 2) // 2)
-                memory.free_unused()
-        raise AssertionError("the loop has no end")
+            return methods[what](token_rows, **settings), backend.n_halvings
 
     def complete(self, spec: RolloutSpec, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
         """Sample completions with a decoder of their own. That of an open rollout phase keeps its cache."""

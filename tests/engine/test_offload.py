@@ -29,7 +29,8 @@ from tests.helpers.critics import OPTIMIZER, ROWS, critic, critic_rows, large_sh
 from tests.helpers.processes import worker_of
 from tests.helpers.states import content, same, saved
 from tests.helpers.tiny_engine import VOCAB, request, rollout, scored, spec, train_on, train_rows, values
-from tests.helpers.zero_ranks import ALONE, backend, state_of
+from tests.helpers.train_backend import ALONE, train_backend
+from tests.helpers.zero_ranks import backend, state_of
 from tests.helpers.zero_ranks import rows as zero_rows
 
 
@@ -44,7 +45,7 @@ def test_buffers_that_come_and_go_change_nothing(
     for away in (False, True):
         model = build_model(load_config(folder, "value"), dtype=dtype, device="cpu")
         weights.load_weights(model, folder)
-        backends.append(TrainBackend(model, OPTIMIZER, attn_backend="sdpa", recompute=False, in_host=away))
+        backends.append(train_backend(model, OPTIMIZER, offload=away))
     plain, moved = backends
     offload = _offload(moved, keeps_weights=False)
     assert moved.flat is not None
@@ -84,7 +85,7 @@ def assert_same_state(one: TrainBackend, other: TrainBackend) -> None:
 
 def test_an_actor_keeps_its_weights_and_scores_without_gradients(folder: Path) -> None:
     """The LM head's gradient is a view of memory that is freed while the model scores."""
-    plain, moved = (backend(folder, 0, ALONE, torch.bfloat16, in_host=away) for away in (False, True))
+    plain, moved = (backend(folder, 0, ALONE, torch.bfloat16, offload=away) for away in (False, True))
     offload = _offload(moved, keeps_weights=True)
     assert moved.flat is not None
     rows = [np.array(row) for row in ROWS]
@@ -170,8 +171,8 @@ def test_offloaded_roles_leave_the_device_and_keep_their_results(tmp_path: Path)
         scores.append([])
         for _ in range(3):
             losses[-1].append(worker.train("critic", steps, value_loss_fn, update).stats["loss"])
-            scored_rows, _ = worker.score("critic", "values", token_rows, mb_spec)
-            more, _ = worker.score("ref", "logprobs", token_rows, mb_spec, more={"sampling": SamplingConfig()})
+            scored_rows, _ = worker.score("critic", "values", token_rows, {"mb_spec": mb_spec})
+            more, _ = worker.score("ref", "logprobs", token_rows, {"mb_spec": mb_spec, "sampling": SamplingConfig()})
             for row in scored_rows + more:
                 scores[-1] += row.tolist()
         assert abs(torch.cuda.memory_allocated() - before - kept) < 0.2 * n_params
@@ -224,7 +225,7 @@ def on_gpu(folder: Path, kind: str, dtype: torch.dtype, in_host: bool) -> TrainB
     model = build_model(load_config(folder), dtype=dtype, device="cuda:0")
     model.init_weights(3)
     optimizer = dataclasses.replace(OPTIMIZER, type=kind)
-    return TrainBackend(model, optimizer, attn_backend="sdpa", recompute=False, in_host=in_host)
+    return train_backend(model, optimizer, offload=in_host)
 
 
 @pytest.mark.gpu

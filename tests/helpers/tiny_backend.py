@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.engine.train.backend import TrainBackend
 from areno.models.registry import build_model, load_config
 from areno.types import TrainSequence
 from tests.helpers.tiny_engine import train_on
+from tests.helpers.train_backend import train_backend
 
 VOCAB = 61
 CONFIG = {
@@ -49,7 +49,7 @@ def make(optimizer=OPTIMIZER, recompute=False, dtype=torch.float32, **kwargs):
     """Backends over the same weights."""
     model = build_model(model_config(), dtype=dtype, device="cpu")
     model.init_weights(7)
-    return TrainBackend(model, optimizer, attn_backend="sdpa", recompute=recompute, **kwargs)
+    return train_backend(model, optimizer, gradient_checkpointing=recompute, **kwargs)
 
 
 def make_rows(n=10, seed=0):

@@ -164,8 +164,8 @@ def train_on(
     """What Engine.train does, with the backend of one rank."""
     update = UpdateSpec(mb_spec, **how)
     checked = read_rows(rows, backend.model.config.vocab_size)
-    shares = share_steps(checked, update, backend.dp.size, backend.section)
-    return backend.train(shares[backend.dp.rank], loss_fn, update).stats
+    shares = share_steps(checked, update, backend.context.dp.size, backend.role.section)
+    return backend.train(shares[backend.context.dp.rank], loss_fn, update).stats
 
 
 def scored(engine: Engine, role: str, token_rows: Any, temperature: float = 1.0) -> list[list[float]]:

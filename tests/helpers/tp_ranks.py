@@ -27,7 +27,8 @@ from areno.loss_fns.sft import sft_loss_fn
 from areno.models.registry import build_model, load_config
 from areno.specs.update import UpdateSpec
 from tests.helpers import warm
-from tests.helpers.zero_ranks import ALONE, OPTIMIZER, assert_like, assert_same_in_host, rows, small_windows
+from tests.helpers.train_backend import ALONE, train_backend
+from tests.helpers.zero_ranks import OPTIMIZER, assert_like, assert_same_in_host, rows, small_windows
 
 SEVERAL = MicroBatchSpec(max_tokens_per_mb=37)  # less than the longest row has
 
@@ -78,7 +79,7 @@ def _rank_main(rank: int, n: int, check: Callable[..., None], folder: Path, args
 
 def backend(folder: Path, layout: Groups, **how: Any) -> TrainBackend:
     """Of a model with weights, norms and biases from a seed."""
-    made = {"head": "lm", "kind": "adam", "zero_stage": 0, "recompute": False} | how
+    made = {"head": "lm", "kind": "adam"} | how
     head, kind = made.pop("head"), made.pop("kind")
     model = build_model(load_config(folder, head), dtype=torch.float32, device="cpu", tp=layout.tp)
     model.init_weights(3)
@@ -90,18 +91,17 @@ def backend(folder: Path, layout: Groups, **how: Any) -> TrainBackend:
                     full = torch.randn(part.full_shape, generator=drawn) * 0.3
                     part.region(parameter).add_(part.cut(full))
     optimizer = dataclasses.replace(OPTIMIZER, type=kind)
-    return TrainBackend(
-        model, optimizer, attn_backend="sdpa", dp=layout.dp, context=layout.cp, data=layout.data, **made
-    )
+    return train_backend(model, optimizer, dp=layout.dp, cp=layout.cp, data=layout.data, **made)
 
 
 def train(trained: TrainBackend, n_rows: int) -> dict[str, float]:
     """One optimizer step."""
     loss_fn = value_loss_fn if trained.model.config.head == "value" else sft_loss_fn
     update = UpdateSpec(SEVERAL)
+    context = trained.context
     checked = read_rows(rows(n_rows), trained.model.config.vocab_size)
-    shares = share_steps(checked, update, trained.data.size, trained.section, None, trained.context.size)
-    return trained.train(shares[trained.data.rank], loss_fn, update).stats
+    shares = share_steps(checked, update, context.data.size, trained.role.section, None, context.cp.size)
+    return trained.train(shares[context.data.rank], loss_fn, update).stats
 
 
 def full_gradients(trained: TrainBackend) -> dict[str, torch.Tensor]:
@@ -169,6 +169,6 @@ def compare_in_host(folder: Path, tp: int) -> None:
     layout = Groups.of(tp)
     for kind, stage in (("adam", 0), ("adam_8bit", 0), ("sgd", 0), ("adam", 1), ("adam_8bit", 2)):
         how = {"kind": kind, "zero_stage": stage}
-        plain, in_host = backend(folder, layout, **how), backend(folder, layout, **how, in_host=True)
+        plain, in_host = backend(folder, layout, **how), backend(folder, layout, **how, offload=True)
         assert [train(in_host, n) for n in (7, 5)] == [train(plain, n) for n in (7, 5)]
         assert_same_in_host(plain, in_host)

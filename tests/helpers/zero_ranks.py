@@ -22,9 +22,9 @@ from areno.models.registry import build_model, load_config
 from areno.types import TrainSequence
 from tests.helpers import warm
 from tests.helpers.tiny_engine import train_on
+from tests.helpers.train_backend import ALONE, train_backend
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="constant", warmup_steps_proportion=0.0, gradient_clipping=0.5)
-ALONE = ParallelGroup()
 ONE_BY_ONE = MicroBatchSpec(mini_bs=1)
 
 
@@ -48,9 +48,8 @@ def backend(
     model = build_model(load_config(folder, head), dtype=dtype, device="cpu")
     model.init_weights(3)
     optimizer = dataclasses.replace(OPTIMIZER, type=kind)
-    recompute = how.get("recompute", False)
-    more = {"recompute": recompute, "in_host": how.get("in_host", False)}
-    return TrainBackend(model, optimizer, attn_backend="sdpa", dp=dp, zero_stage=stage, **more)
+    role = {name: value for name, value in how.items() if name not in ("head", "kind")}
+    return train_backend(model, optimizer, dp=dp, zero_stage=stage, **role)
 
 
 def on_ranks(n: int, check: Callable[[Path, ParallelGroup], None], folder: Path) -> None:
@@ -80,7 +79,7 @@ def assert_like(found: list[dict[str, float]], expected: list[dict[str, float]],
 
 def compare_stages(folder: Path, dp: ParallelGroup) -> None:
     """Each stage against one rank: statistics and weights after three steps, in each form of model and optimizer."""
-    forms: list[dict[str, Any]] = [{}, {"recompute": True}, {"head": "value"}, {"kind": "adam_8bit"}]
+    forms: list[dict[str, Any]] = [{}, {"gradient_checkpointing": True}, {"head": "value"}, {"kind": "adam_8bit"}]
     for how, dtype in itertools.product(forms, (torch.float32, torch.bfloat16)):
         compare_one(folder, dp, (0, 1, 2), dtype, **how)
 
@@ -145,7 +144,7 @@ def compare_in_host(folder: Path, dp: ParallelGroup) -> None:
     small_windows()
     kinds = ("adam", "adam_8bit", "sgd")
     for stage, kind, dtype in itertools.product((0, 1, 2), kinds, (torch.float32, torch.bfloat16)):
-        plain, in_host = (backend(folder, stage, dp, dtype, kind=kind, in_host=away) for away in (False, True))
+        plain, in_host = (backend(folder, stage, dp, dtype, kind=kind, offload=away) for away in (False, True))
         assert three_steps(in_host) == three_steps(plain)
         assert_same_in_host(plain, in_host)
 

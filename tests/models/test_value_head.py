@@ -11,7 +11,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.train.backend import TrainBackend
 from areno.errors import CheckpointError
 from areno.models.parameters import parameters
 from areno.models.registry import build_model, head_of, load_config
@@ -21,6 +20,7 @@ from tests.helpers.dense_models import CASES, random_reference
 from tests.helpers.family_cases import CASES as FAMILY_CASES
 from tests.helpers.tiny_engine import saved_tensors
 from tests.helpers.tiny_shape import SHAPE, random_model
+from tests.helpers.train_backend import train_backend
 from tests.helpers.two_ranks import compare_values, load, on_two_ranks, packed, random_rows, values_of
 
 PAD = 100  # of the 101 tokens
@@ -54,7 +54,7 @@ def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 def test_trailing_pad_tokens_do_not_count_as_in_transformers(tmp_path: Path) -> None:
     """Also where the pad token is part of the row, such as an end-of-sequence token that serves as both."""
     reference = random_classifier("qwen2", tmp_path, pad_token_id=PAD)
-    backend = TrainBackend(load(tmp_path, head="value"), None, attn_backend="sdpa", recompute=False)
+    backend = train_backend(load(tmp_path, head="value"), None)
     rows = [[3, 4, 5, 6, 7, 8, 9], [20, 21, 22, 23, 24], [5, 6, 7, PAD], [PAD, 5, PAD, 6, PAD, PAD], [PAD, PAD]]
     padded = torch.full((len(rows), 7), PAD)
     for i, row in enumerate(rows):

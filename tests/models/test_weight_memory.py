@@ -12,13 +12,13 @@ import torch
 from safetensors import safe_open
 
 from areno import heartbeat
-from areno.engine.train.backend import TrainBackend
 from areno.layers.parallel import ParallelGroup
 from areno.models import folder as weight_files
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights
 from tests.helpers.layouts import folder_with
+from tests.helpers.train_backend import train_backend
 
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}
 
@@ -103,7 +103,7 @@ def test_a_model_that_moves_to_one_buffer_is_not_in_memory_before(tmp_path: Path
     model = build_model(load_config(folder), dtype=torch.float32, device=device, placed=False)
     held = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
     assert held == 4 * len(list(model.parameters()))
-    TrainBackend(model, None, attn_backend="sdpa", fill=lambda: load_weights(model, folder))
+    train_backend(model, None, fill=lambda: load_weights(model, folder))
     if device == "cuda":
         n_bytes = sum(parameter.nbytes for parameter in model.parameters())
         assert torch.cuda.max_memory_allocated() - before < 1.2 * n_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -14,14 +13,15 @@ import torch
 from torch import Tensor
 
 from areno import heartbeat
-from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.config.models import MicroBatchSpec
 from areno.config.optimizers import OPTIMIZERS
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence
 from areno.cost.memory import LOGITS_KEPT
 from areno.cost.prefix_sharing import Sharing
 from areno.cost.remedies import Option
-from areno.engine.device_memory import free_unused, is_out_of_memory, training_hint
+from areno.engine.device_memory import training_hint
+from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.profiling import phase
 from areno.engine.train import old_logprobs
 from areno.engine.train.checked_rows import without_padding
@@ -32,6 +32,7 @@ from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, StepBatches, not_masked, pack_group
 from areno.engine.train.recomputation import KeptLayers, free_bytes
 from areno.engine.train.shared_prefixes import order_to_share
+from areno.engine.train.smaller_pieces import retry_with_smaller_pieces
 from areno.engine.train.teacher import TeacherPasses, Teachers, listed_teacher
 from areno.engine.train.zero_buffers import ALIGN, FlatParameters, flatten
 from areno.errors import EngineError, Key
@@ -39,11 +40,10 @@ from areno.kernels.backend import to_device
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
 from areno.kernels.logprobs.divergence import CommonIds, Teacher, logprobs_and_divergence
 from areno.layers.attention import PrefixKeys
-from areno.layers.config import AdapterSpec
-from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.pack import DataPack, checked_result
 from areno.models.transformer import Transformer
-from areno.specs.engine import SharePrefixes
+from areno.specs.engine import EngineSpec, SharePrefixes
+from areno.specs.role import RoleSpec
 from areno.specs.update import UpdateSpec
 
 TokenRows = Sequence[np.ndarray]
@@ -54,13 +54,12 @@ class TrainBackend:
     """A model with its optimizer, or a frozen model that only scores.
 
     Loss functions receive log-probabilities or, for a model with a value head, the value of the state before each
-    token. `dp` are all copies of the model, `context` those that share the tokens of each micro-batch, and `data` those
-    that train on other rows. The backward pass recomputes activations on CUDA only in as many layers as memory
-    requires.
+    token. The backward pass recomputes activations on CUDA only in as many layers as memory requires.
 
-    `fill` sets the weights after the parameters have moved to the memory in which they stay. With `stays`, the weights
-    of a frozen model are already set and keep their memory. With `in_host`, master weights and moments are in host
-    memory and pass the device in each update. `beside` returns setting changes that make the KV cache smaller.
+    `fill` sets the weights after the parameters have moved to the memory in which they stay. Adapters of a frozen role,
+    and the weights under them, are already set and keep their memory. With `role.offload`, master weights and moments
+    are in host memory and pass the device in each update. `beside` returns setting changes that make the KV cache
+    smaller.
     """
 
     pass_threads: Callable[[int], AbstractContextManager[Any]] = nullcontext
@@ -68,63 +67,52 @@ class TrainBackend:
     def __init__(
         self,
         model: Transformer,
-        optimizer: OptimizerConfig | None,
-        *,
+        role: RoleSpec,
+        spec: EngineSpec,
+        context: ParallelContext,
         attn_backend: str,
-        recompute: bool = True,
-        dp: ParallelGroup = ParallelGroup(),  # noqa: B008  (frozen)
-        context: ParallelGroup = ParallelGroup(),  # noqa: B008
-        data: ParallelGroup | None = None,
-        zero_stage: int = 0,
-        exact: bool = False,
-        sequence_parallel: bool = False,
-        section: str = "actor",
-        router_aux_loss_coef: float = 0.0,
         fill: Callable[[], object] = lambda: None,
-        stays: bool = False,
-        in_host: bool = False,
-        share_prefixes: SharePrefixes = "off",
-        adapters: AdapterSpec | None = None,
         beside: Callable[[], Iterable[Option]] = tuple,
     ):
-        self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
-        self.dp, self.context, self.data = dp, context, data or dp
-        self.section, self.device, self.exact, self._beside = section, model.device, exact, beside
+        self.model, self.role, self.context, self.attn_backend = model, role, context, attn_backend
+        self.device, self.exact, self._beside = model.device, spec.engine.exact, beside
         on_cuda = self.device.type == "cuda"
-        self.score_sharing, self.train_sharing = _sharing_of(model, share_prefixes, adapters)
-        self._split = sequence_parallel and model.tp.size > 1
+        self.score_sharing, self.train_sharing = _sharing_of(model, role, spec.share_prefixes)
+        self._split = spec.splits_tokens
         self._multiple = model.tp.size if self._split else 1  # of the number of tokens of a pass
         self._prefix: PrefixPass | None = None  # begun by the last micro-batch
         self._teachers: Teachers | None = None  # of the last call of `train`
-        self.is_alone = model.tp.size == context.size == 1
+        self.n_halvings = 0  # of micro-batches in the last call of `train` or a scoring method
+        self._is_alone = model.tp.size == context.cp.size == 1
         free = partial(free_bytes, self.device) if on_cuda else None
-        self.kept_layers = KeptLayers(model, free, self.is_alone, self._split)
+        self.kept_layers = KeptLayers(model, free, self._is_alone, self._split)
         routing = model.routing
-        self._routing = None if routing is None else StepRouting(routing, router_aux_loss_coef, dp)
+        self._routing = None if routing is None else StepRouting(routing, role.router_aux_loss_coef, context.dp)
         self.flat: FlatParameters | None = None
         self.optimizer: Optimizer | None = None
-        if optimizer is None:
+        if role.optimizer is None:
             model.requires_grad_(False)
             named = list(model.named_parameters())
-            self.params = [parameter.detach() for _, parameter in named] if stays else [flatten(named)[0]]
+            self.params = [parameter.detach() for _, parameter in named] if role.lora else [flatten(named)[0]]
             fill()
         else:
+            stage, dp = spec.engine.zero_stage, context.dp
             self.flat = FlatParameters(
                 model,
                 model.is_sharded,
-                max(ALIGN, OPTIMIZERS[optimizer.type].block),
+                max(ALIGN, OPTIMIZERS[role.optimizer.type].block),
                 in_parts=partial(model.partial_gradients, split=self._split),
-                stage=model.stage if zero_stage else None,
+                stage=model.stage if stage else None,
                 dp=dp,
-                divide_grads=zero_stage == 2,
+                divide_grads=stage == 2,
                 fill=fill,
-                in_host=in_host,
+                in_host=role.offload,
             )
             is_divided = self.flat.is_divided
-            self._divides_grads = zero_stage == 2 and dp.size > 1
+            self._divides_grads = stage == 2 and dp.size > 1
             self._gradients = ReducedGradients(self.flat, model) if is_divided else Gradients(self.flat, dp, model.tp)
             self.params = [self.flat.params, *self.flat.frozen]
-            self.optimizer = Optimizer(self.flat, optimizer, model.tp)
+            self.optimizer = Optimizer(self.flat, role.optimizer, model.tp)
 
     def as_teacher(
         self,
@@ -162,7 +150,7 @@ class TrainBackend:
                 with self._prefix_passes():
                     old_logprobs.set_before_first_update(batches, update.old_logprobs, self.exact, score)
             stats, old = [], []
-            self._n_halvings = 0
+            self.n_halvings = 0
             for number, (step, of_step) in enumerate(zip(steps, batches, strict=True)):
                 stats.append(self._step(step, of_step, loss_fn, update, is_first=number == 0))
                 old.append(
@@ -170,7 +158,7 @@ class TrainBackend:
                     if is_policy and update.old_logprobs == "recompute"
                     else None
                 )
-            return TrainResult(join_steps(stats), old, self._n_halvings)
+            return TrainResult(join_steps(stats), old, self.n_halvings)
 
     def skip_updates(self, n: int) -> dict[str, float]:
         assert self.optimizer is not None
@@ -193,20 +181,23 @@ class TrainBackend:
         mb_spec: MicroBatchSpec,
         routes: TokenRows | None = None,
         prompt_masks: TokenRows | None = None,
+        may_halve: bool = False,
     ) -> list[np.ndarray]:
         """Return the log-probability of each token given the tokens before it, float32 for each row.
 
         The first entry of a row and those of masked tokens are 0.
         """
-        return self._score(
-            token_rows, mb_spec, lambda packed: self._logprobs(packed, sampling)[0], routes, prompt_masks
-        )
 
-    def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[np.ndarray]:
+        def logprobs_of(packed: PackedTokens) -> Tensor:
+            return self._logprobs(packed, sampling)[0]
+
+        return self._score(token_rows, mb_spec, may_halve, logprobs_of, routes, prompt_masks)
+
+    def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec, may_halve: bool = False) -> list[np.ndarray]:
         """Return the value of the state before each token, for each row. The first entry is 0."""
-        return self._score(token_rows, mb_spec, self._values)
+        return self._score(token_rows, mb_spec, may_halve, self._values)
 
-    def rewards(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[float]:
+    def rewards(self, token_rows: TokenRows, mb_spec: MicroBatchSpec, may_halve: bool = False) -> list[float]:
         """Return the score of each row: the output of the value head at the row's last token.
 
         Padding tokens at the end of a row are ignored, even if the padding token is also the end-of-sequence token,
@@ -221,22 +212,49 @@ class TrainBackend:
             indices_n, hidden_nD = share.select(hidden_nD, every_N, every_N)
             return share.aligned(indices_n, self.model.values(hidden_nD))
 
-        return [float(row[-1]) for row in self._score(token_rows, mb_spec, rewards_of)]
+        return [float(row[-1]) for row in self._score(token_rows, mb_spec, may_halve, rewards_of)]
 
     def _score(
         self,
         rows: TokenRows,
         mb_spec: MicroBatchSpec,
+        may_halve: bool,
         score: Callable[[PackedTokens], Tensor],
         routes: TokenRows | None = None,
         prompt_masks: TokenRows | None = None,
     ) -> list[np.ndarray]:
-        """Apply `score`, which returns (N,), to micro-batches of the rows, and return one array for each row."""
-        if not rows:
-            return []
+        """Apply `score`, which returns (N,), to micro-batches of the rows, and return one array for each row.
+
+        With `may_halve`, micro-batches get half the size if memory runs out. Otherwise that is an error, also for ranks
+        that compute layers together.
+        """
+        self.n_halvings, longest = 0, max(map(len, rows), default=0)
+
+        def divide() -> bool:
+            nonlocal mb_spec
+            budget = mb_spec.max_tokens_per_mb
+            if not (may_halve and self._is_alone and budget is not None and budget > longest):
+                return False
+            mb_spec = MicroBatchSpec(max_tokens_per_mb=budget // 2)
+            self.n_halvings += 1
+            return True
+
+        def attempt() -> list[np.ndarray]:
+            return self._score_once(rows, mb_spec, score, routes, prompt_masks)
+
+        return retry_with_smaller_pieces(attempt, divide) if rows else []
+
+    def _score_once(
+        self,
+        rows: TokenRows,
+        mb_spec: MicroBatchSpec,
+        score: Callable[[PackedTokens], Tensor],
+        routes: TokenRows | None,
+        prompt_masks: TokenRows | None,
+    ) -> list[np.ndarray]:
         order = order_to_share(rows, self.score_sharing)
         rule = NO_SHARING if order is None else self.score_sharing
-        groups, share = row_micro_batches([[row] for row in rows], mb_spec, self.context.size, rule, order)
+        groups, share = row_micro_batches([[row] for row in rows], mb_spec, self.context.cp.size, rule, order)
         with torch.no_grad(), self._out_of_memory_hint(mb_spec), self._prefix_passes():
             scored = []
             for group in groups:
@@ -286,12 +304,13 @@ class TrainBackend:
 
     def _run_layers(self, packed: PackedTokens, stores: PrefixKeys | None = None) -> tuple[Tensor, LocalTokens]:
         """Run the layers on a pass. `stores` receives keys and values for later passes."""
-        share = LocalTokens.of_rank(packed, self.context, self.attn_backend, self._multiple, stores)
+        share = LocalTokens.of_rank(packed, self.context.cp, self.attn_backend, self._multiple, stores)
         if self._routing is not None:
             self._routing.begin(packed, share)
+        recompute = self.role.gradient_checkpointing
         waits = stores is not None  # for the passes that read the keys
-        n_kept = self.kept_layers.count(len(share.tokens_n), waits) if self.recompute else 0
-        how = {"recompute": self.recompute, "n_kept": n_kept, "split": self._split}
+        n_kept = self.kept_layers.count(len(share.tokens_n), waits) if recompute else 0
+        how = {"recompute": recompute, "n_kept": n_kept, "split": self._split}
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
     def _values(self, packed: PackedTokens) -> Tensor:
@@ -345,7 +364,7 @@ class TrainBackend:
                 self._routing.begin_step([packed for packed, _ in batches], self._hidden)
         stats = self._accumulate(step, batches, loss_fn, update, is_first)
 
-        numbers = stats.finish(self.data)  # all ranks of a context have the same statistics, so one of them counts
+        numbers = stats.finish(self.context.data)  # the ranks of `context.cp` have the same statistics
         if self._routing is not None:
             self._routing.end()
             numbers |= self._routing.finish()
@@ -389,26 +408,26 @@ class TrainBackend:
         """
         self._gradients.begin(step)
         given: list[Tensor | None] = []
-        while True:
-            try:
-                with self._prefix_passes():
-                    stats = self._accumulate_once(batches, given, loss_fn, update, is_first)
-                with phase("sum gradients"):
-                    self._gradients.finish()
-                return stats
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                traceback.clear_frames(error.__traceback__)  # they hold the tensors of the pass that failed
-                if not self.kept_layers.keep_less():
-                    if not (update.may_halve and self.is_alone and not self._divides_grads):
-                        raise
-                    if not batches.halve(given + [pack.old_logprobs for _, pack in batches[len(given) :]]):
-                        raise
-                    self._n_halvings += 1
-                    given = []
-                    free_unused()
+
+        def attempt() -> StepStats:
+            with self._prefix_passes():
+                stats = self._accumulate_once(batches, given, loss_fn, update, is_first)
+            with phase("sum gradients"):
+                self._gradients.finish()
+            return stats
+
+        def divide() -> bool:
+            if not self.kept_layers.keep_less():
+                if not (update.may_halve and self._is_alone and not self._divides_grads):
+                    return False
+                if not batches.halve(given + [pack.old_logprobs for _, pack in batches[len(given) :]]):
+                    return False
+                self.n_halvings += 1
+                given.clear()
             self._gradients.begin(step, again=True)
+            return True
+
+        return retry_with_smaller_pieces(attempt, divide)
 
     def _accumulate_once(
         self,
@@ -454,7 +473,7 @@ class TrainBackend:
         """Run the backward pass of prefixes, after those of all micro-batches that share them."""
         with phase("backward", tokens=len(prefix.packed.tokens_N)):
             if self._routing is not None:  # the settings of the forward pass, for recomputation
-                share = LocalTokens.of_rank(prefix.packed, self.context, self.attn_backend, self._multiple)
+                share = LocalTokens.of_rank(prefix.packed, self.context.cp, self.attn_backend, self._multiple)
                 self._routing.begin(prefix.packed, share)
             self._gradients.backward(*prefix.output())
         self._leave_prefix()
@@ -487,11 +506,11 @@ class TrainBackend:
         return loss, loss_stats
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
-        recomputes = self.recompute or not torch.is_grad_enabled()
+        recomputes = self.role.gradient_checkpointing or not torch.is_grad_enabled()
         kind = None if self.optimizer is None else OPTIMIZERS[self.optimizer.config.type]
         flat, on_cuda = self.flat, self.device.type == "cuda"
         return training_hint(
-            self.section,
+            self.role.section,
             mb_spec,
             self.kept_layers.fitting,
             self._beside,
@@ -501,7 +520,7 @@ class TrainBackend:
         )
 
 
-def _sharing_of(model: Transformer, when: SharePrefixes, adapters: AdapterSpec | None) -> tuple[Sharing, Sharing]:
+def _sharing_of(model: Transformer, role: RoleSpec, when: SharePrefixes) -> tuple[Sharing, Sharing]:
     on_cuda, itemsize = model.device.type == "cuda", model.embed.weight.element_size()
     rule = partial(Sharing.of, when, model.config, itemsize, on_cuda=on_cuda, tp_size=model.tp.size)
-    return rule(trains=False), rule(trains=True, adapters=adapters)
+    return rule(trains=False), rule(trains=True, adapters=role.lora.adapters if role.lora else None)

@@ -15,7 +15,6 @@ import torch
 from areno.config.run import Layout
 from areno.cost.footprint import RESERVE
 from areno.cost.memory import PassBytes
-from areno.engine.device_memory import free_unused
 from areno.models.transformer import Transformer
 
 logger = logging.getLogger("areno")
@@ -68,10 +67,9 @@ class KeptLayers:
         return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
 
     def keep_less(self) -> bool:
-        """Free memory, and return whether the step can be repeated with fewer layers that keep products."""
+        """Return whether the step can be repeated with fewer layers that keep products."""
         if not self._last or not self._alone:
             return False
         self._share *= 0.75
-        free_unused()
         logger.warning("out of device memory in training; the step begins again and keeps fewer activations")
         return True

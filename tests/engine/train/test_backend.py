@@ -10,7 +10,6 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
-from areno.engine.train.backend import TrainBackend
 from areno.engine.train.gradients import join_steps
 from areno.errors import DataError, EngineError
 from areno.kernels.attention import choose_backend
@@ -32,6 +31,7 @@ from tests.helpers.tiny_backend import (
     model_config,
 )
 from tests.helpers.tiny_engine import train_on
+from tests.helpers.train_backend import train_backend
 
 LOSSES = {
     "sft": sft_loss_fn,
@@ -110,7 +110,7 @@ def test_packed_logprobs_equal_transformers(tmp_path, temperature):
     theirs.save_pretrained(tmp_path)
     model = build_model(load_config(tmp_path), dtype=torch.float32, device="cpu")
     load_weights(model, tmp_path)
-    backend = TrainBackend(model, None, attn_backend="sdpa")
+    backend = train_backend(model, None)
     token_rows = [row.tokens for row in make_rows(7)] + [[5]]
     # Padded, as one batch, on the right: causal attention keeps the padding out of sight.
     longest = max(map(len, token_rows))
@@ -239,7 +239,7 @@ def test_a_model_that_is_frozen_in_part_trains_the_rest():
     model.init_weights(7)
     model.requires_grad_(False)
     model.layers[1].requires_grad_(True)
-    backend = TrainBackend(model, OPTIMIZER, attn_backend="sdpa", recompute=True)
+    backend = train_backend(model, OPTIMIZER, gradient_checkpointing=True)
     gradients = {}
     for each in (whole, backend):
         stats, _ = loss_and_gradient(each, rows, grpo_loss_fn)
@@ -287,7 +287,7 @@ def test_cuda_agrees_with_cpu(spec):
         for mine, other in zip(model.parameters(), make().model.parameters(), strict=True):
             mine.copy_(other)
     attn_backend = choose_backend("auto", "cuda", torch.bfloat16)
-    backend = TrainBackend(model, OPTIMIZER, attn_backend=attn_backend, recompute=True)
+    backend = train_backend(model, OPTIMIZER, attn_backend=attn_backend, gradient_checkpointing=True)
     stats, gradient = loss_and_gradient(backend, rows, grpo_loss_fn, spec)
     assert stats["train_logprobs_mean"] == pytest.approx(expected["train_logprobs_mean"], rel=0.02)
     assert torch.nn.functional.cosine_similarity(gradient.cpu(), exact, dim=0) > 0.98

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.train.backend import TrainBackend
 from areno.kernels.attention import choose_backend
 from areno.layers.attention import PackedAttend
 from areno.loss_fns.ppo import value_loss_fn
@@ -18,6 +17,7 @@ from areno.models.registry import build_model, load_config
 from areno.models.weights import load_weights
 from tests.helpers.tiny_backend import CONFIG, OPTIMIZER, WHOLE, Shares, loss_and_gradient, make_rows
 from tests.helpers.tiny_engine import train_on
+from tests.helpers.train_backend import train_backend
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,8 @@ def make_critic(folder):
         torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
         model.to(device, dtype)
         attn_backend = choose_backend("auto", device, dtype)
-        return TrainBackend(model, optimizer, attn_backend=attn_backend, recompute=recompute, **kwargs)
+        more = {"attn_backend": attn_backend, "gradient_checkpointing": recompute}
+        return train_backend(model, optimizer, **more, **kwargs)
 
     return build
 
@@ -58,7 +59,7 @@ def test_values_and_rewards_equal_transformers(tmp_path):
     theirs.save_pretrained(tmp_path)
     model = build_model(load_config(tmp_path, "value"), dtype=torch.float32, device="cpu")
     load_weights(model, tmp_path)
-    backend = TrainBackend(model, None, attn_backend="sdpa")
+    backend = train_backend(model, None)
     token_rows = [row.tokens for row in make_rows(7)] + [[5]]
     for spec in (WHOLE, MicroBatchSpec(mini_bs=3), MicroBatchSpec(max_tokens_per_mb=30)):
         values, rewards = backend.values(token_rows, spec), backend.rewards(token_rows, spec)

@@ -89,7 +89,7 @@ def test_updates_are_those_on_the_device(
 ) -> None:
     monkeypatch.setattr(optimizer_offload, "WINDOW", 768)
     monkeypatch.setattr(optimizer_offload, "PART", 1536)
-    plain, in_host = (backend(folder, 0, ALONE, dtype, kind=kind, in_host=away) for away in (False, True))
+    plain, in_host = (backend(folder, 0, ALONE, dtype, kind=kind, offload=away) for away in (False, True))
     before = zero_ranks.state_of(in_host)
     assert torch.equal(before["masters"], before["params"].float())
     assert three_steps(in_host) == three_steps(plain)

@@ -13,7 +13,6 @@ from areno.bench.work import model_folder
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
-from areno.engine.train.backend import TrainBackend
 from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import keep_old_logprobs, share_steps
 from areno.errors import EngineError
@@ -24,6 +23,7 @@ from areno.specs.role import LoraSpec
 from areno.specs.update import UpdateSpec
 from tests.helpers.tiny_backend import OPTIMIZER, WHOLE, make, make_rows
 from tests.helpers.tiny_engine import request, rollout, spec, train_on, train_rows
+from tests.helpers.train_backend import train_backend
 
 FROZEN = dataclasses.replace(OPTIMIZER, lr=1e-30)
 CUT = MicroBatchSpec(max_tokens_per_mb=40)
@@ -146,7 +146,7 @@ def test_a_critic_leaves_the_rows_as_they_are():
     rows = fresh_rows(backend)
     call(backend, rows[:4])
     config = dataclasses.replace(backend.model.config, head="value")
-    critic = TrainBackend(build_model(config, dtype=torch.float32, device="cpu"), FROZEN, attn_backend="sdpa")
+    critic = train_backend(build_model(config, dtype=torch.float32, device="cpu"), FROZEN)
     for row in rows:
         row.values, row.returns = [0.0] * len(row.tokens), [1.0] * len(row.tokens)
     call(critic, rows, value_loss_fn)

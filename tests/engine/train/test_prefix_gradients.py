@@ -24,6 +24,7 @@ from tests.helpers.moe_models import moe_folder
 from tests.helpers.shared_rows import group, train_rows, tree
 from tests.helpers.tiny_backend import OPTIMIZER, WHOLE
 from tests.helpers.tp_ranks import Groups, full_gradients, on_ranks
+from tests.helpers.train_backend import train_backend
 
 LINKED = MicroBatchSpec(max_tokens_per_mb=90)  # the largest group is in several micro-batches
 
@@ -44,15 +45,7 @@ def backend(kind: str, folder: Path, layout: Groups | None = None) -> TrainBacke
     if kind == "critic":  # its head begins with zeros, too
         torch.nn.init.normal_(model.get_parameter("score.weight"), generator=torch.Generator().manual_seed(6))
     coef = 0.1 if kind == "experts" else 0.0
-    where = {"dp": layout.dp, "context": layout.cp, "data": layout.data}
-    return TrainBackend(
-        model,
-        OPTIMIZER,
-        attn_backend="sdpa",
-        recompute=False,
-        router_aux_loss_coef=coef,
-        **where,  # type: ignore[arg-type]
-    )
+    return train_backend(model, OPTIMIZER, dp=layout.dp, cp=layout.cp, data=layout.data, router_aux_loss_coef=coef)
 
 
 def assert_same_gradients(kind: str, folder: Path, spec: MicroBatchSpec, layout: Groups | None = None) -> None:

@@ -39,6 +39,7 @@ from tests.helpers.in_float64 import InFloat64
 from tests.helpers.shared_rows import Rows, cases, group, hidden_of_rows, n_nodes, packed, train_rows, tree
 from tests.helpers.tiny_backend import VOCAB, WHOLE, make, model_config
 from tests.helpers.tiny_engine import engine_spec
+from tests.helpers.train_backend import train_backend
 from tests.helpers.two_ranks import load
 
 ON = Sharing("on")
@@ -261,10 +262,8 @@ def test_scores_are_those_of_rows_apart(name: str) -> None:
 
 
 def test_a_model_with_recurrent_states_does_not_share(tmp_path: Path) -> None:
-    from areno.engine.train.backend import TrainBackend
-
     random_model("qwen3.5", tmp_path)
-    backend = TrainBackend(load(tmp_path), None, attn_backend="sdpa", share_prefixes="on")
+    backend = train_backend(load(tmp_path), None, share_prefixes="on")
     assert backend.score_sharing == backend.train_sharing == Sharing("off")
     rows = group(14, [3, 12, 0], 101)
     assert all(len(scores) for scores in backend.logprobs(rows, SamplingConfig(), WHOLE))
