@@ -187,7 +187,6 @@ class SimulatedWorkers:
             vocab_size=self._config.vocab_size,
             context_len=self._config.max_position_embeddings,
             kv_tokens=1 << 30,
-            stop_strings=True,
         )
 
     def _train(self, role: str, steps: Any, loss_fn: Any, update: Any) -> TrainResult:

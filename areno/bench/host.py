@@ -16,8 +16,13 @@ from torch import Tensor
 
 from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
+from areno.config.rollout import DecoderConfig
 from areno.engine.decoder.decoder import Decoder
+from areno.engine.decoder.grammar import Vocabulary
 from areno.models.registry import build_model, load_config
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
+from areno.specs.rollout import RolloutSpec
 from areno.types import GenerationRequest, SamplingParams
 
 ROWS = (64, 256, 1024, 4096)
@@ -65,12 +70,13 @@ def _decoder_without_device(folder: str, n_rows: int) -> Decoder:
     max_len = _PROMPT_LEN + 2 * _BLOCK_SIZE + _WARM_UP + _STEPS
     decoder = Decoder(
         model,
+        Vocabulary(folder, config, (), texts=()),
+        EngineSpec(actor=RoleSpec(path=folder), devices=["cpu"]),
+        RolloutSpec(max_running=n_rows, max_len=max_len, decoder=DecoderConfig(max_prefill_tokens=n_rows * max_len)),
         n_blocks=n_rows * (2 + -(-max_len // _BLOCK_SIZE)),
         block_size=_BLOCK_SIZE,
-        max_running=n_rows,
-        max_prefill_tokens=n_rows * max_len,
-        max_len=max_len,
-        eos_token_ids=config.eos_token_ids,
+        attn_backend="sdpa",
+        runs_ahead=True,
     )
     runner = decoder.runner
     runner.uses_prefix_groups, runner.n_multiprocessors = True, _N_MULTIPROCESSORS

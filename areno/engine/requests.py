@@ -32,14 +32,12 @@ from areno.types import RETURNED, Begun, GenerationOutput, GenerationRequest, Sa
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Limits of the requests that a decoder can serve. Stop strings and grammars need a tokenizer."""
+    """Limits of the requests that a decoder can serve."""
 
     vocab_size: int
     context_len: int
     kv_tokens: int  # longest sequence that fits the KV cache if no other sequence runs
     cache_tokens: int = 0  # memory of the KV cache, in tokens of all layers
-    stop_strings: bool
-    grammars: bool = False
 
     def max_new(self, request: GenerationRequest) -> int:
         """Return the largest number of completion tokens of a sample. Raises RequestRefused."""
@@ -68,13 +66,6 @@ class RequestLimits:
             why += f"{self.kv_tokens} tokens even alone"
             keys = "rollout.max_kv_tokens", "rollout.mem_fraction", "gconfig.max_tokens", "gconfig.max_new_tokens"
             raise _refused(request, "max_new_tokens", why, "raise {} (or {}), or lower {} or {}", *keys)
-        if params.stop and not self.stop_strings:
-            why = "stop strings need a tokenizer, and there is none"
-            raise _refused(request, "stop", why, "use {}", "gconfig.stop_token_ids")
-        if request.grammar is not None and not self.grammars:
-            raise _refused(
-                request, "grammar", "a grammar needs a tokenizer, and there is none", "set {}", "tokenizer_path"
-            )
         if request.grammar is not None and params.min_new_tokens:
             why = "its grammar decides when a completion ends"
             raise _refused(request, "min_new_tokens", why, "leave {} at 0", "gconfig.min_new_tokens")

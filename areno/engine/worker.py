@@ -51,8 +51,6 @@ from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
 from areno.types import GenerationOutput, GenerationRequest
 
-_STREAM_EVERY_S = 0.02  # a small model samples faster than a person reads, and each output takes host time
-
 
 class Worker:
     """The models (roles), the decoder and the training of one rank. Construction loads the actor."""
@@ -144,25 +142,17 @@ class Worker:
         wanted, model, vocabulary = self._wanted_cache(spec), self._model(spec), self.roles.vocabulary(spec.role)
         reserved = self.roles.footprint.most_extra_in_use if spec.keeps_cache else 0
         with memory.out_of_memory_hint("making the KV cache", lambda: options):
+            n_blocks = kv_cache_blocks(
+                model, self.spec, wanted, self.free_bytes, reserved, beside_actor=self.decoder is not None
+            )
             return Decoder(
                 model,
-                n_blocks=kv_cache_blocks(
-                    model, self.spec, wanted, self.free_bytes, reserved, beside_actor=self.decoder is not None
-                ),
+                vocabulary,
+                self.spec,
+                spec,
+                n_blocks=n_blocks,
                 block_size=self._block_size,
-                max_running=self.spec.layout.of_copy(spec.n_slots),
-                usual_running=self.spec.layout.of_copy(spec.usual),
-                max_prefill_tokens=spec.decoder.max_prefill_tokens,
-                max_len=spec.max_len,
-                eos_token_ids=vocabulary.eos_token_ids,
-                texts=vocabulary.texts,
-                use_graphs=self.context.device.type == "cuda" and not spec.decoder.eager_decode,
                 attn_backend=self.attn_backend,
-                exact=self.spec.engine.exact,
-                detokenize=lambda tokens: vocabulary.tokenizer.decode(tokens),
-                compile_grammar=lambda text: vocabulary.grammars.compile(text),
-                stream_every_s=_STREAM_EVERY_S,
-                keeps_routes=self.spec.keeps_routes(spec.role),
                 runs_ahead=self.context.device.type != "cpu",
             )
 

@@ -9,6 +9,7 @@ import torch
 from areno.engine.decoder.decoder import Decoder
 from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
+from tests.helpers.new_decoder import new_decoder
 from tests.helpers.two_ranks import packed
 
 Outputs = dict[tuple[int, int], GenerationOutput]
@@ -33,8 +34,7 @@ REQUESTS = [
 def decode(
     model: Transformer, requests: list[GenerationRequest] = REQUESTS, **settings: Any
 ) -> tuple[Outputs, Decoder]:
-    options = {"n_blocks": 200, "block_size": 4, "max_running": 16, "max_prefill_tokens": 256, "eos_token_ids": []}
-    decoder = Decoder(model, **{**options, **settings})
+    decoder = new_decoder(model, **settings)
     for request in requests:
         decoder.submit(request)
     outputs: Outputs = {}

@@ -20,6 +20,7 @@ from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
+from tests.helpers.new_decoder import new_decoder
 
 VOCAB, EOS, CONTEXT = 40, 3, 96
 
@@ -67,8 +68,8 @@ def model(device: str = "cpu", dtype: torch.dtype = torch.float32, folder: Path 
 
 
 def make_decoder(of: Transformer | None = None, drafter: Drafter | None = None, **settings) -> Decoder:
-    options = {"n_blocks": 128, "block_size": 4, "max_running": 32, "max_prefill_tokens": 256, "eos_token_ids": [EOS]}
-    decoder = Decoder(of or model(), **{**options, **settings})
+    options = {"n_blocks": 128, "max_running": 32, "eos_token_ids": [EOS]}
+    decoder = new_decoder(of or model(), **{**options, **settings})
     decoder.use_drafter(drafter)
     return decoder
 

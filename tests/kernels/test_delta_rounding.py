@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
-from areno.engine.decoder.decoder import Decoder
 from areno.kernels.delta import RowChunks
 from areno.kernels.delta.reference import chunked_delta
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers import tiny_shape
 from tests.helpers.family_cases import CASES, SHAPE
 from tests.helpers.in_float64 import InFloat64
+from tests.helpers.new_decoder import new_decoder
 from tests.helpers.two_ranks import load, packed
 
 
@@ -64,7 +64,7 @@ def test_rows_of_hundreds_of_tokens_are_as_exact_as_with_transformers(tmp_path: 
     kind, extra = CASES["qwen3.5"]
     theirs: Any = tiny_shape.random_model(kind(**{**SHAPE, **extra, "max_position_embeddings": 512}), tmp_path)
     model = load(tmp_path)
-    decoder = Decoder(model, n_blocks=200, block_size=4, max_running=2, max_prefill_tokens=256, eos_token_ids=[])
+    decoder = new_decoder(model, max_running=2)
     params = SamplingParams(max_new_tokens=280, ignore_eos=True)
     prompt = list(range(4, 24))
     decoder.submit(GenerationRequest(request_id=0, prompt=prompt, n_samples=2, seed=0, params=params))

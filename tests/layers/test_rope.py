@@ -19,6 +19,7 @@ from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers import tiny_shape
+from tests.helpers.new_decoder import new_decoder
 
 ORIGINAL, CONTEXT = 32, 256
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": ORIGINAL}
@@ -174,7 +175,7 @@ def test_what_cannot_be_the_same_is_refused_by_name(fields: dict[str, Any], mess
 
 
 def decoder(of: Transformer) -> Decoder:
-    return Decoder(of, n_blocks=128, block_size=4, max_running=4, max_prefill_tokens=16, eos_token_ids=[])
+    return new_decoder(of, n_blocks=128, max_running=4, max_prefill_tokens=16)
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "yarn-mscale", "dynamic"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,21 +12,24 @@ from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.caches import PendingRoutes
 from areno.engine.decoder.draft_verification import Drafter, Drafts, TableDrafts, accepted_rows, n_right_tokens
-from areno.engine.decoder.grammar import Grammar
+from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.decoder.ngram_drafts import NgramDrafter
 from areno.engine.decoder.runner import Runner
 from areno.engine.decoder.sampler import PendingTokens
 from areno.engine.decoder.scheduler import Scheduler
-from areno.engine.decoder.sequence import Detokenize, Sequence, StopStrings
+from areno.engine.decoder.sequence import Sequence, StopStrings
 from areno.engine.decoder.slots import STAGED
 from areno.engine.reports import RolloutStats
 from areno.engine.requests import RequestLimits
 from areno.errors import EngineError, non_finite_logits
 from areno.kernels.sampling import sample_keys
 from areno.models.transformer import Transformer
+from areno.specs.engine import EngineSpec
+from areno.specs.rollout import RolloutSpec
 from areno.types import RETURNED, GenerationOutput, GenerationRequest
 
 MAX_STOP_STRINGS = 64  # sets of them that are remembered
+STREAM_EVERY_S = 0.02  # a small model samples faster than a person reads, and each output takes host time
 PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the host about as much for one as for many
 
 
@@ -50,10 +52,8 @@ class Decoder:
     step are read. So a sequence that ends with a stop token may run one more step, whose token is dropped. A completion
     depends only on its request, not on other requests in the batch.
 
-    `n_blocks` counts blocks that hold `block_size` tokens of all layers. `usual_running` is the number of sequences in
-    training, which has a CUDA graph of its own size. `max_len` is the expected length of sequences, for which the
-    layout of the KV cache is chosen. `texts` are ranges (first, end) of the token ids that have a text, the only ones
-    that are sampled. Empty means all.
+    `n_blocks` counts blocks that hold `block_size` tokens of all layers. The layout of the KV cache is chosen for
+    sequences of `rollout.max_len` tokens.
 
     `weights_version` is set by the caller between steps. Each token is returned with the version at the launch of the
     step that sampled it. `unfinished` maps a request id to the number of its samples that have not finished.
@@ -62,51 +62,30 @@ class Decoder:
     def __init__(
         self,
         model: Transformer,
+        vocabulary: Vocabulary,
+        spec: EngineSpec,
+        rollout: RolloutSpec,
         *,
         n_blocks: int,
         block_size: int,
-        max_running: int,
-        usual_running: int | None = None,
-        max_prefill_tokens: int,
-        max_len: int | None = None,
-        eos_token_ids: Collection[int],
-        use_graphs: bool = False,
-        attn_backend: str = "sdpa",
-        exact: bool = False,
-        detokenize: Detokenize | None = None,
-        compile_grammar: Callable[[str], Grammar] | None = None,
-        stream_every_s: float = 0.0,
-        keeps_routes: bool = False,
-        runs_ahead: bool = True,
-        texts: Collection[tuple[int, int]] = (),
+        attn_backend: str,
+        runs_ahead: bool,
     ):
-        self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
+        self._vocabulary, self._eos = vocabulary, frozenset(vocabulary.eos_token_ids)
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # kept: results for tokens serve later requests
         config = model.config
         # Routes are kept in the blocks of the first group, and a sample's are read when it ends.
-        context_len = config.max_position_embeddings
-        layout = KVLayout.of(config, block_size, max_len or context_len, by_window=not keeps_routes)
+        context_len, by_window = config.max_position_embeddings, not spec.keeps_routes(rollout.role)
+        layout = KVLayout.of(config, block_size, rollout.max_len, by_window=by_window)
         self.blocks = BlockManager(layout.pool_size(n_blocks), block_size, layout.groups)
+        max_running, max_prefill_tokens = spec.layout.of_copy(rollout.n_slots), rollout.decoder.max_prefill_tokens
         self._scheduler = Scheduler(self.blocks, max_running, max_prefill_tokens, reuses_prefixes=config.delta is None)
-        self.runner = Runner(
-            model,
-            self.blocks,
-            layout,
-            max_running,
-            usual_running=usual_running,
-            use_graphs=use_graphs,
-            attn_backend=attn_backend,
-            exact=exact,
-            keeps_routes=keeps_routes,
-            texts=texts,
-        )
+        self.runner = Runner(model, self.blocks, layout, spec, rollout, attn_backend, vocabulary.texts)
         self.limits = RequestLimits(
             vocab_size=model.config.vocab_size,
             context_len=context_len,
             kv_tokens=layout.max_sequence_tokens(self.blocks.n_blocks, context_len),
             cache_tokens=n_blocks * block_size,
-            stop_strings=detokenize is not None,
-            grammars=compile_grammar is not None,
         )
         self.weights_version, self._runs_ahead = 0, runs_ahead
         self.drafter: Drafter | None = None
@@ -118,7 +97,7 @@ class Decoder:
         self.unfinished: dict[int, int] = {}
         self._finite_version: int | None = None  # of weights that were looked through
         self._has_bad_blocks = False  # the cache may hold numbers that are not finite
-        self._stream_every_s, self._streamed_at, self._n_collected = stream_every_s, 0.0, 0
+        self.stream_every_s, self._streamed_at, self._n_collected = STREAM_EVERY_S, 0.0, 0
 
     @property
     def has_work(self) -> bool:
@@ -154,14 +133,13 @@ class Decoder:
         params = request.params
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
         stop_strings: StopStrings | None = None
-        if params.stop and self._detokenize is not None:
+        if params.stop:
             strings = tuple(params.stop)
             if len(self._stop_strings) > MAX_STOP_STRINGS:
                 self._stop_strings.clear()
-            stop_strings = self._stop_strings.setdefault(strings, StopStrings(strings, self._detokenize))
-        grammar: Grammar | None = None
-        if request.grammar is not None and self._compile_grammar is not None:
-            grammar = self._compile_grammar(request.grammar)
+            detokenize = self._vocabulary.tokenizer.decode
+            stop_strings = self._stop_strings.setdefault(strings, StopStrings(strings, detokenize))
+        grammar = None if request.grammar is None else self._vocabulary.grammars.compile(request.grammar)
         self.unfinished[request.request_id] = request.n_samples
         samples = range(request.first_sample, request.first_sample + request.n_samples)
         for sample, key in zip(samples, sample_keys(request.seed, samples), strict=True):
@@ -292,7 +270,7 @@ class Decoder:
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
         now = time.monotonic()
-        if streams_due := now - self._streamed_at >= self._stream_every_s:
+        if streams_due := now - self._streamed_at >= self.stream_every_s:
             self._streamed_at = now
         self._n_collected += bool(in_flight)
         streams = _Streams(streams_due, self._n_collected % PIECE_STEPS == 0)

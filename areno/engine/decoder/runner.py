@@ -37,6 +37,8 @@ from areno.kernels.sampling import SamplingFlags, can_sample_columns, can_sample
 from areno.layers.adapter import sampling
 from areno.layers.attention import Attend, CachedAttend
 from areno.models.transformer import Transformer
+from areno.specs.engine import EngineSpec
+from areno.specs.rollout import RolloutSpec
 
 logger = logging.getLogger("areno")
 
@@ -47,7 +49,8 @@ class Runner:
     """The device side of the decoder: runs the model, and holds the KV cache and the sampling settings.
 
     A sequence has a slot while it is in the batch. For each slot the device holds block tables, sampling settings and
-    the last sampled token. The last slot belongs to padding rows. Arguments are those of Decoder.
+    the last sampled token. The last slot belongs to padding rows. `texts` are ranges (first, end) of the token ids that
+    have a text, the only ones that are sampled. Empty means all.
 
     In the methods that sample, `slots_B` is the slot of each row and `index_B` the index of the sampled token in its
     completion, both int64. They return (2, B) float64, tokens and log-probabilities. With LogitEdits, more rows follow
@@ -59,24 +62,21 @@ class Runner:
         model: Transformer,
         blocks: BlockManager,
         layout: KVLayout,
-        max_running: int,
-        *,
-        use_graphs: bool,
+        spec: EngineSpec,
+        rollout: RolloutSpec,
         attn_backend: str,
-        exact: bool,
-        keeps_routes: bool = False,
-        usual_running: int | None = None,
-        texts: Collection[tuple[int, int]] = (),
+        texts: Collection[tuple[int, int]],
     ):
-        self.model, self.attn_backend, self.is_exact = model, attn_backend, exact
+        self.model, self.attn_backend, self.is_exact = model, attn_backend, spec.engine.exact
         self.fixed_order = attn_backend == "fixed_order"
         self.device = model.device
+        max_running = spec.layout.of_copy(rollout.n_slots)
         n_blocks, n_slots = blocks.n_blocks, max_running + 1
         self.blocks = blocks
         self.cache = KVCache(model, n_blocks, layout, n_slots)
         self.states = None if model.config.delta is None else StateCache(model, n_slots)
         self.routes: RouteCache | None = None
-        if keeps_routes and model.routing is not None:
+        if spec.keeps_routes(rollout.role) and model.routing is not None:
             self.routes = RouteCache(model.routing, n_blocks, blocks.block_size, self.device)
         self.sampler = SlotSampler(n_slots, model.config.vocab_size, self.device, texts)
         self._last_groups: tuple[np.ndarray | None, PrefixGroups | None] = (None, None)
@@ -102,16 +102,17 @@ class Runner:
         self.ngrams = NgramSteps(self._decode, self.sampler, self._split, self.cache.block_size, group_size)
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
-        if use_graphs and on_cuda and self.uses_prefix_groups:
+        use_graphs = on_cuda and not rollout.decoder.eager_decode
+        if use_graphs and self.uses_prefix_groups:
             captures = Captures(self.device, may_fail=model.tp.size == 1)
-            sizes = sorted({*bucket_sizes(max_running), usual_running or max_running})
+            sizes = sorted({*bucket_sizes(max_running), spec.layout.of_copy(rollout.usual)})
             self.graphs = DecodeGraphs(self._decode, sizes, (max_running, 0, 0, 0), captures)
             if self._pads_prefills:
                 scratch = blocks.scratch * blocks.block_size
                 n_params = sum(parameter.numel() for parameter in model.layers.parameters())
                 self.prefill_graphs = PrefillGraphs(self._prefill_logits, scratch, captures, n_params)
             self.ngrams.captures = captures
-        elif use_graphs and on_cuda:  # the torch form of paged attention needs the longest length on the host
+        elif use_graphs:  # the torch form of paged attention needs the longest length on the host
             logger.warning("decode without CUDA graphs, which need triton, and a GPU of compute capability 7.0 or more")
 
     @property

@@ -342,7 +342,6 @@ def test_non_finite_logits_end_the_run() -> None:
         (request(1, 0), "no tokens"),
         (GenerationRequest(request_id=1, prompt=[1, VOCAB]), "vocabulary is 0..39"),
         (request(1, n_samples=0), "gconfig.n_samples"),
-        (request(1, stop=["x"]), "stop_token_ids"),
         (request(1, stop_token_ids=[5, VOCAB]), "stop_token_ids holds the token id 40; .*vocabulary is 0..39"),
         (request(1, stop_token_ids=[2**70], min_new_tokens=2), "stop_token_ids holds the token id 1180591620717411303"),
     ],

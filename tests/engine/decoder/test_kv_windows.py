@@ -18,6 +18,7 @@ from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.helpers.family_cases import random_model
 from tests.helpers.family_rollouts import prompt
+from tests.helpers.new_decoder import new_decoder
 from tests.helpers.two_ranks import load
 
 Outputs = dict[tuple[int, int], GenerationOutput]
@@ -33,8 +34,7 @@ def models() -> tuple[Transformer, Any]:
 
 
 def make(**settings: Any) -> Decoder:
-    options = {"n_blocks": 200, "block_size": 4, "max_running": 16, "max_prefill_tokens": 256, "eos_token_ids": []}
-    return Decoder(models()[0], **{**options, **settings})
+    return new_decoder(models()[0], **settings)
 
 
 def request(number: int, tokens: list[int], n_samples: int = 1, n_new: int = 12) -> GenerationRequest:

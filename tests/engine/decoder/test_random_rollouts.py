@@ -15,14 +15,15 @@ from areno.engine.decoder.decoder import Decoder
 from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.helpers.family_cases import random_model
+from tests.helpers.new_decoder import new_decoder
 from tests.helpers.two_ranks import load
 
 Outputs = dict[tuple[int, int], GenerationOutput]
 
 
 def make(model: Transformer, **settings: Any) -> Decoder:
-    options = {"n_blocks": 400, "block_size": 4, "max_running": 32, "max_prefill_tokens": 512, "eos_token_ids": [3]}
-    return Decoder(model, **{**options, **settings})
+    options = {"n_blocks": 400, "max_running": 32, "max_prefill_tokens": 512, "eos_token_ids": [3]}
+    return new_decoder(model, **{**options, **settings})
 
 
 def random_requests(rng: random.Random) -> list[GenerationRequest]:
