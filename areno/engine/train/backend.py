@@ -31,6 +31,7 @@ from areno.engine.train.moe_routing import StepRouting
 from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, StepBatches, not_masked, pack_group
 from areno.engine.train.recomputation import KeptLayers, free_bytes
+from areno.engine.train.rollout_mismatch import compare_with_rollout
 from areno.engine.train.shared_prefixes import order_to_share
 from areno.engine.train.smaller_pieces import retry_with_smaller_pieces
 from areno.engine.train.teacher import TeacherPasses, Teachers, listed_teacher
@@ -502,7 +503,7 @@ class TrainBackend:
         before_N = pack.old_logprobs
         if update.old_logprobs == "rollout":
             before_N = own_N if is_first else None
-        old_logprobs.compare_with_rollout(stats, pack, own_N, before_N)
+        compare_with_rollout(stats, pack, own_N, before_N)
         return loss, loss_stats
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
