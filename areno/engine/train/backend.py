@@ -87,8 +87,7 @@ class TrainBackend:
         self._is_alone = model.tp.size == context.cp.size == 1
         free = partial(free_bytes, self.device) if on_cuda else None
         self.kept_layers = KeptLayers(model, free, self._is_alone, self._split)
-        routing = model.routing
-        self._routing = None if routing is None else StepRouting(routing, role.router_aux_loss_coef, context.dp)
+        self._routing = StepRouting(model.routing, role.router_aux_loss_coef, context.dp)
         self.flat: FlatParameters | None = None
         self.optimizer: Optimizer | None = None
         if role.optimizer is None:
@@ -150,15 +149,11 @@ class TrainBackend:
                 score = partial(self.scored_logprobs, sampling=update.sampling)
                 with self._prefix_passes():
                     old_logprobs.set_before_first_update(batches, update.old_logprobs, self.exact, score)
-            stats, old = [], []
+            stats, old, keeps_old = [], [], is_policy and update.old_logprobs == "recompute"
             self.n_halvings = 0
             for number, (step, of_step) in enumerate(zip(steps, batches, strict=True)):
                 stats.append(self._step(step, of_step, loss_fn, update, is_first=number == 0))
-                old.append(
-                    old_logprobs.step_old_logprobs(of_step)
-                    if is_policy and update.old_logprobs == "recompute"
-                    else None
-                )
+                old.append(old_logprobs.step_old_logprobs(of_step) if keeps_old else None)
             return TrainResult(join_steps(stats), old, self.n_halvings)
 
     def skip_updates(self, n: int) -> dict[str, float]:
@@ -170,8 +165,7 @@ class TrainBackend:
         """Compute log-probabilities (U,) without gradient, by the forward pass that an update uses."""
         with torch.no_grad(), phase("old logprobs", tokens=packed.n_computed):
             logprobs_N = self._logprobs(packed, sampling)[0]
-        if self._routing is not None:
-            self._routing.end()
+        self._routing.end()
         heartbeat.beat()
         return logprobs_N
 
@@ -267,8 +261,7 @@ class TrainBackend:
                         scored.append(score(packed))
                     heartbeat.beat()
             numbers = torch.cat(scored).cpu().numpy()
-        if self._routing is not None:
-            self._routing.end()
+        self._routing.end()
         order = [i for group in groups for batch in group for i in batch]
         pieces = np.split(numbers, np.cumsum([len(rows[i]) for i in order])[:-1])
         return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
@@ -299,15 +292,13 @@ class TrainBackend:
             self._prefix = packed.prefix
             with phase("prefixes", tokens=packed.n_before):
                 self._prefix.begin(lambda packed, stores: self._run_layers(packed, stores)[0])
-            if self._routing is not None:
-                self._routing.add()
+            self._routing.add()
         return self._run_layers(packed)
 
     def _run_layers(self, packed: PackedTokens, stores: PrefixKeys | None = None) -> tuple[Tensor, LocalTokens]:
         """Run the layers on a pass. `stores` receives keys and values for later passes."""
         share = LocalTokens.of_rank(packed, self.context.cp, self.attn_backend, self._multiple, stores)
-        if self._routing is not None:
-            self._routing.begin(packed, share)
+        self._routing.begin(packed, share)
         recompute = self.role.gradient_checkpointing
         waits = stores is not None  # for the passes that read the keys
         n_kept = self.kept_layers.count(len(share.tokens_n), waits) if recompute else 0
@@ -360,16 +351,13 @@ class TrainBackend:
     ) -> dict[str, float]:
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
-        if self._routing is not None:
-            with self._prefix_passes():
-                self._routing.begin_step([packed for packed, _ in batches], self._hidden)
+        with self._prefix_passes():
+            self._routing.begin_step((packed for packed, _ in batches), self._hidden)
         stats = self._accumulate(step, batches, loss_fn, update, is_first)
 
         numbers = stats.finish(self.context.data)  # the ranks of `context.cp` have the same statistics
-        if self._routing is not None:
-            self._routing.end()
-            numbers |= self._routing.finish()
-            numbers["total_loss"] += self._routing.weighed(numbers["router_aux_loss"])
+        self._routing.end()
+        self._routing.add_statistics(numbers)
         apart = numbers.pop("on_policy_logp_abs_diff_max", 0.0)
         if self.exact and is_first and apart:
             raise EngineError(
@@ -444,8 +432,7 @@ class TrainBackend:
         those of the other micro-batches.
         """
         stats = StepStats(self.device)
-        if self._routing is not None:
-            self._routing.restart()
+        self._routing.restart()
         n_computed = 0
         for number, (packed, pack) in enumerate(batches):
             if number == len(given):
@@ -453,8 +440,7 @@ class TrainBackend:
             pack.old_logprobs = given[number]
             with phase("forward", tokens=packed.n_computed), self.pass_threads(packed.n_computed):
                 loss, loss_stats = self._loss_of(packed, pack, loss_fn, update, is_first, stats)
-            if self._routing is not None:
-                self._routing.add()
+            self._routing.add()
             with phase("backward", tokens=packed.n_computed), self.pass_threads(packed.n_computed):
                 self._gradients.backward(loss)
             n_computed += packed.n_computed
@@ -473,7 +459,7 @@ class TrainBackend:
     def _backward_of(self, prefix: PrefixPass) -> None:
         """Run the backward pass of prefixes, after those of all micro-batches that share them."""
         with phase("backward", tokens=len(prefix.packed.tokens_N)):
-            if self._routing is not None:  # the settings of the forward pass, for recomputation
+            if self.model.routing is not None:  # the settings of the forward pass, for recomputation
                 share = LocalTokens.of_rank(prefix.packed, self.context.cp, self.attn_backend, self._multiple)
                 self._routing.begin(prefix.packed, share)
             self._gradients.backward(*prefix.output())

@@ -21,13 +21,13 @@ from areno.layers.routing import Routing
 
 
 class StepRouting:
-    """Routing of tokens to experts during an optimizer step.
+    """Routing of tokens to experts during an optimizer step. Does nothing for a model without experts.
 
     Call `begin_step` for each step, then for each micro-batch `begin` before its forward pass and `add` after it, and
-    at last `finish`. Scoring needs only `begin`. `coefficient` is 0 for no auxiliary loss.
+    at last `add_statistics`. Scoring needs only `begin`. `coefficient` is 0 for no auxiliary loss.
     """
 
-    def __init__(self, routing: Routing, coefficient: float, dp: ParallelGroup):
+    def __init__(self, routing: Routing | None, coefficient: float, dp: ParallelGroup):
         self._routing, self._coefficient, self._dp = routing, coefficient, dp
         self._balance_E: Tensor | None = None
         self._observes = False
@@ -35,6 +35,8 @@ class StepRouting:
 
     def begin(self, packed: PackedTokens, share: LocalTokens) -> None:
         """Set the experts to replay, and the auxiliary loss, for the forward pass of a micro-batch."""
+        if self._routing is None:
+            return
         n = len(share.tokens_n)
         n_here = max(0, min(n, share.n_tokens - share.first))  # the rest is padding
         counts_N = None if packed.shared is None else packed.shared.counts_N[share.first : share.first + n_here]
@@ -45,7 +47,8 @@ class StepRouting:
 
     def end(self) -> None:
         """Free the tensors that the last forward passes have stored for routing."""
-        self._routing.begin()
+        if self._routing is not None:
+            self._routing.begin()
 
     def begin_step(self, batches: Iterable[PackedTokens], run: Callable[[PackedTokens], object]) -> None:
         """Count how often the tokens of a step choose each expert, by a forward pass over its micro-batches.
@@ -53,7 +56,7 @@ class StepRouting:
         Does nothing without an auxiliary loss. With an auxiliary loss, all copies of the model must call this.
         """
         self._balance_E = None
-        if not self._coefficient:
+        if self._routing is None or not self._coefficient:
             return
         self.restart()
         self._observes = True
@@ -74,7 +77,7 @@ class StepRouting:
 
     def add(self) -> None:
         """Add the experts chosen in the last forward pass to the counts, unless the pass only scored rows."""
-        if not self._routing.observes:
+        if self._routing is None or not self._routing.observes:
             return
         loads = [self._routing.loads[layer] for layer in range(self._routing.n_layers)]
         chosen_LE = torch.stack([load.chosen_E for load in loads])
@@ -86,29 +89,29 @@ class StepRouting:
         self._changed = self._changed.to(where) + torch.stack([load.changed for load in loads]).double().sum()
         self._n_seen = self._n_seen.to(where) + self._n_tokens
 
-    def finish(self) -> dict[str, float]:
-        """Return statistics of the step over all copies of the model, which must all call this.
+    def add_statistics(self, numbers: dict[str, float]) -> None:
+        """Add statistics of the step over all copies of the model, which must all call this.
 
         The violation of an expert is its load (tokens that chose it) divided by the mean load in its layer, minus 1.
         router_entropy is a part of its largest possible value. router_changed is the fraction of choices in which
         replayed experts differ from the router's own. router_aux_loss has no coefficient, and equals the number of
         experts per token if all loads are equal.
         """
+        if self._routing is None:
+            return
         experts, n_layers = self._routing.experts, self._routing.n_layers
         counted = [self._chosen_LE.flatten(), self._probability_E, self._entropy, self._changed, self._n_seen]
-        numbers = self._dp.all_reduce(torch.cat([each.double().reshape(-1) for each in counted])).cpu()
-        chosen_LE = numbers[: n_layers * experts.n_experts].view(n_layers, experts.n_experts)
-        probability_E, (entropy, changed, n_tokens) = numbers[chosen_LE.numel() : -3], numbers[-3:].tolist()
+        totals = self._dp.all_reduce(torch.cat([each.double().reshape(-1) for each in counted])).cpu()
+        chosen_LE = totals[: n_layers * experts.n_experts].view(n_layers, experts.n_experts)
+        probability_E, (entropy, changed, n_tokens) = totals[chosen_LE.numel() : -3], totals[-3:].tolist()
         rows = max(1.0, n_tokens * n_layers)
         violation_LE = chosen_LE / chosen_LE.mean(1, keepdim=True).clamp(min=1e-9) - 1
         aux = experts.n_experts * float((chosen_LE.sum(0) * probability_E).sum()) / rows**2
-        return {
+        numbers |= {
             "router_max_violation": float(violation_LE.amax(1).mean()),
             "router_mean_violation": float(violation_LE.abs().mean()),
             "router_entropy": entropy / rows / max(math.log(experts.n_experts), 1e-9),
             "router_changed": changed / rows / experts.top_k,
             "router_aux_loss": aux,
         }
-
-    def weighed(self, aux_loss: float) -> float:
-        return self._coefficient * aux_loss
+        numbers["total_loss"] += self._coefficient * aux
