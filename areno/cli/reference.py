@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.api.algorithms import get_algorithm, own_algorithms
-from areno.cli.train_flags import HEADINGS, Flag, flags
+from areno.cli.train_flags import HEADINGS, TrainFlag, flags
 from areno.launch.hints import listed
 from areno.schema.fields import Row, rows
 
@@ -112,10 +112,10 @@ def _escape(text: str) -> str:
 
 def flag_tables() -> str:
     found = flags().values()
-    return "\n".join(_table(heading, [flag for flag in found if flag.heading == heading]) for heading in HEADINGS)
+    return "\n".join(_table(heading, [flag for flag in found if flag.row.heading == heading]) for heading in HEADINGS)
 
 
-def _table(heading: str, found: list[Flag]) -> str:
+def _table(heading: str, found: list[TrainFlag]) -> str:
     lines = [f"### {heading}", "", "| flag | setting that the flag sets | default | meaning |", "|---|---|---|---|"]
     if heading == "Basic":
         names = ", ".join(own_algorithms())
@@ -125,7 +125,7 @@ def _table(heading: str, found: list[Flag]) -> str:
     return "\n".join([*lines, *map(_line, found)]) + "\n"
 
 
-def _line(flag: Flag) -> str:
+def _line(flag: TrainFlag) -> str:
     name = f"{flag.name} {flag.type_text}".strip() + (f", --no-{flag.name[2:]}" if flag.negative else "")
     keys = dict.fromkeys(row.key for rows in flag.keys.values() for row in rows)
     only = "" if len(flag.keys) == len(own_algorithms()) else f" *Algorithms: {', '.join(flag.keys)}.*"

@@ -11,7 +11,7 @@ from typing import Any
 
 from areno.api.algorithms import Algorithm, algorithm_names, algorithm_of, get_algorithm, own_algorithms
 from areno.cli import train_flags
-from areno.cli.train_flags import HEADINGS, TASK, Flag
+from areno.cli.train_flags import HEADINGS, TASK, TrainFlag
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean, keys_renamed
 from areno.schema.fields import rows
 from areno.tracking.run_folder import is_described, recipe_of
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = f"{', '.join(names)} (default {_DEFAULT}; with --resume, that of the run)"
     groups["Basic"].add_argument("--algo", metavar="TEXT", help=about)
     for flag in train_flags.flags().values():
-        _add(groups[flag.heading], flag)
+        _add(groups[flag.row.heading], flag)
     more = parser.add_argument_group("Settings", "the settings of the recipes, and the task that they belong to")
     config_name = more.add_argument("--config-name", metavar="NAME", help=f"name of the task (default {TASK})")
     more.add_argument("--config", metavar="FILE", help="task file, in place of --config-dir and --config-name")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vars(config_name)["completer"], vars(settings)["completer"] = _tasks, _keys  # argcomplete looks for these
 
 
-def _add(group: Any, flag: Flag) -> None:
+def _add(group: Any, flag: TrainFlag) -> None:
     only = "" if len(flag.keys) == len(own_algorithms()) else f"[{', '.join(flag.keys)}] "
     help = f"{only}{flag.help}".replace("%", "%%")
     options: dict[str, Any] = {"dest": flag.name, "default": None, "help": help}
@@ -123,7 +123,7 @@ def _algorithm(arguments: argparse.Namespace) -> Algorithm:
 
 def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]:
     """Return setting -> flag, by which errors name it. Those given as key=value are named by key."""
-    names = {row.key: row.flag.partition("=")[0] for row in rows(algorithm.config) if row.flag}
+    names = {row.key: row.flag.name for row in rows(algorithm.config) if row.flag.name}
     for setting in settings:
         names.pop(setting.lstrip("+~").partition("=")[0], None)
     return names

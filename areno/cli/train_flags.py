@@ -14,7 +14,7 @@ from areno.api.algorithms import get_algorithm, own_algorithms
 from areno.config.models import OptimizerConfig
 from areno.errors import Problem, did_you_mean
 from areno.launch.hints import counterparts, listed
-from areno.schema.fields import Row, Section, rows
+from areno.schema.fields import Flag, Row, Section, rows
 
 logger = logging.getLogger("areno.cli")
 
@@ -29,61 +29,26 @@ HEADINGS = {
     "Checkpoint": "when and where checkpoints are saved",
     "Observability": "where metrics are written",
 }
-# Prefix of a key -> heading of its flag. The longest matching prefix counts.
-_PLACES = {
-    "": "Basic",
-    "actor.": "Train",
-    "actor.path": "Basic",
-    "critic.": "Train",
-    "ref.": "Train",
-    "teacher.": "Train",
-    "train_dataset.batch_size": "Rollout",
-    "train_dataset.max_length": "Rollout",
-    "engine.attn_backend": "Rollout",
-    "gconfig.": "Rollout",
-    "rollout.": "Rollout",
-    "agent.": "Rollout",
-    "reward.": "Rollout",
-    "saver.": "Checkpoint",
-    "stats_logger.": "Observability",
-    "tune.": "Tuning",
-}
 _TYPES = {int: "INTEGER", float: "FLOAT", str: "TEXT"}
 _KL_TYPES = {"low_var_kl": "k3"}
-# Help of flags for which the help of the setting is unclear without its section, or describes a value of the setting.
-_HELP = {
-    "--use-kl-loss": "Add a KL term to the loss, which keeps the policy close to the reference model",
-    "--min-lr": "Learning rate at the end of its decay. Default: a tenth of --lr",
-    "--adam-8bit": "Use AdamW with moments that are quantized to 8 bits in blocks. The moments then take 2 bytes per "
-    "parameter instead of 8",
-    "--disable-thinking": "Render the chat template with enable_thinking=false",
-    "--ref-ckpt": "Model folder or hub id of the reference model. Default: the policy before training",
-    "--critic-lr": "Peak learning rate of the critic. 0: the weights of the critic do not change",
-    "--save-interval": "Save a checkpoint each time this many training steps have passed, and at the end of the run",
-    "--save-path": "Folder of the checkpoints. Default: checkpoints/ in the folder of the run",
-    "--metrics-log-dir": "Folder of TensorBoard's event files. Default: tensorboard/ in the folder of the run",
-    "--greedy": "Always take the most likely token. Needs --agent-fn or --n-samples 1, because all samples of a prompt "
-    "would be equal. With --n-samples 1, also set actor.adv_norm=null, because a group of one sample has no advantage",
-    "--dataset-path": "A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset as "
-    "repo[:config[:split]]",
-    "--dataset-loader-fn": "Function of your own that loads the rows, as file.py[:function]. Needed for rows that are "
-    "not in a form that areno knows",
-    "--agent-fn": "Agent function, as file.py[:function]. Default: no agent, each sample is a single completion",
-    "--mini-bs": "Number of rows per micro-batch",
-    "--lr-decay-steps": "Number of optimizer steps, including warm-up, after which the learning rate has decayed to "
-    "--min-lr. Default: all optimizer steps of the run",
-}
 _UNQUOTED = set("_/+.%*@?|:-")  # Hydra reads these, letters and digits as text without quotes
 
 
+_USE_KL = Flag("--use-kl-loss", help="Add a KL term to the loss, which keeps the policy close to the reference model")
+
+
 @dataclass(kw_only=True)
-class Flag:
+class TrainFlag:
     """One flag of `areno train`."""
 
-    name: str  # with dashes
+    declared: Flag
     value: str | None  # value that a switch sets; None for a flag with an argument
     negative: bool  # there is also a --no- form
     keys: dict[str, list[Row]] = field(default_factory=dict)  # recipe -> settings that it sets
+
+    @property
+    def name(self) -> str:
+        return self.declared.name
 
     @property
     def row(self) -> Row:
@@ -93,7 +58,7 @@ class Flag:
     def about(self) -> str:
         """The description of the flag, without its default."""
         text = self.row.setting.help
-        return _HELP.get(self.name) or (text.replace(" null: ", " Default: ") if self.default == "null" else text)
+        return self.declared.help or (text.replace(" null: ", " Default: ") if self.default == "null" else text)
 
     @property
     def help(self) -> str:
@@ -131,14 +96,10 @@ class Flag:
             return row.default.strip("'")
         return "on" if row.default == self.value else "off"
 
-    @property
-    def heading(self) -> str:
-        return _PLACES[max((start for start in _PLACES if self.row.key.startswith(start)), key=len)]
 
-
-def flags() -> dict[str, Flag]:
+def flags() -> dict[str, TrainFlag]:
     """Return {name: flag} for the flags of all recipes of areno. A name begins with dashes."""
-    found: dict[str, Flag] = {}
+    found: dict[str, TrainFlag] = {}
     for recipe in own_algorithms():
         for row in rows(get_algorithm(recipe).config):
             for flag in _flags_of(row):
@@ -159,13 +120,12 @@ def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list
     return found
 
 
-def _flags_of(row: Row) -> Iterator[Flag]:
-    name, _, value = row.flag.partition("=")
-    if name == "--kl-loss-coef":
-        yield Flag(name="--use-kl-loss", value="", negative=True)
-    if name:
-        is_switch = row.setting.hint is bool
-        yield Flag(name=name, value=value or ("true" if is_switch else None), negative=row.default == "true")
+def _flags_of(row: Row) -> Iterator[TrainFlag]:
+    if row.flag.name == "--kl-loss-coef":
+        yield TrainFlag(declared=_USE_KL, value="", negative=True)
+    if row.flag.name:
+        switched = "true" if row.setting.hint is bool else None
+        yield TrainFlag(declared=row.flag, value=row.flag.value or switched, negative=row.default == "true")
 
 
 def overrides(
@@ -215,7 +175,7 @@ def with_settings(
     return list(dict.fromkeys([*found, *settings])), problems
 
 
-def _settings_of_flag(flag: Flag, settings: Iterable[Row], value: Any, own_task: bool) -> Iterator[str]:
+def _settings_of_flag(flag: TrainFlag, settings: Iterable[Row], value: Any, own_task: bool) -> Iterator[str]:
     """Yield key=value for each setting that a flag sets to the value of the flag."""
     if flag.name == "--kl-loss-type":
         value = _KL_TYPES.get(value, value)

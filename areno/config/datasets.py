@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from areno.config.resuming import FROM_HERE, SAME_CONTENT
 from areno.errors import Key, Problem
-from areno.schema.fields import Missing, Needs, Section, check, setting, settings, source_check
+from areno.schema.fields import Flag, Missing, Needs, Section, as_in, check, setting, settings, source_check
 
 ChangedTurns = Literal["split", "last_turn", "as_rendered", "error"]
 
@@ -79,14 +80,24 @@ class DatasetConfig(Section):
         help="Source of the rows: a json, jsonl, parquet, csv, tsv or arrow file, a folder written by save_to_disk, "
         "or a hub dataset as repo[:config[:split]]. null: no path, because the function of loader makes the rows "
         "itself",
-        flag="--dataset-path",
+        flag=Flag(
+            "--dataset-path",
+            help="A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset as "
+            "repo[:config[:split]]",
+        ),
+        on_resume=SAME_CONTENT,
     )
     loader: str | None = setting(
         None,
         help="Your own function that loads the rows, as file.py[:function] (default name: load_dataset). It is called "
         "with the arguments path and split, or with split alone if it has no argument for a path, and returns the "
         "rows. verifiers:NAME takes the rows of an environment of the verifiers package. null: areno reads path",
-        flag="--dataset-loader-fn",
+        flag=Flag(
+            "--dataset-loader-fn",
+            help="Function of your own that loads the rows, as file.py[:function]. Needed for rows that are "
+            "not in a form that areno knows",
+        ),
+        on_resume=SAME_CONTENT,
     )
     columns: ColumnsConfig = setting(
         factory=ColumnsConfig,
@@ -102,7 +113,10 @@ class DatasetConfig(Section):
     )
     split: str = setting("train", help="Split of the dataset to read, if the dataset has several")
     batch_size: int = setting(
-        32, help="Number of prompts (RL) or rows (SFT, DPO) per training step", gt=0, flag="--batch-size"
+        32,
+        help="Number of prompts (RL) or rows (SFT, DPO) per training step",
+        gt=0,
+        flag=Flag("--batch-size", heading="Rollout"),
     )
     shuffle: bool = setting(True, help="Shuffle the rows anew in every epoch. The order depends on seed")
     drop_last: bool = setting(True, help="Skip the last batch of an epoch if it has fewer rows than batch_size")
@@ -111,7 +125,7 @@ class DatasetConfig(Section):
         help="Largest number of tokens of a prompt (RL) or of a row (SFT, DPO). Longer prompts or rows are "
         "skipped, and their number is logged. null: the context length of the model",
         gt=0,
-        flag="--max-prompt-tokens",
+        flag=Flag("--max-prompt-tokens", heading="Rollout"),
     )
     changed_turns: ChangedTurns = setting(
         "split",
@@ -154,6 +168,8 @@ MISSING_ROWS = f"missing ({settings(DatasetConfig)['path'].help})"
 class ValidSetConfig(DatasetConfig):
     """Rows for evaluation. By default all rows are read, in order."""
 
+    path: str | None = as_in(DatasetConfig, "path", on_resume=FROM_HERE)
+    loader: str | None = as_in(DatasetConfig, "loader", on_resume=FROM_HERE)
     split: str = setting("test", help="Split of the dataset to read, if the dataset has several")
     batch_size: int | None = setting(
         None,

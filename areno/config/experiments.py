@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from areno.config import datasets, models, run, tracing
 from areno.config.optimizers import WITH_MOMENTS
+from areno.config.resuming import FROM_HERE, KEEPS_FOLDER, NEVER, RUN_LENGTH, SAME_CONTENT, SPEED, SPEED_AND_ORDER
 from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting, source_check
@@ -27,32 +28,42 @@ LossFn = Callable[..., Any]
 class ExperimentConfig(Section):
     """Settings that every run has. Each recipe has a subclass that adds settings and defines the loss."""
 
-    experiment_name: str = setting(help="Name of the experiment, and of the folder that holds its runs")
-    trial_name: str | None = setting(
-        None, help="Name of the run, and of its folder in the folder of the experiment. null: the start time of the run"
+    heading = "Basic"
+    experiment_name: str = setting(
+        help="Name of the experiment, and of the folder that holds its runs", on_resume=KEEPS_FOLDER
     )
-    seed: int = setting(1, help="Seed of the data order, of sampling and of random weights", ge=0)
+    trial_name: str | None = setting(
+        None,
+        help="Name of the run, and of its folder in the folder of the experiment. null: the start time of the run",
+        on_resume=KEEPS_FOLDER,
+    )
+    seed: int = setting(1, help="Seed of the data order, of sampling and of random weights", ge=0, on_resume=NEVER)
     total_train_epochs: int = setting(
         10,
         help="Number of passes over the training data. The run ends earlier if it reaches another limit "
         "(total_train_steps or total_train_n_seqs) first",
         gt=0,
         flag="--epochs",
+        on_resume=RUN_LENGTH,
     )
     total_train_steps: int | None = setting(
         None,
         help="End the training after this many training steps. null: no maximum number of steps",
         gt=0,
         flag="--max-steps",
+        on_resume=RUN_LENGTH,
     )
     total_train_n_seqs: int | None = setting(
         None,
         help="End the training after this many samples (RL) or rows of training data (SFT, DPO, KTO, reward models). "
         "null: no maximum number of samples or rows",
         gt=0,
+        on_resume=RUN_LENGTH,
     )
     tokenizer_path: str | None = setting(
-        None, help="Folder or hub id of the tokenizer. null: the tokenizer in the folder of actor.path"
+        None,
+        help="Folder or hub id of the tokenizer. null: the tokenizer in the folder of actor.path",
+        on_resume=SAME_CONTENT,
     )
     allow_control_tokens: bool = setting(
         False,
@@ -60,36 +71,62 @@ class ExperimentConfig(Section):
         "marker, bos, eos, pad). true: it is encoded as the control token. false: it is encoded as ordinary text",
     )
     enable_offload: bool = setting(
-        False, help="Turn on the setting offload of every model of the run, such as actor.offload and ref.offload"
+        False,
+        help="Turn on the setting offload of every model of the run, such as actor.offload and ref.offload",
+        on_resume=SPEED,
     )
     actor: models.ModelConfig = setting(help="The model that is trained")
-    engine: run.EngineConfig = setting(factory=run.EngineConfig, help="Devices, parallelism and worker processes")
+    engine: run.EngineConfig = setting(
+        factory=run.EngineConfig, help="Devices, parallelism and worker processes", on_resume=SPEED_AND_ORDER
+    )
     train_dataset: datasets.DatasetConfig = setting(
-        factory=datasets.DatasetConfig, help="Training data", required_in_build=True
+        factory=datasets.DatasetConfig,
+        help="Training data",
+        required_in_build=True,
+        on_resume=NEVER,
     )
     valid_dataset: datasets.ValidDatasetConfig | None = setting(
-        None, help="Evaluation data. null: no evaluation", flags={}
+        None,
+        help="Evaluation data. null: no evaluation",
+        flags={},
+        on_resume=FROM_HERE,
     )
-    saver: run.SaverConfig = setting(factory=run.SaverConfig, help="When and where checkpoints are saved")
+    saver: run.SaverConfig = setting(
+        factory=run.SaverConfig, help="When and where checkpoints are saved", on_resume=FROM_HERE
+    )
     evaluator: run.EvaluatorConfig = setting(
-        factory=run.EvaluatorConfig, help="When the model is evaluated, and early stopping", only_with=EVALUATION
+        factory=run.EvaluatorConfig,
+        help="When the model is evaluated, and early stopping",
+        only_with=EVALUATION,
+        on_resume=FROM_HERE,
     )
     recover: RecoverConfig = setting(
         factory=RecoverConfig,
         help="Saving the state of a run, and resuming an interrupted run",
         only_with=Needs("recover.mode", "auto", "resume", so="no states are written", in_build=True),
+        on_resume=FROM_HERE,
     )
     stats_logger: StatsLoggerConfig = setting(
-        factory=StatsLoggerConfig, help="Console output, and the services that metrics are sent to"
+        factory=StatsLoggerConfig,
+        help="Console output, and the services that metrics are sent to",
+        on_resume=FROM_HERE,
     )
     perf_tracer: tracing.PerfTracerConfig = setting(
-        factory=tracing.PerfTracerConfig, help="A trace of the run: a timeline of processes, devices and samples"
+        factory=tracing.PerfTracerConfig,
+        help="A trace of the run: a timeline of processes, devices and samples",
+        on_resume=FROM_HERE,
     )
     memory_profiler: tracing.MemoryProfilerConfig | None = setting(
-        None, help="Snapshots of the device memory. null: no snapshots"
+        None,
+        help="Snapshots of the device memory. null: no snapshots",
+        on_resume=FROM_HERE,
     )
-    cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Machines and output folder")
-    scheduler: run.SchedulerConfig = setting(factory=run.SchedulerConfig, help="How worker processes are started")
+    cluster: run.ClusterConfig = setting(
+        factory=run.ClusterConfig, help="Machines and output folder", on_resume=KEEPS_FOLDER
+    )
+    scheduler: run.SchedulerConfig = setting(
+        factory=run.SchedulerConfig, help="How worker processes are started", on_resume=SPEED_AND_ORDER
+    )
 
     head: ClassVar[HeadName] = "lm"
     """Head of the actor."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
+from areno.config.resuming import FROM_HERE, SPEED
 from areno.errors import Key, Problem
 from areno.schema.fields import Needs, Section, check, forbid, setting
 
@@ -81,21 +82,31 @@ class JudgeConfig(Section):
         "chat template, so it may be of another family than the actor. null: no such judge",
     )
     offload: bool = setting(
-        False, help="Keep the judge in host memory while it is not in use (CUDA)", only_with=_OF_ROLE
+        False,
+        help="Keep the judge in host memory while it is not in use (CUDA)",
+        only_with=_OF_ROLE,
+        on_resume=SPEED,
     )
     base_url: str | None = setting(
         None,
         help="Address of the OpenAI-compatible endpoint that serves the judge, such as http://localhost:8000/v1. null: "
         "no such judge",
+        on_resume=FROM_HERE,
     )
     model: str | None = setting(None, help="Needed with base_url. Name of the endpoint's model", only_with=_OF_ENDPOINT)
     api_key_env: str | None = setting(
         None,
         help="Name of the environment variable with the key of the endpoint. null: the endpoint needs no key",
         only_with=_OF_ENDPOINT,
+        on_resume=FROM_HERE,
     )
     concurrency: int = setting(
-        32, help="Largest number of requests to the endpoint at the same time", gt=0, le=1024, only_with=_OF_ENDPOINT
+        32,
+        help="Largest number of requests to the endpoint at the same time",
+        gt=0,
+        le=1024,
+        only_with=_OF_ENDPOINT,
+        on_resume=SPEED,
     )
     timeout_s: float = setting(
         60.0,
@@ -103,6 +114,7 @@ class JudgeConfig(Section):
         gt=0,
         le=86400,
         only_with=_OF_ENDPOINT,
+        on_resume=FROM_HERE,
     )
     retries: int = setting(
         2,
@@ -111,6 +123,7 @@ class JudgeConfig(Section):
         ge=0,
         le=100,
         only_with=_OF_ENDPOINT,
+        on_resume=FROM_HERE,
     )
     enable_thinking: bool | None = setting(
         None,

@@ -11,13 +11,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areno.config.optimizers import OPTIMIZERS, WITH_MOMENTS, OptimizerType
+from areno.config.resuming import FROM_HERE, FROM_STATE, NEVER, SAME_CONTENT, SPEED
 from areno.errors import Problem
-from areno.schema.fields import Needs, Section, check, forbid, setting
+from areno.schema.fields import Flag, Needs, Section, check, forbid, setting
 
 ALL_LINEAR = "all-linear"
 FROM_FOLDER = ("lora_rank", "lora_alpha", "target_modules", "use_rslora")
 """Settings that are read from the folder init_lora_from."""
 _ADAPTERS = Needs("use_lora", so="there are no adapters")
+_ADAM_8BIT = Flag(
+    "--adam-8bit",
+    "adam_8bit",
+    "Use AdamW with moments that are quantized to 8 bits in blocks. The moments then take 2 bytes per parameter "
+    "instead of 8",
+)
+_REF_CKPT = Flag(
+    "--ref-ckpt", help="Model folder or hub id of the reference model. Default: the policy before training"
+)
 _MOMENTS = Needs("type", *WITH_MOMENTS, so="there are no moments")
 
 
@@ -28,7 +38,8 @@ class OptimizerConfig(Section):
     type: OptimizerType = setting(
         "adam",
         help=". ".join(f"{name}: {kind.help}" for name, kind in OPTIMIZERS.items()),
-        flag="--adam-8bit=adam_8bit",
+        flag=_ADAM_8BIT,
+        on_resume=NEVER,
     )
     lr: float = setting(1e-6, help="Peak learning rate. 0: the weights do not change", ge=0, flag="--lr")
     min_lr_ratio: float = setting(
@@ -37,7 +48,7 @@ class OptimizerConfig(Section):
         ge=0,
         le=1,
         only_with=Needs("lr_scheduler_type", "linear", "cosine", so="lr does not decay"),
-        flag="--min-lr",
+        flag=Flag("--min-lr", help="Learning rate at the end of its decay. Default: a tenth of --lr"),
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
         "cosine", help="Shape of the decay of the learning rate. constant: no decay", flag="--lr-decay-style"
@@ -47,7 +58,11 @@ class OptimizerConfig(Section):
         help="Number of optimizer steps, including warm-up, after which the learning rate has decayed to min_lr_ratio "
         "* lr. null: all optimizer steps of the run, or 1000 in a script that calls areno.Trainer",
         gt=0,
-        flag="--lr-decay-steps",
+        flag=Flag(
+            "--lr-decay-steps",
+            help="Number of optimizer steps, including warm-up, after which the learning rate has "
+            "decayed to --min-lr. Default: all optimizer steps of the run",
+        ),
     )
     warmup_steps_proportion: float = setting(
         0.001, help="Length of the linear warm-up from 0 to lr, as a fraction of lr_decay_steps", ge=0, lt=1
@@ -90,7 +105,7 @@ class MicroBatchSpec(Section):
         gt=0,
         # Trainer.train sets both sizes, so only `build` reports a size that is not used.
         only_with=Needs("max_tokens_per_mb", None, so="micro-batches have a size in tokens", in_build=True),
-        flag="--mini-bs",
+        flag=Flag("--mini-bs", help="Number of rows per micro-batch"),
     )
     max_tokens_per_mb: int | None = setting(
         None,
@@ -157,7 +172,10 @@ class NormConfig(Section):
 class UpdatedModelConfig(Section):
     """Settings of a trained model and of its updates, except the settings of adapters."""
 
-    path: str = setting(help="Hugging Face model folder or hub id", flag="--ckpt")
+    heading = "Train"
+    path: str = setting(
+        help="Hugging Face model folder or hub id", flag=Flag("--ckpt", heading="Basic"), on_resume=SAME_CONTENT
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto",
         help="Data type of weights and activations. auto: bfloat16 on GPUs that support it (compute capability 8.0 "
@@ -167,29 +185,34 @@ class UpdatedModelConfig(Section):
         False,
         help="true: start this model from random weights, which depend on seed, with the architecture in config.json "
         "of path. No weight files are needed. The other models of the run still load their weights",
+        on_resume=NEVER,
     )
     max_skipped_steps: int | None = setting(
         10,
         help="Steps in a row without an update after which the run ends with an error. An update is skipped if loss or "
         "gradient is not finite, or if no sample of the step has a reward. null: no limit",
         gt=0,
+        on_resume=FROM_HERE,
     )
     gradient_checkpointing: bool = setting(
         True,
         help="Recompute activations in the backward pass to save memory. On CUDA, only as many layers are recomputed "
         "as are needed to fit into memory",
         flag="--activation-checkpointing",
+        on_resume=SPEED,
     )
     share_prefixes: Literal["auto", "on", "off"] = setting(
         "auto",
         help="Compute tokens with which several rows begin, such as a group's prompt, once in training and scoring. "
         "auto: if this saves a tenth of the tokens and a twentieth of the time. Never with recurrent states",
         renamed_from="enable_tree_training",
+        on_resume=SPEED,
     )
     offload: bool = setting(
         False,
         help="Keep masters and moments in pinned host memory, and gradients on the GPU only in training. Each update "
         "copies masters and moments to the GPU and back. The results stay the same (CUDA)",
+        on_resume=SPEED,
     )
     gradient_accumulation_steps: int | None = setting(
         None,
@@ -204,7 +227,7 @@ class UpdatedModelConfig(Section):
         "above 0 cost one more forward pass per optimizer step",
         ge=0,
     )
-    mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Size of micro-batches")
+    mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Size of micro-batches", on_resume=SPEED)
     optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="Optimizer and learning-rate schedule")
 
     @forbid(
@@ -230,20 +253,23 @@ class LoraConfig(Section):
         False,
         help="Train low-rank adapters on the linear layers (LoRA, arXiv 2106.09685) and freeze the weights of the "
         "model. A reference model without a path of its own is then this model without its adapters",
+        on_resume=NEVER,
     )
-    lora_rank: int = setting(32, help="Rank of the adapters", gt=0, only_with=_ADAPTERS)
+    lora_rank: int = setting(32, help="Rank of the adapters", gt=0, only_with=_ADAPTERS, on_resume=NEVER)
     lora_alpha: float = setting(
         16.0,
         help="The output of the adapters is multiplied by lora_alpha / lora_rank, or by lora_alpha / sqrt(lora_rank) "
         "with use_rslora",
         gt=0,
         only_with=_ADAPTERS,
+        on_resume=NEVER,
     )
     target_modules: list[str] = setting(
         factory=lambda: [ALL_LINEAR],
         help="Names of the linear layers that get adapters, such as [q_proj,v_proj]. [all-linear]: all linear layers "
         "except the output head and the experts of mixture-of-experts models",
         only_with=_ADAPTERS,
+        on_resume=NEVER,
     )
     peft_type: Literal["lora"] = setting("lora", help="Kind of adapters. Only lora is supported")
     use_rslora: bool = setting(
@@ -251,6 +277,7 @@ class LoraConfig(Section):
         help="Scale the adapters by lora_alpha / sqrt(lora_rank) instead of lora_alpha / lora_rank (rsLoRA, arXiv "
         "2312.03732). Recommended for high ranks",
         only_with=_ADAPTERS,
+        on_resume=NEVER,
     )
     init_lora_from: str | None = setting(
         None,
@@ -258,6 +285,7 @@ class LoraConfig(Section):
         "target modules are read from the folder. null: new adapters, which do not change the output of the model "
         "before the first update",
         only_with=_ADAPTERS,
+        on_resume=SAME_CONTENT,
     )
 
     @forbid("target_modules", "is empty; name linear layers, or leave it out for all of them")
@@ -438,21 +466,25 @@ class KLConfig(PolicyConfig):
 class RefConfig(Section):
     """The frozen reference model of a policy algorithm."""
 
+    heading = "Train"
     path: str | None = setting(
         None,
         help="Model folder or hub id of the reference model. null: the initial weights of the actor. They are loaded "
         "only once, for both models",
-        flag="--ref-ckpt",
+        flag=_REF_CKPT,
     )
-    offload: bool = setting(False, help="Keep the reference model in host memory while it is not in use (CUDA)")
+    offload: bool = setting(
+        False, help="Keep the reference model in host memory while it is not in use (CUDA)", on_resume=SPEED
+    )
 
 
 @dataclass(kw_only=True)
 class ScoringRefConfig(Section):
     """A reference model that computes the log-probabilities of all rows before training, and is then released."""
 
+    heading = "Train"
     path: str | None = setting(
-        None, help="Model folder or hub id of the reference model. null: the actor before training", flag="--ref-ckpt"
+        None, help="Model folder or hub id of the reference model. null: the actor before training", flag=_REF_CKPT
     )
 
 
@@ -460,17 +492,22 @@ class ScoringRefConfig(Section):
 class CriticConfig(Section):
     """The value function of PPO: a transformer body whose head computes one value per token."""
 
+    heading = "Train"
     path: str | None = setting(
         None,
         help="Model folder or hub id of the critic. null: the transformer body of the actor, with a new value head",
         flag="--critic-ckpt",
+        on_resume=FROM_STATE,
     )
     init_from_scratch: bool = setting(
         False,
         help="true: start the critic from random weights, with the architecture in config.json of the folder that "
         "path names. The folder needs no weight files, and the random numbers depend on seed",
+        on_resume=FROM_STATE,
     )
-    offload: bool = setting(False, help="As actor.offload, and unused weights are in host memory, too (CUDA)")
+    offload: bool = setting(
+        False, help="As actor.offload, and unused weights are in host memory, too (CUDA)", on_resume=SPEED
+    )
     mask_no_eos_with_zero: bool = setting(
         False,
         help="Do not train the critic on completions that were cut off at gconfig.max_new_tokens. If "
@@ -497,10 +534,18 @@ class CriticConfig(Section):
         True,
         help="Recompute the activations of the critic in the backward pass to save memory",
         flag="--activation-checkpointing",
+        on_resume=SPEED,
     )
-    mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Size of the critic's micro-batches")
+    mb_spec: MicroBatchSpec = setting(
+        factory=MicroBatchSpec, help="Size of the critic's micro-batches", on_resume=SPEED
+    )
     optimizer: OptimizerConfig = setting(
         factory=lambda: OptimizerConfig(lr=1e-5),
         help="Optimizer and learning-rate schedule of the critic",
-        flags={"lr": "--critic-lr", "type": "--adam-8bit=adam_8bit"},
+        flags={
+            "lr": Flag(
+                "--critic-lr", help="Peak learning rate of the critic. 0: the weights of the critic do not change"
+            ),
+            "type": _ADAM_8BIT,
+        },
     )

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from areno.config import models
 from areno.config.experiments import EVALUATION, ExperimentConfig, pass_sizes
+from areno.config.resuming import FROM_HERE, NEW_RUNS
 from areno.config.reward import RewardConfig
 from areno.config.rollout import AgentConfig, GenerationConfig, RolloutConfig, TuneConfig
 from areno.config.teacher import Divergence, TeacherConfig
@@ -28,7 +29,11 @@ class PolicyExperimentConfig(ExperimentConfig):
     )
     gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling during training")
     eval_gconfig: GenerationConfig | None = setting(
-        None, help="Sampling during evaluation. null: as in gconfig", flags={}, only_with=EVALUATION
+        None,
+        help="Sampling during evaluation. null: as in gconfig",
+        flags={},
+        only_with=EVALUATION,
+        on_resume=FROM_HERE,
     )
     rollout: RolloutConfig = setting(
         factory=RolloutConfig, help="Decoding of completions, and how a step selects samples"
@@ -40,7 +45,9 @@ class PolicyExperimentConfig(ExperimentConfig):
         factory=RewardConfig, help="Reward function and reward model", required_in_build=True
     )
     tune: TuneConfig = setting(
-        factory=TuneConfig, help="Settings of memory and speed that are chosen by a trial before the run"
+        factory=TuneConfig,
+        help="Settings of memory and speed that are chosen by a trial before the run",
+        on_resume=NEW_RUNS,
     )
     dynamic_bs: bool = setting(
         False,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areno.config.judge import JudgeConfig
+from areno.config.resuming import FROM_HERE, SPEED
 from areno.errors import Problem
 from areno.reward_fns.built_in import BUILT_IN_REWARDS
 from areno.schema.fields import Missing, Needs, Section, check, setting, settings, with_sections
@@ -30,6 +31,7 @@ class RewardConfig(Section):
     Each built-in reward that has settings has its own section, whose dataclass is in areno/reward_fns/built_in.py.
     """
 
+    heading = "Rollout"
     fn: str | list[str] | None = setting(
         None,
         help="Reward function: file.py[:function] (default: reward_fn), or a built-in one: "
@@ -67,6 +69,7 @@ class RewardConfig(Section):
         False,
         help="Keep the reward model in host memory while it is not in use (CUDA)",
         only_with=_MODEL,
+        on_resume=SPEED,
     )
     judge: JudgeConfig = setting(
         factory=JudgeConfig, help="Language model that reads completions, whose score is added to the reward"
@@ -78,6 +81,7 @@ class RewardConfig(Section):
         gt=0,
         le=86400,
         only_with=_FUNCTION,
+        on_resume=FROM_HERE,
     )
     workers: int | None = setting(
         None,
@@ -86,6 +90,7 @@ class RewardConfig(Section):
         gt=0,
         le=512,
         only_with=_FUNCTION,
+        on_resume=SPEED,
     )
 
     @property

@@ -10,8 +10,9 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any, Literal
 
+from areno.config.resuming import FROM_HERE, SPEED, SPEED_AND_ORDER
 from areno.errors import ConfigError, Problem
-from areno.schema.fields import Needs, Section, as_in, forbid, setting, settings
+from areno.schema.fields import Flag, Needs, Section, as_in, forbid, setting, settings
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures count as 0: logits divided by them would leave the range of float32."""
@@ -47,7 +48,12 @@ class SamplingConfig(Section):
         False,
         help="Always take the most likely token. In training, this setting needs an agent or n_samples=1, because "
         "otherwise all samples of a prompt would be equal",
-        flag="--greedy",
+        flag=Flag(
+            "--greedy",
+            help="Always take the most likely token. Needs --agent-fn or --n-samples 1, because all samples of a "
+            "prompt would be equal. With --n-samples 1, also set actor.adv_norm=null, because a group of one sample "
+            "has no advantage",
+        ),
     )
     top_p: float = setting(
         1.0,
@@ -151,7 +157,7 @@ def flags_of_draws() -> dict[str, str]:
     """Return setting -> command-line flag for the settings that greedy decoding does not use."""
     known = settings(GenerationConfig)
     names = ["temperature", *(name for name, each in known.items() if _DRAWING in each.only_with)]
-    return {name: known[name].flag for name in names if known[name].flag}
+    return {name: known[name].flag.name for name in names if known[name].flag.name}
 
 
 @cache
@@ -184,6 +190,7 @@ def at_temperature(value: Any) -> SamplingConfig:
 class GenerationConfig(SamplingConfig):
     """Settings for sampling the completions of a prompt, in training or evaluation."""
 
+    heading = "Rollout"
     n_samples: int = setting(8, help="Number of completions per prompt", gt=0, le=1_000_000, flag="--n-samples")
     max_new_tokens: int = as_in(SamplingConfig, "max_new_tokens", default=3071)
     max_tokens: int | None = setting(
@@ -221,21 +228,28 @@ class DecoderConfig(Section):
     """Memory and speed of the decoder: prefill size, KV cache and CUDA graphs."""
 
     max_prefill_tokens: int = setting(
-        8192, help="Largest number of prompt tokens per forward pass. Longer prompts are split (chunked prefill)", gt=0
+        8192,
+        help="Largest number of prompt tokens per forward pass. Longer prompts are split (chunked prefill)",
+        gt=0,
+        on_resume=SPEED_AND_ORDER,
     )
     mem_fraction: float = setting(
         0.6,
         help="The KV cache may use this fraction of the memory that is free after the models are loaded (CUDA)",
         gt=0,
         lt=1,
+        on_resume=SPEED_AND_ORDER,
     )
     max_kv_tokens: int | None = setting(
         None,
         help="Number of tokens whose keys and values, in all layers, fit into the KV cache. null: as many tokens as "
         "the run needs, within mem_fraction",
         gt=0,
+        on_resume=SPEED_AND_ORDER,
     )
-    eager_decode: bool = setting(False, help="Decode and prefill without CUDA graphs", flag="--eager-decode")
+    eager_decode: bool = setting(
+        False, help="Decode and prefill without CUDA graphs", flag="--eager-decode", on_resume=SPEED_AND_ORDER
+    )
     speculation: Literal["auto", "on", "off"] = setting(
         "off",
         help="auto: on for GPUs, off for CPUs. on: where faster, draft the next tokens of a sample and verify several "
@@ -243,6 +257,7 @@ class DecoderConfig(Section):
         "earlier steps count with engine.exact, and on GPUs without engine.deterministic. Drafts change samples no "
         "more than another batch size does, and not at all with engine.exact. off: no drafts. Also off "
         "with prompts_ahead and max_head_offpolicyness, and with dynamic_sampling if its rounds overlap",
+        on_resume=SPEED_AND_ORDER,
     )
 
 
@@ -250,6 +265,7 @@ class DecoderConfig(Section):
 class RolloutConfig(DecoderConfig):
     """Settings of the decoder in a run, and of the samples that a step trains on and records."""
 
+    heading = "Rollout"
     max_concurrent_rollouts: int | None = setting(
         None,
         help="Largest number of samples that are decoded at the same time. null: all samples of a step "
@@ -257,6 +273,7 @@ class RolloutConfig(DecoderConfig):
         "model, as far as a tenth of the free memory has room for their keys and values",
         gt=0,
         flag="--max-running-prompts",
+        on_resume=SPEED_AND_ORDER,
     )
     max_head_offpolicyness: int = setting(
         0,
@@ -281,11 +298,12 @@ class RolloutConfig(DecoderConfig):
         help="Free the KV cache and the CUDA graphs after the rollout of each step, which leaves more memory for "
         "training. Not possible with agents that live across steps (max_head_offpolicyness above 0)",
         flag="--drop-rollout-state",
+        on_resume=SPEED_AND_ORDER,
     )
     enable_thinking: bool | None = setting(
         None,
         help="Value of the argument enable_thinking of the chat template. null: the template's own default",
-        flag="--disable-thinking=false",
+        flag=Flag("--disable-thinking", "false", "Render the chat template with enable_thinking=false"),
     )
     dynamic_sampling: bool = setting(
         False,
@@ -304,7 +322,9 @@ class RolloutConfig(DecoderConfig):
         ),
     )
     dump_to_file: bool = setting(
-        False, help="Record every training sample in rollouts/<step>.jsonl in the folder of the run"
+        False,
+        help="Record every training sample in rollouts/<step>.jsonl in the folder of the run",
+        on_resume=FROM_HERE,
     )
     dump_n_samples: int = setting(
         8,
@@ -312,6 +332,7 @@ class RolloutConfig(DecoderConfig):
         "They are drawn at random in whole groups (all samples of a prompt). 0: no sample is recorded",
         ge=0,
         only_with=Needs("dump_to_file", False, so="all samples are kept"),
+        on_resume=FROM_HERE,
     )
 
 
@@ -322,6 +343,7 @@ _TUNED = Needs("enabled", so="nothing is tuned")
 class TuneConfig(Section):
     """The choice of performance settings by a trial before the run."""
 
+    heading = "Tuning"
     enabled: bool = setting(
         False,
         help="Before a new run loads its models, choose the settings of memory and speed that you have not set: "
@@ -358,12 +380,16 @@ _AGENT = Needs("fn", so="there is no agent", in_build=True)
 class AgentConfig(Section):
     """An agent: user code that samples by requests to the policy's OpenAI-compatible endpoint."""
 
+    heading = "Rollout"
     fn: str | None = setting(
         None,
         help="Agent function, as file.py[:function] (default name: run_agent). It is called as run_agent(ctx, batch) "
         "and returns trajectories. verifiers:NAME runs an installed environment of the verifiers package, which has "
         "its own data and reward. null: no agent, so each sample is a single completion",
-        flag="--agent-fn",
+        flag=Flag(
+            "--agent-fn",
+            help="Agent function, as file.py[:function]. Default: no agent, each sample is a single completion",
+        ),
     )
     timeout_s: float = setting(
         300.0,
@@ -381,6 +407,7 @@ class AgentConfig(Section):
         gt=0,
         le=512,
         only_with=_AGENT,
+        on_resume=SPEED,
     )
     whole_batch: bool = setting(
         False,

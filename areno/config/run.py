@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from areno.config.resuming import NEVER, RUN_LENGTH, SPEED_AND_ORDER
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.build import build
-from areno.schema.fields import Needs, Section, check, forbid, setting, with_sections
+from areno.schema.fields import Flag, Needs, Section, check, forbid, setting, with_sections
 from areno.schema.values import is_no_folder, show
 from areno.services import GROUP, SERVICES, installed_service, installed_services
 from areno.services.service import Service
@@ -80,13 +81,22 @@ _COMPARING = Needs("best_metric", so="checkpoints are not compared")
 class SaverConfig(FrequencyConfig):
     """When and where checkpoints are written. A run always saves a checkpoint at its end."""
 
+    heading = "Checkpoint"
     path: str | None = setting(
         None,
         help="Folder for the checkpoints of this run. Different runs need different folders. In a sweep, each run "
         "has a subfolder. null: checkpoints/ in the folder of the run",
-        flag="--save-path",
+        flag=Flag("--save-path", help="Folder of the checkpoints. Default: checkpoints/ in the folder of the run"),
     )
-    freq_steps: int | None = setting(100, help=f"Save a checkpoint {_AT_STEPS}", gt=0, flag="--save-interval")
+    freq_steps: int | None = setting(
+        100,
+        help=f"Save a checkpoint {_AT_STEPS}",
+        gt=0,
+        flag=Flag(
+            "--save-interval",
+            help="Save a checkpoint each time this many training steps have passed, and at the end of the run",
+        ),
+    )
     freq_epochs: int | None = setting(None, help=f"Save a checkpoint {_AT_EPOCHS}", gt=0)
     freq_secs: float | None = setting(None, help=f"Save a checkpoint {_AT_SECS.format('checkpoint')}", gt=0)
     mode: Literal["auto", "sync", "async"] = setting(
@@ -163,6 +173,7 @@ class EvaluatorConfig(FrequencyConfig):
         help="Early stopping: end the run after this many consecutive evaluations in which evaluator.metric did not "
         "improve. null: no early stopping",
         gt=0,
+        on_resume=RUN_LENGTH,
     )
     metric: str | None = setting(
         None,
@@ -329,7 +340,7 @@ class EngineConfig(Section):
         "auto",
         help="Attention kernels in training and prefill. flash: the flash-attn package. native: the kernels of "
         "torch (SDPA). auto: the same as native. GPUs below compute capability 8.0 always use native",
-        flag="--attn-backend",
+        flag=Flag("--attn-backend", heading="Rollout"),
     )
     exact: bool = setting(
         False,
@@ -343,7 +354,9 @@ class EngineConfig(Section):
         "one H200 with a 0.6B model)",
     )
     dummy_load: bool = setting(
-        False, help="Use random weights in all models, for benchmarks. The model folders need no weight files"
+        False,
+        help="Use random weights in all models, for benchmarks. The model folders need no weight files",
+        on_resume=NEVER,
     )
     stall_timeout_s: float | None = setting(
         600.0,
@@ -414,7 +427,10 @@ class ClusterConfig(Section):
         "run uses several nodes, all nodes must share this folder",
     )
     n_nodes: int = setting(
-        1, help="Number of machines of the run. More than one machine needs scheduler.type=ray", gt=0
+        1,
+        help="Number of machines of the run. More than one machine needs scheduler.type=ray",
+        gt=0,
+        on_resume=SPEED_AND_ORDER,
     )
     n_gpus_per_node: int | None = setting(
         None,
@@ -422,6 +438,7 @@ class ClusterConfig(Section):
         "engine.world_size divided by n_nodes. If engine.world_size is null too, the run uses all GPUs of a node, or "
         "one copy of the model on a CPU",
         gt=0,
+        on_resume=SPEED_AND_ORDER,
     )
 
     @forbid("fileroot", "is {self.fileroot!r}; the path of a folder is expected")
@@ -458,7 +475,10 @@ class TensorBoardConfig(Section):
         None,
         help="Folder of the TensorBoard event files. In a sweep, each run has a subfolder. null: tensorboard/ in "
         "the folder of the run",
-        flag="--metrics-log-dir",
+        flag=Flag(
+            "--metrics-log-dir",
+            help="Folder of TensorBoard's event files. Default: tensorboard/ in the folder of the run",
+        ),
     )
 
     @forbid("path", "is {self.path!r}; the path of a folder is expected")
@@ -475,6 +495,7 @@ class StatsLoggerConfig(Section):
     Each service of areno/services has its own section, whose settings are declared in the service's file.
     """
 
+    heading = "Observability"
     console: Literal["auto", "live", "lines", "full", "quiet"] = setting(
         "auto",
         help="What is printed to stderr. live: a display that is updated in place on a terminal. lines: one line "

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from areno.config.resuming import SPEED
 from areno.errors import Problem
 from areno.schema.fields import Needs, Section, check, forbid, setting
 
@@ -56,6 +57,7 @@ class TeacherConfig(Section):
     The formulas of the losses are in `areno.loss_fns.distillation`.
     """
 
+    heading = "Train"
     path: str | None = setting(
         None,
         help="Model folder or hub id of the teacher, whose tokens need the ids of the actor's tokens. null: the "
@@ -75,6 +77,7 @@ class TeacherConfig(Section):
         False,
         help="Keep the teacher in host memory while it is not in use (CUDA). With several teachers, at most one is "
         "on the device at a time",
+        on_resume=SPEED,
     )
     loss_type: Literal["sampled_reverse_kl", "reverse_kl", "forward_kl", "jsd"] = setting(
         "sampled_reverse_kl",

@@ -292,7 +292,7 @@ class Recovery(AbstractContextManager["Recovery"]):
             earlier.refuse_other(self.config, None)
         refuse(found, self.folder, explicit=earlier is not None)
         given, now = state.record["inputs"], self._inputs
-        changed = {change.key for change in found if change.kind == "explicit"}
+        changed = {change.key for change in found if change.on_resume.kind == "explicit"}
         text = "is not what the run in {} began with ({} instead of {})"
         hints = {"train_dataset": "; its rows must be the same, in the same order, at every start"}
         problems = [
@@ -303,7 +303,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         if problems:
             raise ConfigError(problems)
         for change in found:
-            logger.info("changed: %s (%s)", change, change.effect)
+            logger.info("changed: %s (%s)", change, change.on_resume.effect)
         before = state.record["versions"]
         for name in (name for name in self._versions if before.get(name) != self._versions[name]):
             logger.info("changed: version of %s: %s -> %s", name, before.get(name), self._versions[name])

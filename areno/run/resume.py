@@ -16,14 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from areno.config.experiments import ExperimentConfig
+from areno.config.resuming import EXPLICIT, ORDER, RUN_LENGTH
 from areno.errors import ConfigError, Problem
 from areno.files.durable import locked
 from areno.run.states import States
 from areno.schema.build import current_key, with_current_names, with_defaults
-from areno.schema.fields import Section
+from areno.schema.fields import OnResume, Section, settings
 from areno.schema.values import show, value_at
 from areno.tracking import run_folder
 from areno.tracking.reader import RunReader
@@ -31,44 +32,6 @@ from areno.tracking.run_folder import NewFolder, overrides_of, recipe_of, settin
 
 STATE = "state"
 """Name of the folder of the states in the folder of a run."""
-
-Kind = Literal["harmless", "explicit", "never"]
-"""harmless: samples and updates stay the same, except for a learning rate that follows the length of the run.
-explicit: the run changes from here on, so the user must name it by --resume. never: the state would not fit."""
-
-_END = "where the run ends, and with lr_decay_steps=null the learning rate from here on"
-_SPEED = "speed and memory change; results up to the order of floating-point sums"
-_RACE = "other samples may be finished first, and so other prompts are trained in a step"
-_FROM_HERE = "from here on"
-_SAME = "nothing, if it is the same model or data in another place"
-
-# (kind, effect of a change) -> settings or whole sections. The longest entry that contains a setting counts. A setting
-# that is not listed is explicit.
-_LISTED: dict[tuple[Kind, str], str] = {
-    ("harmless", _END): "total_train_steps total_train_epochs total_train_n_seqs evaluator.patience",
-    ("harmless", _FROM_HERE): (
-        "saver evaluator recover stats_logger valid_dataset eval_gconfig rollout.dump_to_file rollout.dump_n_samples "
-        "actor.max_skipped_steps reward.timeout_s reward.judge.base_url reward.judge.api_key_env "
-        "reward.judge.timeout_s reward.judge.retries perf_tracer memory_profiler"
-    ),
-    ("harmless", "nothing: the run keeps its folder"): "experiment_name trial_name cluster",
-    ("harmless", _SPEED): (
-        "engine scheduler cluster.n_nodes cluster.n_gpus_per_node rollout.max_prefill_tokens rollout.mem_fraction "
-        "rollout.max_kv_tokens rollout.eager_decode rollout.speculation rollout.max_concurrent_rollouts "
-        "rollout.drop_rollout_state agent.workers reward.workers reward.judge.concurrency enable_offload actor.offload "
-        "reward.offload reward.judge.offload ref.offload teacher.offload critic.offload "
-        "actor.mb_spec critic.mb_spec actor.share_prefixes "
-        "actor.gradient_checkpointing critic.gradient_checkpointing"
-    ),
-    ("harmless", "nothing: only a new run is tuned"): "tune",
-    ("harmless", _SAME): ("actor.path actor.init_lora_from tokenizer_path train_dataset.path train_dataset.loader"),
-    ("harmless", "nothing: the critic comes from the state"): "critic.path critic.init_from_scratch",
-    ("never", ""): (
-        "seed train_dataset actor.init_from_scratch engine.dummy_load actor.optimizer.type critic.optimizer.type "
-        "actor.use_lora actor.lora_rank actor.lora_alpha actor.target_modules actor.use_rslora"
-    ),
-}
-_KINDS = {key: found for found, keys in _LISTED.items() for key in keys.split()}
 
 
 @dataclass(frozen=True)
@@ -78,12 +41,7 @@ class Change:
     key: str  # dotted name
     before: Any
     now: Any
-    kind: Kind
-    effect: str  # on the run, in words
-
-    @property
-    def is_end(self) -> bool:
-        return self.effect == _END
+    on_resume: OnResume
 
     @property
     def override(self) -> str:
@@ -104,18 +62,20 @@ def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any
     pairs = _differences(with_defaults(cls, before), with_defaults(cls, now))
     rollout = now.get("rollout") or {}
     is_race = bool(rollout.get("max_head_offpolicyness") or rollout.get("prompts_ahead"))
-    return [Change(key, old, new, *_kind(key, is_race)) for key, old, new in pairs]
+    return [Change(key, old, new, _on_resume(cls, key, is_race)) for key, old, new in pairs]
 
 
-def _kind(key: str, is_race: bool) -> tuple[Kind, str]:
-    """Return kind and effect of a change. `is_race`: steps train on the prompts that are finished first."""
-    section = key
-    while section not in _KINDS and section:
-        section = section.rpartition(".")[0]
-    kind, effect = _KINDS.get(section, ("explicit", _FROM_HERE))
-    if is_race and effect == _SPEED and section.startswith(("engine", "scheduler", "cluster", "rollout")):
-        return "explicit", _RACE
-    return kind, effect
+def _on_resume(cls: type[Section], key: str, is_race: bool) -> OnResume:
+    """Return what a setting or the nearest section around it declares.
+
+    `is_race`: steps train on the prompts that are finished first.
+    """
+    found, section = EXPLICIT, cls
+    for name in key.split("."):
+        if section is None or name not in settings(section):
+            break
+        found, section = settings(section)[name].on_resume or found, settings(section)[name].section
+    return ORDER if is_race and found.decides_order else found
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -186,10 +146,10 @@ def refuse(found: Sequence[Change], folder: Path, explicit: bool) -> None:
     """Raise ConfigError if any of the changed settings does not allow a run to be resumed."""
     problems = []
     for change in found:
-        if change.kind == "never":
+        if change.on_resume.kind == "never":
             text = "the run in {} cannot be resumed with another value ({}); start a new run under another trial_name"
             problems.append(Problem(change.key, text, folder, change))
-        elif change.kind == "explicit" and not explicit:
+        elif change.on_resume.kind == "explicit" and not explicit:
             text = "differs from the run in {} ({}); choose another trial_name, or resume it: --resume {} {}"
             problems.append(Problem(change.key, text, folder, change, folder, change.override))
     if problems:
@@ -290,7 +250,7 @@ def print_result(
     If the run has steps left, print nothing and return None.
     """
     finished = earlier.states.finished
-    if finished is None or any(change.is_end for change in changed):
+    if finished is None or any(change.on_resume is RUN_LENGTH for change in changed):
         return None
     step, result = finished["step"], finished["result"]
     print(

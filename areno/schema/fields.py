@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from areno.errors import ConfigError, Key, Problem
 from areno.schema.values import InvalidValue, convert, show, spelling
@@ -42,9 +42,10 @@ def setting(
     only_with: Needs | tuple[Needs, ...] = (),
     renamed_from: str | tuple[str, ...] = (),
     aliases: Mapping[str, str] | None = None,
-    flag: str = "",
-    flags: Mapping[str, str] | None = None,
+    flag: str | Flag = "",
+    flags: Mapping[str, str | Flag] | None = None,
     may_be_blank: bool = False,
+    on_resume: OnResume | None = None,
 ) -> Any:
     """Declare one setting of a section. Without `default` and `factory` the setting is required.
 
@@ -62,17 +63,66 @@ def setting(
         renamed_from: Earlier names of the setting, which are still read: a name in the same section, or a dotted key of
             the whole configuration for a setting that has moved.
         aliases: Other words for the choices of a `Literal`: word -> choice.
-        flag: Flag of the setting in `areno train`. "--name" takes a value. For a bool, it is a switch, and if the
-            default is true, --no-name is added. "--name=value" is a switch that sets this value.
+        flag: Flag of the setting in `areno train`, or its name.
         flags: Flags of the settings inside a section, by name. They replace the flags that these settings declare.
         may_be_blank: Whether a text may consist of white space alone, such as a line break.
+        on_resume: Whether the setting may change when a run is resumed. None: as its section, or, outside of such a
+            section, only if the user names the run by --resume.
     """
     bounds = {name: bound for name, bound in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if bound is not None}
-    names: dict[str, Any] = {"aliases": aliases or {}, "flag": flag, "flags": flags, "may_be_blank": may_be_blank}
-    needs = (only_with,) if isinstance(only_with, Needs) else only_with
-    names["renamed_from"] = (renamed_from,) if isinstance(renamed_from, str) else renamed_from
-    metadata = {"help": help, "required_in_build": required_in_build, "bounds": bounds, "only_with": needs, **names}
-    return dataclasses.field(default=default, default_factory=factory, metadata=metadata, kw_only=True)
+    declared = {
+        "help": help,
+        "required": required_in_build or default is factory is REQUIRED,
+        "bounds": bounds,
+        "only_with": (only_with,) if isinstance(only_with, Needs) else only_with,
+        "renamed_from": (renamed_from,) if isinstance(renamed_from, str) else renamed_from,
+        "aliases": aliases or {},
+        "flag": _flag(flag),
+        "flags": flags,
+        "may_be_blank": may_be_blank,
+        "on_resume": on_resume,
+    }
+    return dataclasses.field(default=default, default_factory=factory, metadata={"declared": declared}, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of `areno train`, for `setting(flag=...)`.
+
+    Attributes:
+        name: Its name, with dashes. The flag takes a value. For a bool, it is a switch, and if the default is true,
+            --no-name is added. "" if there is no flag.
+        value: The value that the flag sets, which makes it a switch.
+        help: Help of the flag, if the help of the setting is unclear without its section, or describes a value.
+        heading: Heading of the flag in the help of `areno train`. "": that of the section (`Section.heading`).
+    """
+
+    name: str
+    value: str = ""
+    help: str = ""
+    heading: str = ""
+
+
+def _flag(flag: str | Flag) -> Flag:
+    return Flag(flag) if isinstance(flag, str) else flag
+
+
+@dataclass(frozen=True)
+class OnResume:
+    """Whether a setting may change when a run is resumed, for `setting(on_resume=...)`.
+
+    Attributes:
+        kind: harmless: samples and updates stay the same, except for a learning rate that follows the length of the
+            run. explicit: the run changes from here on, so the user must name it by --resume. never: the state of the
+            run would not fit.
+        effect: What a change does to the run, in words.
+        decides_order: Whether a change alters which samples are finished first. It is then explicit if steps train on
+            the prompts that are finished first.
+    """
+
+    kind: Literal["harmless", "explicit", "never"]
+    effect: str
+    decides_order: bool = False
 
 
 def with_sections(found: Mapping[str, tuple[type[Section], str]]) -> Callable[[type[T]], type[T]]:
@@ -146,12 +196,15 @@ def _plain(value: Any) -> str:
     return "set" if isinstance(value, Section) else value if isinstance(value, str) else show(value)
 
 
-def as_in(section: type[Section], name: str, default: Any = REQUIRED, **bounds: float) -> Any:
+def as_in(
+    section: type[Section], name: str, default: Any = REQUIRED, on_resume: OnResume | None = None, **bounds: float
+) -> Any:
     """Declare a setting as in another section, with the same help text, bounds and flag unless given."""
     there = next(field for field in dataclasses.fields(section) if field.name == name)
-    metadata = {**there.metadata, "bounds": {**there.metadata["bounds"], **bounds}}
+    declared = there.metadata["declared"]
+    declared = {**declared, "bounds": {**declared["bounds"], **bounds}, "on_resume": on_resume or declared["on_resume"]}
     value = there.default if default is REQUIRED else default
-    return dataclasses.field(default=value, metadata=metadata, kw_only=True)
+    return dataclasses.field(default=value, metadata={**there.metadata, "declared": declared}, kw_only=True)
 
 
 class Missing(Problem):
@@ -216,9 +269,10 @@ class Setting:
     section: type[Section] | None
     sections: type[Section] | None
     optional: bool
-    flag: str
-    flags: Mapping[str, str] | None
-    may_be_blank: bool = False
+    flag: Flag
+    flags: Mapping[str, str | Flag] | None
+    may_be_blank: bool
+    on_resume: OnResume | None
 
     @property
     def type_text(self) -> str:
@@ -256,25 +310,17 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
     hints = get_type_hints(cls)
     found = {}
     for field in dataclasses.fields(cls):
-        hint, metadata = hints[field.name], field.metadata
+        hint = hints[field.name]
         factory: Any = field.default_factory
         arms = get_args(hint) or (hint,)
         found[field.name] = Setting(
             name=field.name,
             hint=hint,
-            help=metadata["help"],
-            required=metadata["required_in_build"] or field.default is factory is REQUIRED,
             default=(lambda field=field: field.default) if factory is REQUIRED else factory,
-            bounds=metadata["bounds"],
-            only_with=metadata["only_with"],
-            renamed_from=metadata["renamed_from"],
-            aliases=metadata["aliases"],
             section=next(filter(_is_section, arms), None),
             sections=next(filter(_is_section, (get_args(arm)[1] for arm in arms if get_origin(arm) is dict)), None),
             optional=type(None) in arms,
-            flag=metadata["flag"],
-            flags=metadata["flags"],
-            may_be_blank=metadata["may_be_blank"],
+            **field.metadata["declared"],
         )
     return found
 
@@ -286,27 +332,33 @@ class Row:
     key: str  # dotted
     setting: Setting
     default: str  # "required", a value in YAML, or "" for a section that exists by default
-    flag: str  # in `areno train`
+    flag: Flag  # in `areno train`
+    heading: str  # of the flag
 
 
 def rows(
-    cls: type[Section], prefix: str = "", section: Section | None = None, flags: Mapping[str, str] | None = None
+    cls: type[Section],
+    prefix: str = "",
+    section: Section | None = None,
+    flags: Mapping[str, str | Flag] | None = None,
+    heading: str = "",
 ) -> Iterator[Row]:
     """Yield a row for every setting in a section and its nested sections, in the order of declaration.
 
     `prefix` is the dotted key of the section, with a dot at its end. `section` has the defaults to show, and `flags`
-    replaces declared flags.
+    replaces declared flags. `heading` is that of the enclosing section.
     """
+    heading = cls.heading or heading
     for name, setting in settings(cls).items():
         default = setting.default_in(section)
         inner = default if isinstance(default, Section) else None
         there = setting.section is not None and default is not None
         text = "" if there else "required" if default is REQUIRED else show(default)
-        flag = setting.flag if flags is None else flags.get(name, "")
-        yield Row(prefix + name, setting, text, flag)
+        flag = setting.flag if flags is None else _flag(flags.get(name, ""))
+        yield Row(prefix + name, setting, text, flag, flag.heading or heading)
         if setting.section:
             of_section = setting.flags if flags is None else {}
-            yield from rows(setting.section, f"{prefix}{name}.", inner, of_section)
+            yield from rows(setting.section, f"{prefix}{name}.", inner, of_section, heading)
 
 
 def changed(section: Section, prefix: str = "", default: Section | None = None) -> Iterator[tuple[str, Any]]:
@@ -325,6 +377,9 @@ class Section:
 
     All problems, wrong types, bounds and checks, are reported in one ConfigError.
     """
+
+    heading: ClassVar[str] = ""
+    """Heading of its flags in the help of `areno train`. "": that of the enclosing section."""
 
     def __post_init__(self) -> None:
         vars(self).update(self.canonical(vars(self)))

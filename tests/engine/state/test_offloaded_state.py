@@ -213,5 +213,5 @@ def test_too_little_host_memory_ends_the_start(folder: Path, monkeypatch: pytest
 def test_offload_may_change_within_a_run() -> None:
     before = {"experiment_name": "a", "actor": {"path": "m"}}
     now = {"experiment_name": "a", "actor": {"path": "m", "offload": True}, "enable_offload": True}
-    found = {change.key: change.kind for change in changes(SupervisedExperimentConfig, before, now)}
+    found = {change.key: change.on_resume.kind for change in changes(SupervisedExperimentConfig, before, now)}
     assert found == {"actor.offload": "harmless", "enable_offload": "harmless"}
