@@ -35,7 +35,7 @@ def test_the_help_calls_a_value_the_default_only_if_it_is_that_of_all_recipes() 
     for flag in found.values():
         if "Default: " in flag.row.setting.help.replace(" null: ", " Default: ") and "Default: " in flag.help:
             assert "(default " not in flag.help, flag.name
-            assert flag.name in flags._HELP or flag.default == "null", flag.name
+            assert flag.declared.help or flag.default == "null", flag.name
     assert found["--clip-ratio-c"].help.endswith("null: no dual clip (default null (grpo), null (gspo), 3.0 (ppo))")
 
 
