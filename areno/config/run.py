@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from areno.config.layout import Layout
 from areno.config.resuming import NEVER, RUN_LENGTH, SPEED_AND_ORDER
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.build import build
@@ -199,105 +200,6 @@ class EvaluatorConfig(FrequencyConfig):
     def patience_without_evaluations(self) -> bool:
         """Return whether early stopping is set although nothing is evaluated during training."""
         return self.patience is not None and self.freq_steps is self.freq_epochs is self.freq_secs is None
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the ranks of an engine hold copies of a model: the sizes of tensor, data and context parallelism.
-
-    Rank r holds shard r % tp_size of copy r // tp_size. So the ranks of a copy are consecutive. The first rank of a
-    copy is the copy's leader.
-
-    Attributes:
-        world_size: Number of ranks. Each rank has one device.
-        tp_size: Number of ranks that share one copy of the model (tensor parallel).
-        cp_size: Number of consecutive copies that train each row together (context parallel).
-    """
-
-    world_size: int = 1
-    tp_size: int = 1
-    cp_size: int = 1
-
-    @classmethod
-    def one_copy(cls, n_ranks: int) -> Layout:
-        """Return the layout of a single copy of a model, sharded over `n_ranks` ranks."""
-        return cls(n_ranks, n_ranks)
-
-    def of_copy(self, n_samples: int) -> int:
-        """Return the number of samples that each copy of the model decodes, if all copies decode `n_samples`.
-
-        Args:
-            n_samples: Number of samples over all copies.
-        """
-        return max(1, -(-n_samples // self.dp_size))
-
-    @property
-    def dp_size(self) -> int:
-        """Number of copies of the model."""
-        return self.world_size // self.tp_size
-
-    @property
-    def data_size(self) -> int:
-        """Number of groups of `cp_size` copies. Each group trains different rows (data parallel)."""
-        return self.dp_size // self.cp_size
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each copy of the model is sharded over several ranks."""
-        return self.tp_size > 1
-
-    @property
-    def leaders(self) -> range:
-        """The first rank of each copy."""
-        return range(0, self.world_size, self.tp_size)
-
-    def place_of(self, rank: int) -> tuple[int, int]:
-        """Return (index of the copy, index of the shard) that a rank holds.
-
-        Args:
-            rank: Any rank.
-        """
-        return divmod(rank, self.tp_size)
-
-    def copy_of(self, rank: int) -> range:
-        """Return all ranks that hold the same copy of the model as a rank, including that rank.
-
-        Args:
-            rank: Any rank.
-        """
-        leader = rank - rank % self.tp_size
-        return range(leader, leader + self.tp_size)
-
-    def share(self, total: int) -> int:
-        """Return one rank's share of a number that is divided among the ranks of a copy, rounded down.
-
-        Args:
-            total: Number of heads, rows or bytes.
-        """
-        return total // self.tp_size
-
-    def share_up(self, total: int) -> int:
-        """Return the largest share of a number that is divided among the ranks of a copy: the quotient, rounded up.
-
-        Args:
-            total: Number of heads, rows or bytes, which `tp_size` need not divide.
-        """
-        return -(-total // self.tp_size)
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield a problem if `tp_size` does not divide the ranks, or `cp_size` does not divide the copies."""
-        world_size = Key("engine.world_size")
-        if self.world_size % self.tp_size:
-            text = "is {}, which does not divide the number of devices, {} ({})"
-            yield Problem("tp_size", text, self.tp_size, self.world_size, world_size)
-        elif self.dp_size % self.cp_size:
-            text = "is {}, which does not divide the {} copies of the model on {} devices ({}, {})"
-            args = (self.cp_size, self.dp_size, self.world_size, world_size, Key("engine.tp_size"))
-            yield Problem("cp_size", text, *args)
-
-
-ALONE = Layout()
-"""The layout of an engine with one rank."""
 
 
 @dataclass(kw_only=True)

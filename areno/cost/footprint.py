@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from areno.config.layout import ALONE, Layout
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
-from areno.config.run import ALONE, Layout
 from areno.cost.memory import ModelBytes, PassBytes, kv_bytes, kv_bytes_of_row, model_bytes, state_bytes
 from areno.layers.config import AdapterSpec
 from areno.models.config import TransformerConfig

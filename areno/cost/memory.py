@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
+from areno.config.layout import ALONE, Layout
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
-from areno.config.run import ALONE, Layout
 from areno.layers.config import AdapterSpec, Delta
 from areno.models.adapter_shapes import adapter_parameters, stacked_parameters
 from areno.models.config import TransformerConfig

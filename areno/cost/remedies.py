@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from areno.config.models import LoraConfig, MicroBatchSpec
+from areno.config.lora import LoraConfig
+from areno.config.models import MicroBatchSpec
 from areno.config.optimizers import OPTIMIZERS
 from areno.config.rollout import DecoderConfig
 from areno.cost.footprint import RESERVE, RESTING, Footprint, gib, may_have_adapters, section_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from areno.config.run import ALONE, Layout
+from areno.config.layout import ALONE, Layout
 from areno.layers.config import ROW_MULTIPLE, AdapterSpec
 from areno.models.config import TransformerConfig
 from areno.models.families import stored_modules, stored_names

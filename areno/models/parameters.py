@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areno.config.run import ALONE, Layout
+from areno.config.layout import ALONE, Layout
 from areno.models.config import TransformerConfig
 
 

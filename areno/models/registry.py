@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areno.config.experiments import HeadName
-from areno.config.run import Layout
+from areno.config.layout import Layout
 from areno.errors import CheckpointError, ConfigError, Key, Problem
 from areno.models.config import N_LABELS, UNUSED, Family, TransformerConfig
 from areno.models.families import FAMILIES

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from areno.config.models import ALL_LINEAR, FROM_FOLDER, LoraConfig, ModelConfig
+from areno.config.lora import ALL_LINEAR, FROM_FOLDER, LoraConfig
+from areno.config.models import ModelConfig
 from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean, keys_renamed
 from areno.files.paths import existing_path, model_setting
 from areno.layers.config import AdapterSpec

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from areno.config.experiments import ExperimentConfig
+from areno.config.layout import Layout
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
-from areno.config.run import Layout
 from areno.config.teacher import is_teacher
 from areno.models.config import TransformerConfig
 from areno.specs.rollout import SharedDecoder

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from areno.config.experiments import ExperimentConfig
-from areno.config.models import LoraConfig, MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
+from areno.config.layout import Layout
+from areno.config.lora import LoraConfig
+from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
 from areno.config.rollout import DecoderConfig, RolloutConfig
-from areno.config.run import EngineConfig, Layout
+from areno.config.run import EngineConfig
 from areno.errors import Problem
 from areno.plan.devices import find_devices
 from areno.plan.plan import TrainerPlan, open_actor

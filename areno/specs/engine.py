@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from areno.config.layout import Layout
 from areno.config.models import MicroBatchSpec
-from areno.config.run import EngineConfig, Layout
+from areno.config.run import EngineConfig
 from areno.specs.role import RoleSpec
 
 LOOPBACK = "127.0.0.1"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from areno.config.layout import Layout
 from areno.config.rollout import DecoderConfig
-from areno.config.run import Layout
 
 _MOST_OF_CALL = 512  # samples for each copy of the model: their logits still take little memory
 

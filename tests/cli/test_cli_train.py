@@ -86,7 +86,7 @@ def test_every_flag_of_the_reference_is_there_with_its_type_and_default() -> Non
     assert not extra
 
 
-def same(default: str, flag: flags.Flag) -> bool:
+def same(default: str, flag: flags.TrainFlag) -> bool:
     """Whether a default of the reference is ours, for one of the recipes where they differ."""
     ours = [row.default for rows in flag.keys.values() for row in rows[:1]]
     if flag.name == "--min-lr":

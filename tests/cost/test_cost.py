@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from areno.config.layout import Layout
 from areno.config.models import OptimizerConfig
-from areno.config.run import Layout
 from areno.cost import flops, memory
 from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.caches import KVCache, StateCache

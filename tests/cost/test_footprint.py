@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areno.config.run import Layout
+from areno.config.layout import Layout
 from areno.cost.footprint import GIB, RESERVE, Footprint, Model, footprint_of
 from areno.cost.remedies import check_fits, check_host_memory, ways_to_fit
 from areno.engine.engine import Engine

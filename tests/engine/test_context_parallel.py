@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areno.config.run import Layout
+from areno.config.layout import Layout
 from areno.models.registry import layout_problems, load_config
 from tests.helpers.layouts import compare, folder_with, other_losses, policy_steps
 

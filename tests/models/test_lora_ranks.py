@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from areno.config.layout import Layout
 from areno.config.models import OptimizerConfig
-from areno.config.run import Layout
 from areno.engine.engine import Engine
 from areno.engine.train.zero_buffers import FlatParameters
 from areno.kernels.adapters import AdapterSlice, add_lora, add_lora_stacked, reference, swiglu_stacked, tiles

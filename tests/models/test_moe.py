@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from areno.config.run import Layout
+from areno.config.layout import Layout
 from areno.engine.train.moe_routing import StepRouting
 from areno.engine.train.packing import LocalTokens, PackedTokens
 from areno.errors import CheckpointError, ConfigError

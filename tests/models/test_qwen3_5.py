@@ -14,8 +14,9 @@ import transformers
 
 from areno.bench.device import decode_s, prefill_s
 from areno.bench.work import Work, model_folder
+from areno.config.layout import Layout
 from areno.config.models import OptimizerConfig
-from areno.config.run import EngineConfig, Layout
+from areno.config.run import EngineConfig
 from areno.cost.flops import Cost
 from areno.cost.time import Rates
 from areno.engine.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from areno.config.run import Layout
+from areno.config.layout import Layout
 from areno.cost.memory import kv_bytes
 from areno.layers.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from areno.api import get_algorithm
+from areno.config.layout import Layout
 from areno.config.models import OptimizerConfig
-from areno.config.run import Layout
 from areno.cost.kv_cache import WantedCache
 from areno.engine.decoder.decoder import Decoder
 from areno.launch.compose import load

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.config.run import Layout
+from areno.config.layout import Layout
 from areno.cost.kv_cache import WantedCache
 from areno.cost.kv_layout import KVLayout
 from areno.errors import EngineError, Key

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from areno import heartbeat
-from areno.config.run import Layout
+from areno.config.layout import Layout
 from areno.engine.processes import stack_traces
 from areno.errors import EngineError, Key, WorkerLost
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from areno.config.run import Layout
+from areno.config.layout import Layout
 from areno.cost.footprint import RESERVE
 from areno.cost.memory import PassBytes
 from areno.models.transformer import Transformer

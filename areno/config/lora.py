@@ -1,0 +1,71 @@
+"""Settings of low-rank adapters. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from areno.config.resuming import NEVER, SAME_CONTENT
+from areno.schema.fields import Needs, Section, forbid, setting
+
+ALL_LINEAR = "all-linear"
+FROM_FOLDER = ("lora_rank", "lora_alpha", "target_modules", "use_rslora")
+"""Settings that are read from the folder init_lora_from."""
+_ADAPTERS = Needs("use_lora", so="there are no adapters")
+
+
+@dataclass(kw_only=True)
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA 2106.09685): W x becomes W x + scale * B A x, and only A and B are trained.
+
+    scale is lora_alpha / lora_rank, or lora_alpha / sqrt(lora_rank) with use_rslora.
+    """
+
+    use_lora: bool = setting(
+        False,
+        help="Train low-rank adapters on the linear layers (LoRA, arXiv 2106.09685) and freeze the weights of the "
+        "model. A reference model without a path of its own is then this model without its adapters",
+        on_resume=NEVER,
+    )
+    lora_rank: int = setting(32, help="Rank of the adapters", gt=0, only_with=_ADAPTERS, on_resume=NEVER)
+    lora_alpha: float = setting(
+        16.0,
+        help="The output of the adapters is multiplied by lora_alpha / lora_rank, or by lora_alpha / sqrt(lora_rank) "
+        "with use_rslora",
+        gt=0,
+        only_with=_ADAPTERS,
+        on_resume=NEVER,
+    )
+    target_modules: list[str] = setting(
+        factory=lambda: [ALL_LINEAR],
+        help="Names of the linear layers that get adapters, such as [q_proj,v_proj]. [all-linear]: all linear layers "
+        "except the output head and the experts of mixture-of-experts models",
+        only_with=_ADAPTERS,
+        on_resume=NEVER,
+    )
+    peft_type: Literal["lora"] = setting("lora", help="Kind of adapters. Only lora is supported")
+    use_rslora: bool = setting(
+        False,
+        help="Scale the adapters by lora_alpha / sqrt(lora_rank) instead of lora_alpha / lora_rank (rsLoRA, arXiv "
+        "2312.03732). Recommended for high ranks",
+        only_with=_ADAPTERS,
+        on_resume=NEVER,
+    )
+    init_lora_from: str | None = setting(
+        None,
+        help="Folder or hub id of trained adapters (peft format) from which training starts. Their rank, alpha and "
+        "target modules are read from the folder. null: new adapters, which do not change the output of the model "
+        "before the first update",
+        only_with=_ADAPTERS,
+        on_resume=SAME_CONTENT,
+    )
+
+    @forbid("target_modules", "is empty; name linear layers, or leave it out for all of them")
+    def adapters_of_nothing(self) -> bool:
+        """Return whether target_modules names no layer."""
+        return not self.target_modules
+
+    @forbid("target_modules", "has all-linear beside others; all-linear alone stands for all of them")
+    def all_and_some(self) -> bool:
+        """Return whether target_modules has all-linear beside names of layers."""
+        return ALL_LINEAR in self.target_modules and len(self.target_modules) > 1
