@@ -16,12 +16,13 @@ from torch import Tensor
 
 from areno.loss_fns.kl import KLEstimator
 from areno.loss_fns.pack import DataPack
-from areno.loss_fns.policy import Reduction, add_kl, policy_stats, reduce_tokens, surrogate_stats
+from areno.loss_fns.policy import add_kl, policy_stats, reduce_tokens, surrogate_stats
 from areno.loss_fns.surrogates import (
+    SURROGATES,
     ImportanceLevel,
     ProxMethod,
+    Reduction,
     bounded,
-    make_surrogate,
     sequence_log_ratio,
     token_log_ratio,
 )
@@ -58,7 +59,7 @@ def grpo_loss_fn(
         settings: Settings of the surrogate by the names of its class, except that eps_clip is called clip_eps and
             eps_clip_higher is called clip_eps_higher. "clip" has clip_eps, clip_eps_higher and c_clip.
     """
-    chosen = make_surrogate(surrogate, **settings)
+    chosen = SURROGATES.make(surrogate, settings)
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
     stats = policy_stats(pack, advantages_T, bounded(log_ratio_T))

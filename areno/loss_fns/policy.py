@@ -10,15 +10,12 @@ The reduction changes the objective, so each reduction has a name. With rows i a
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from areno.loss_fns.kl import KLEstimator, kl_per_token
 from areno.loss_fns.pack import DataPack
-
-Reduction = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
+from areno.loss_fns.surrogates import Reduction
 
 
 def reduce_tokens(pack: DataPack, values_T: Tensor, reduction: Reduction, norm_length: float | None = None) -> Tensor:

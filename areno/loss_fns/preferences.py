@@ -1,7 +1,7 @@
 """Losses of preference pairs: DPO and its variants, each a class with its formula and its settings.
 
-The setting `actor.loss_type` of the recipe dpo chooses a class by its name in PREFERENCE_LOSSES. To add a loss, write
-its class and add it to PREFERENCE_LOSSES and LossType.
+The setting `actor.loss_type` of the recipe dpo chooses a class by the name under which PREFERENCE_LOSSES has registered
+it. To add a loss, write a class with `PREFERENCE_LOSSES.register`.
 
 A loss reads one score for each answer. With a reference model, the score is h, the sum over the answer's tokens of
 log(p / p_ref). Without one, the score is the sum of log p. Classes that set `per_token` divide the sum by the number
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from areno.errors import Problem
-from areno.schema.choices import make_chosen, unused_settings
-from areno.schema.fields import Section, check, forbid, setting, settings
+from areno.schema.choices import Choices
+from areno.schema.fields import Section, check, setting, settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +53,13 @@ class PreferenceLoss(Section):
         """
         raise NotImplementedError
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield the problems of settings with which the loss makes no sense. Called if the loss is chosen."""
+        yield from ()
+
+
+PREFERENCE_LOSSES: Choices[PreferenceLoss] = Choices("loss_type")
+
 
 @dataclass(kw_only=True)
 class SmoothedLoss(PreferenceLoss):
@@ -67,6 +74,10 @@ class SmoothedLoss(PreferenceLoss):
     )
 
 
+@PREFERENCE_LOSSES.register(
+    "sigmoid",
+    help="the loss of DPO (arXiv 2305.18290, eq. 7), or of conservative DPO if label_smoothing is above 0",
+)
 @dataclass(kw_only=True)
 class Sigmoid(SmoothedLoss):
     """DPO (arXiv 2305.18290 eq. 7): -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m), m = h_chosen - h_rejected.
@@ -83,6 +94,9 @@ class Sigmoid(SmoothedLoss):
         return -(1 - s) * _log_sigmoid(logits_P) - s * _log_sigmoid(-logits_P), {}
 
 
+@PREFERENCE_LOSSES.register(
+    "robust", help="robust DPO (arXiv 2403.00409), unbiased if a share label_smoothing of the pairs is swapped"
+)
 @dataclass(kw_only=True)
 class Robust(SmoothedLoss):
     """Robust DPO (arXiv 2403.00409): (-(1 - s) log sigmoid(beta m) + s log sigmoid(-beta m)) / (1 - 2 s).
@@ -95,7 +109,16 @@ class Robust(SmoothedLoss):
         logits_P, s = self.beta * (chosen_P - rejected_P), self.label_smoothing
         return (s * _log_sigmoid(-logits_P) - (1 - s) * _log_sigmoid(logits_P)) / (1 - 2 * s), {}
 
+    def problems(self) -> Iterator[Problem]:
+        if self.label_smoothing == 0:
+            text = "is 0, with which loss_type=robust is the same as sigmoid; set it to a share above 0"
+            yield Problem("label_smoothing", text)
 
+
+@PREFERENCE_LOSSES.register(
+    "ipo",
+    help="the loss of IPO (arXiv 2310.12036, eq. 17), with log-probabilities averaged over the tokens of an answer",
+)
 @dataclass(kw_only=True)
 class IPO(PreferenceLoss):
     """IPO (arXiv 2310.12036 eq. 17, beta for tau): (d - 1 / (2 beta))^2 with d = h_chosen / L - h_rejected / L.
@@ -110,6 +133,7 @@ class IPO(PreferenceLoss):
         return (chosen_P - rejected_P - 1 / (2 * self.beta)).square(), {}
 
 
+@PREFERENCE_LOSSES.register("simpo", help="SimPO (arXiv 2405.14734), without a reference model")
 @dataclass(kw_only=True)
 class SimPO(PreferenceLoss):
     """SimPO (arXiv 2405.14734 eq. 6): -log sigmoid(beta (a_chosen - a_rejected) - simpo_gamma), a = mean of log p.
@@ -131,6 +155,11 @@ class SimPO(PreferenceLoss):
         return -_log_sigmoid(self.beta * (chosen_P - rejected_P) - self.simpo_gamma), {}
 
 
+@PREFERENCE_LOSSES.register(
+    "orpo",
+    help="ORPO (arXiv 2403.07691), supervised fine-tuning on the chosen answer and an odds ratio loss, without a "
+    "reference model",
+)
 @dataclass(kw_only=True)
 class ORPO(PreferenceLoss):
     """ORPO (arXiv 2403.07691 eq. 6-7): -a_chosen - beta log sigmoid(log odds_chosen - log odds_rejected).
@@ -150,30 +179,15 @@ class ORPO(PreferenceLoss):
         return -chosen_P - self.beta * _log_sigmoid(log_odds_P), stats
 
 
-PREFERENCE_LOSSES: dict[str, type[PreferenceLoss]] = {
-    "sigmoid": Sigmoid,
-    "robust": Robust,
-    "ipo": IPO,
-    "simpo": SimPO,
-    "orpo": ORPO,
-}
-LossType = Literal["sigmoid", "robust", "ipo", "simpo", "orpo"]
-
-
 @dataclass(kw_only=True)
-class PreferenceLossConfig(ORPO, SimPO, IPO, Robust, Sigmoid):
+class PreferenceLossConfig(*PREFERENCE_LOSSES.bases):
     """The choice of a preference loss, with the settings of all of them.
 
     The actor of the recipe dpo inherits from it.
     """
 
-    loss_type: LossType = setting(
-        "sigmoid",
-        help="sigmoid: the loss of DPO (arXiv 2305.18290, eq. 7), or of conservative DPO if label_smoothing is above "
-        "0. robust: robust DPO (arXiv 2403.00409), unbiased if a share label_smoothing of the pairs is swapped. ipo: "
-        "the loss of IPO (arXiv 2310.12036, eq. 17), with log-probabilities averaged over the tokens of an answer. "
-        "simpo: SimPO (arXiv 2405.14734), without a reference model. orpo: ORPO (arXiv 2403.07691), supervised "
-        "fine-tuning on the chosen answer and an odds ratio loss, without a reference model",
+    loss_type: Literal[tuple(PREFERENCE_LOSSES)] = setting(  # type: ignore[valid-type]
+        "sigmoid", help=PREFERENCE_LOSSES.help
     )
 
     @property
@@ -182,16 +196,15 @@ class PreferenceLossConfig(ORPO, SimPO, IPO, Robust, Sigmoid):
 
     def loss_settings(self) -> dict[str, Any]:
         """Return the chosen loss and its settings as keyword arguments of `dpo_loss_fn`."""
-        own = settings(PREFERENCE_LOSSES[self.loss_type])
-        return {"loss_type": self.loss_type} | {name: vars(self)[name] for name in own}
+        return PREFERENCE_LOSSES.arguments(self)
 
     @check
     def settings_of_other_losses(self) -> Iterator[Problem]:
-        return unused_settings(self, "loss_type", self.loss_type, PREFERENCE_LOSSES)
+        return PREFERENCE_LOSSES.unused_settings(self)
 
-    @forbid("label_smoothing", "is 0, with which loss_type=robust is the same as sigmoid; set it to a share above 0")
-    def nothing_to_be_robust_against(self) -> bool:
-        return self.loss_type == "robust" and self.label_smoothing == 0
+    @check
+    def problems_of_the_loss(self) -> Iterator[Problem]:
+        return PREFERENCE_LOSSES[self.loss_type].problems(self)
 
 
 def make_preference_loss(name: str, **given: Any) -> PreferenceLoss:
@@ -199,7 +212,7 @@ def make_preference_loss(name: str, **given: Any) -> PreferenceLoss:
 
     Raises TypeError for a setting of another loss.
     """
-    loss = make_chosen(PREFERENCE_LOSSES, "loss_type", name, given, {})
+    loss = PREFERENCE_LOSSES.make(name, given)
     for keyword in given.keys() - settings(PREFERENCE_LOSSES[name]).keys():
         raise TypeError(f"{keyword} has no effect with loss_type {name}; leave it out")
     return loss

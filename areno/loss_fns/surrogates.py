@@ -1,7 +1,7 @@
 """Importance ratios, and the surrogate objectives that a policy loss computes from the ratios, such as PPO's clip.
 
-A surrogate is a class that declares its settings and its formula. The setting `actor.surrogate` chooses a class by its
-name in SURROGATES. To add a surrogate, write its class and add it to SURROGATES and SurrogateName.
+A surrogate is a class that declares its settings and its formula. The setting `actor.surrogate` chooses a class by the
+name under which SURROGATES has registered it. To add a surrogate, write a class with `SURROGATES.register`.
 
 The surrogates are elementwise, so they accept ratios of tokens and of sequences. The module imports no torch,
 because the configuration of a run is read before torch is needed.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from areno.errors import Problem
-from areno.schema.choices import make_chosen, unused_settings
-from areno.schema.fields import Section, check, setting, settings
+from areno.schema.choices import Choices
+from areno.schema.fields import Section, check, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +26,7 @@ MAX_LOG_RATIO = 20.0  # ratios are clamped at exp(20) = 5e8: far beyond every cl
 
 ImportanceLevel = Literal["token", "sequence"]
 ProxMethod = Literal["recompute", "loglinear"]
+Reduction = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -105,6 +106,9 @@ class Surrogate(Section):
         return None
 
 
+SURROGATES: Choices[Surrogate] = Choices("surrogate", eps_clip="clip_eps", eps_clip_higher="clip_eps_higher")
+
+
 @dataclass(kw_only=True)
 class ClipRange(Surrogate):
     """Base of the surrogates that clip the ratio to [1 - eps_clip, 1 + eps_clip_higher]."""
@@ -128,6 +132,7 @@ class ClipRange(Surrogate):
         return self.eps_clip
 
 
+@SURROGATES.register("clip", help="the clipped objective of PPO (arXiv 1707.06347, eq. 7)")
 @dataclass(kw_only=True)
 class Clip(ClipRange):
     """PPO's clip (arXiv 1707.06347 eq. 7): -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_higher) A).
@@ -163,6 +168,11 @@ class Clip(ClipRange):
         return loss, cut
 
 
+@SURROGATES.register(
+    "cispo",
+    help="the gradient of each token's log-probability is multiplied by the clipped ratio, through which no gradient "
+    "flows (CISPO, arXiv 2506.13585, eq. 4)",
+)
 @dataclass(kw_only=True)
 class CISPO(ClipRange):
     """CISPO (arXiv 2506.13585 eq. 4-5): -sg(clip(r, 1 - eps_clip, 1 + eps_clip_higher)) A log pi.
@@ -180,6 +190,7 @@ class CISPO(ClipRange):
         return -ratio.clamp(low, high) * advantages * logprobs, cut
 
 
+@SURROGATES.register("sapo", help="a smooth gate in place of the clip (SAPO, arXiv 2511.20347)")
 @dataclass(kw_only=True)
 class SAPO(Surrogate):
     """SAPO (arXiv 2511.20347): -f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)).
@@ -210,24 +221,18 @@ class SAPO(Surrogate):
         return -4.0 / tau * soft * advantages, {"sapo_gate": gate}
 
 
-SURROGATES: dict[str, type[Surrogate]] = {"clip": Clip, "cispo": CISPO, "sapo": SAPO}
-SurrogateName = Literal["clip", "cispo", "sapo"]
 _SWITCHES = {"use_cispo_loss": "cispo", "use_sapo_loss": "sapo"}  # setting -> the surrogate that it turns on or off
 
 
 @dataclass(kw_only=True)
-class SurrogateConfig(SAPO, CISPO, Clip):
+class SurrogateConfig(*SURROGATES.bases):
     """The choice of a surrogate, with the settings of all of them. The actors of GRPO and PPO inherit from it.
 
     Read `surrogate`, not the switches: `canonical` applies them.
     """
 
-    surrogate: SurrogateName = setting(
-        "clip",
-        help="How the loss uses the importance ratio. clip: the clipped objective of PPO (arXiv 1707.06347, eq. 7). "
-        "cispo: the gradient of each token's log-probability is multiplied by the clipped ratio, through which no "
-        "gradient flows (CISPO, arXiv 2506.13585, eq. 4). sapo: a smooth gate in place of the clip (SAPO, arXiv "
-        "2511.20347)",
+    surrogate: Literal[tuple(SURROGATES)] = setting(  # type: ignore[valid-type]
+        "clip", help=f"How the loss uses the importance ratio. {SURROGATES.help}"
     )
     use_cispo_loss: bool | None = setting(
         None,
@@ -266,7 +271,7 @@ class SurrogateConfig(SAPO, CISPO, Clip):
         super().__setattr__(name, value)
         is_constructed = vars(self).keys() >= {"surrogate", *_SWITCHES}
         if is_constructed and name in _SWITCHES:
-            vars(self).update(self.canonical(vars(self)))
+            self.__dict__.update(self.canonical(vars(self)))
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return SURROGATES[self.surrogate].surrogate_loss(self, ratio, advantages, logprobs)
@@ -276,8 +281,7 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     def surrogate_settings(self) -> dict[str, Any]:
         """Return the chosen surrogate and its settings as keyword arguments of `grpo_loss_fn`."""
-        own = settings(SURROGATES[self.surrogate])
-        return {"surrogate": self.surrogate} | {_KEYWORDS.get(name, name): vars(self)[name] for name in own}
+        return SURROGATES.arguments(self)
 
     @check
     def two_names_of_one_choice(self) -> Iterator[Problem]:
@@ -287,18 +291,4 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     @check
     def settings_of_other_surrogates(self) -> Iterator[Problem]:
-        return unused_settings(self, "surrogate", self.surrogate, SURROGATES)
-
-
-_KEYWORDS = {"eps_clip": "clip_eps", "eps_clip_higher": "clip_eps_higher"}
-"""The names of settings as keyword arguments of a loss, where these differ."""
-
-
-def make_surrogate(name: str, **given: Any) -> Surrogate:
-    """Make a surrogate from the keyword arguments of a loss.
-
-    Settings of surrogates other than `name` are ignored, so that a loss may give them defaults, such as PPO's dual
-    clip. Values are taken as they are, because a loss accepts more than a configuration does: an infinite clip range,
-    which clips nothing, or a value that is a tensor.
-    """
-    return make_chosen(SURROGATES, "surrogate", name, given, _KEYWORDS)
+        return SURROGATES.unused_settings(self)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn
@@ -21,7 +21,7 @@ from areno.config.models import KLConfig
 from areno.config.policy_experiments import KLExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.launch import run_recipe
-from areno.loss_fns.surrogates import SurrogateConfig
+from areno.loss_fns.surrogates import ImportanceLevel, Reduction, SurrogateConfig
 from areno.schema.fields import setting
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
     """The actor of GRPO and PPO. Its loss is `areno.loss_fns.grpo_loss_fn`, by default with one ratio per token."""
 
-    reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
+    reduction: Reduction = setting(
         "seq_mean_token_mean",
         help="How the losses of tokens become the loss of an optimizer step. seq_mean_token_mean: mean over the "
         "tokens of each row, then mean over rows (GRPO). token_mean: mean over all tokens (DAPO). "
         "seq_mean_token_sum_norm: sum over the tokens of each row divided by gconfig.max_new_tokens, then mean "
         "over rows (Dr.GRPO)",
     )
-    importance_sampling_level: Literal["token", "sequence"] = setting(
+    importance_sampling_level: ImportanceLevel = setting(
         "token",
         help="token: each token has its own importance ratio. sequence: all tokens of a row share the ratio of the "
         "whole row, but the gradient of a token flows through its own log-probability (GSPO-token, arXiv 2507.18071, "
@@ -47,7 +47,7 @@ class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
     )
 
     @property
-    def ratio_level(self) -> Literal["token", "sequence"]:
+    def ratio_level(self) -> ImportanceLevel:
         return self.importance_sampling_level
 
     def loss_settings(self, max_new_tokens: int) -> dict[str, Any]:

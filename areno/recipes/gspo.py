@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn
@@ -21,7 +21,7 @@ from areno.config.models import KLConfig
 from areno.config.policy_experiments import KLExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.launch import run_recipe
-from areno.loss_fns.surrogates import Clip
+from areno.loss_fns.surrogates import Clip, ImportanceLevel
 from areno.schema.fields import forbid, setting
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class GSPOActorConfig(Clip, RatioConfig, KLConfig):
     )
 
     @property
-    def ratio_level(self) -> Literal["token", "sequence"]:
+    def ratio_level(self) -> ImportanceLevel:
         return "sequence"
 
     @forbid("prox_logp_method", "is loglinear, which needs token ratios; use recompute, or the grpo recipe")

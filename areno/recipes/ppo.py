@@ -18,15 +18,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn
 from areno.config.models import NormConfig, RefConfig
 from areno.config.policy_experiments import CriticExperimentConfig
 from areno.launch import run_recipe
+from areno.loss_fns.surrogates import Reduction
 from areno.recipes.grpo import TokenPolicyConfig
-from areno.schema.fields import forbid, setting
+from areno.schema.fields import as_in, forbid, setting
 
 if TYPE_CHECKING:
     from areno.trainers.ppo import PPOTrainer
@@ -36,26 +37,9 @@ if TYPE_CHECKING:
 class PPOActorConfig(TokenPolicyConfig):
     """The actor of PPO (1707.06347). Advantages come from the critic by GAE (1506.02438)."""
 
-    c_clip: float | None = setting(
-        3.0,
-        help="Dual clip (arXiv 1912.09729): the loss of a token with a negative advantage A is at most -c_clip * A. "
-        "null: no dual clip",
-        gt=1,
-        flag="--clip-ratio-c",
-    )
-    reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
-        "token_mean",
-        help="How the losses of tokens become the loss of an optimizer step. seq_mean_token_mean: mean over the "
-        "tokens of each row, then mean over rows (GRPO). token_mean: mean over all tokens (DAPO). "
-        "seq_mean_token_sum_norm: sum over the tokens of each row divided by gconfig.max_new_tokens, then mean "
-        "over rows (Dr.GRPO)",
-    )
-    kl_ctl: float = setting(
-        0.001,
-        help="Coefficient of the KL divergence to the reference model (ref). 0: no KL term",
-        ge=0,
-        flag="--kl-loss-coef",
-    )
+    c_clip: float | None = as_in(TokenPolicyConfig, "c_clip", 3.0)
+    reduction: Reduction = as_in(TokenPolicyConfig, "reduction", "token_mean")
+    kl_ctl: float = as_in(TokenPolicyConfig, "kl_ctl", 0.001)
     adv_norm: NormConfig | None = setting(
         factory=lambda: NormConfig(mean_level="batch", std_level="batch"),
         help="Normalisation of the advantages over all response tokens of the batch (whitening). null: advantages "

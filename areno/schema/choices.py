@@ -7,43 +7,80 @@ only to classes that are not chosen has no effect, which is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from areno.errors import Problem
 from areno.schema.fields import Needs, Section, partial_section, settings
 
 T = TypeVar("T", bound=Section)
+Class = TypeVar("Class", bound=type[Section])
 
 
-def all_settings(choices: Mapping[str, type[Section]]) -> list[str]:
-    """Return the names of the settings of all classes, without duplicates."""
-    return list(dict.fromkeys(name for cls in choices.values() for name in settings(cls)))
+class Choices(dict[str, type[T]]):
+    """The classes that the setting `key` can choose, by name. `register` adds a class.
 
-
-def unused_settings(section: Section, key: str, chosen: str, choices: Mapping[str, type[Section]]) -> Iterator[Problem]:
-    """Yield a problem for each changed setting of classes alone that the setting `key` has not chosen."""
-    for name in all_settings(choices):
-        owners = [choice for choice, cls in choices.items() if name in settings(cls)]
-        if chosen not in owners and not section.is_default(name) and vars(section)[name] is not None:
-            yield Needs(key, *owners).problem(name, vars(section)[name], chosen)
-
-
-def make_chosen(
-    choices: Mapping[str, type[T]], key: str, name: str, given: Mapping[str, Any], keywords: Mapping[str, str]
-) -> T:
-    """Make the chosen section from the keyword arguments of a loss. `keywords`: setting -> keyword, where these differ.
-
-    Settings of other classes are ignored, so that a loss may give them defaults. Values are taken as they are, because
-    a loss accepts more than a configuration does: an infinite clip range, which clips nothing, or a value that is a
-    tensor.
+    The configuration inherits from `bases`, and its setting `key` has the type `Literal[tuple(choices)]`. `keywords`
+    maps settings to the keyword arguments of a loss, where these have other names.
     """
-    if name not in choices:
-        *names, last = choices
-        raise ValueError(f"{key} is {name!r}; expected {', '.join(names)} or {last}")
-    names_of = {keywords.get(setting, setting): setting for setting in all_settings(choices)}
-    for keyword in given.keys() - names_of.keys():
-        raise TypeError(f"{keyword} is not a setting of a {key}; expected one of {', '.join(names_of)}")
-    values = {setting: field.default() for setting, field in settings(choices[name]).items()}
-    values |= {names_of[keyword]: value for keyword, value in given.items() if names_of[keyword] in values}
-    return partial_section(choices[name], values)
+
+    def __init__(self, key: str, **keywords: str):
+        super().__init__()
+        self.key = key
+        self._keywords = keywords
+        self._help: list[str] = []
+
+    def register(self, name: str, help: str) -> Callable[[Class], Class]:
+        """Add a class under a name. A decorator. `help` describes the choice in the help of the setting."""
+
+        def add(cls: Class) -> Class:
+            self[name] = cls  # type: ignore[assignment]  # a subclass of T, whose own type the decorator keeps
+            self._help.append(f"{name}: {help}")
+            return cls
+
+        return add
+
+    @property
+    def help(self) -> str:
+        """The descriptions of all choices."""
+        return ". ".join(self._help)
+
+    @property
+    def bases(self) -> list[type[T]]:
+        """All classes, the last one first, so that each comes before the classes that it derives from."""
+        return list(reversed(self.values()))
+
+    def all_settings(self) -> list[str]:
+        """Return the names of the settings of all classes, without duplicates."""
+        return list(dict.fromkeys(name for cls in self.values() for name in settings(cls)))
+
+    def unused_settings(self, section: Section) -> Iterator[Problem]:
+        """Yield a problem for each changed setting of classes alone that the setting `key` has not chosen."""
+        chosen = getattr(section, self.key)
+        for name in self.all_settings():
+            owners = [choice for choice, cls in self.items() if name in settings(cls)]
+            if chosen not in owners and not section.is_default(name) and vars(section)[name] is not None:
+                yield Needs(self.key, *owners).problem(name, vars(section)[name], chosen)
+
+    def arguments(self, section: Section) -> dict[str, Any]:
+        """Return the choice of a configuration and its settings as keyword arguments of a loss."""
+        chosen = getattr(section, self.key)
+        own = {self._keywords.get(name, name): getattr(section, name) for name in settings(self[chosen])}
+        return {self.key: chosen} | own
+
+    def make(self, name: str, given: Mapping[str, Any]) -> T:
+        """Make a section from the keyword arguments of a loss.
+
+        Settings of other classes are ignored, so that a loss may give them defaults. Values are taken as they are,
+        because a loss accepts more than a configuration does: an infinite clip range, which clips nothing, or a value
+        that is a tensor.
+        """
+        if name not in self:
+            *names, last = self
+            raise ValueError(f"{self.key} is {name!r}; expected {', '.join(names)} or {last}")
+        names_of = {self._keywords.get(setting, setting): setting for setting in self.all_settings()}
+        for keyword in given.keys() - names_of.keys():
+            raise TypeError(f"{keyword} is not a setting of a {self.key}; expected one of {', '.join(names_of)}")
+        values = {setting: field.default() for setting, field in settings(self[name]).items()}
+        values |= {names_of[keyword]: value for keyword, value in given.items() if names_of[keyword] in values}
+        return partial_section(self[name], values)
