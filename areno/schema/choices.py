@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from areno.errors import Problem
-from areno.schema.fields import Needs, Section, partial_section, settings
+from areno.schema.fields import Needs, Section, partial_section, settings, value_of
 
 T = TypeVar("T", bound=Section)
 Class = TypeVar("Class", bound=type[Section])
@@ -56,16 +56,16 @@ class Choices(dict[str, type[T]]):
 
     def unused_settings(self, section: Section) -> Iterator[Problem]:
         """Yield a problem for each changed setting of classes alone that the setting `key` has not chosen."""
-        chosen = getattr(section, self.key)
+        chosen = value_of(section, self.key)
         for name in self.all_settings():
             owners = [choice for choice, cls in self.items() if name in settings(cls)]
-            if chosen not in owners and not section.is_default(name) and vars(section)[name] is not None:
-                yield Needs(self.key, *owners).problem(name, vars(section)[name], chosen)
+            if chosen not in owners and not section.is_default(name) and value_of(section, name) is not None:
+                yield Needs(self.key, *owners).problem(name, value_of(section, name), chosen)
 
     def arguments(self, section: Section) -> dict[str, Any]:
         """Return the choice of a configuration and its settings as keyword arguments of a loss."""
-        chosen = getattr(section, self.key)
-        own = {self._keywords.get(name, name): getattr(section, name) for name in settings(self[chosen])}
+        chosen = value_of(section, self.key)
+        own = {self._keywords.get(name, name): value_of(section, name) for name in settings(self[chosen])}
         return {self.key: chosen} | own
 
     def make(self, name: str, given: Mapping[str, Any]) -> T:

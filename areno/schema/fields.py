@@ -364,7 +364,7 @@ def rows(
 def changed(section: Section, prefix: str = "", default: Section | None = None) -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of each setting that differs from its default, or from `default`."""
     for name, field in settings(type(section)).items():
-        value, usual = _value(section, name), field.default_in(default)
+        value, usual = value_of(section, name), field.default_in(default)
         if isinstance(value, Section):
             yield from changed(value, f"{prefix}{name}.", usual if isinstance(usual, Section) else None)
         elif value != usual:
@@ -414,14 +414,15 @@ class Section:
 
     def is_default(self, name: str) -> bool:
         """Return whether a setting has the default of its field."""
-        return _value(self, name) == settings(type(self))[name].default()
+        return value_of(self, name) == settings(type(self))[name].default()
 
 
 class _UnknownValue(Exception):
     """Raised when a check reads a value that is missing or wrong."""
 
 
-def _value(section: Section, name: str) -> Any:
+def value_of(section: Section, name: str) -> Any:
+    """Return a setting. In a check of a section whose value is unknown, the check ends."""
     if name not in vars(section):
         raise _UnknownValue(name)
     return vars(section)[name]
@@ -504,7 +505,7 @@ def _value_at(section: Any, key: str) -> Any:
     for name in key.split("."):
         if section is None:
             raise _UnknownValue(key)
-        section = _value(section, name)
+        section = value_of(section, name)
     return section
 
 
