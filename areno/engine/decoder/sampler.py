@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,9 +28,12 @@ from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.sampling import SamplingFlags, SamplingSettings, TextIds, sample_columns, sample_hidden, sample_slots
-from areno.kernels.sampling.reference import apply_masks, policy_logprobs, without_banned
+from areno.kernels.sampling.reference import COLUMNS, apply_masks, policy_logprobs, without_banned
 from areno.layers.parallel import ParallelGroup
 from areno.types import TokenScores
+
+_OF_REQUEST = {name: column.of_request for name, column in COLUMNS.items() if column.of_request is not None}
+_ROWS = ("slot", "key", "min_new", *_OF_REQUEST)
 
 
 class SlotSampler:
@@ -43,16 +46,12 @@ class SlotSampler:
 
     def __init__(self, n_slots: int, vocab_size: int, device: torch.device, texts: Iterable[tuple[int, int]] = ()):
         self.tensors = SamplingSettings(
-            key=torch.zeros(n_slots, dtype=torch.int64, device=device),
-            temperature=torch.ones(n_slots, dtype=torch.float32, device=device),
-            greedy=torch.zeros(n_slots, dtype=torch.bool, device=device),
-            top_k=torch.full((n_slots,), -1, dtype=torch.int64, device=device),
-            top_p=torch.ones(n_slots, dtype=torch.float32, device=device),
-            min_new=torch.zeros(n_slots, dtype=torch.int64, device=device),
+            **{
+                name: torch.full((n_slots,), column.unused, dtype=column.dtype, device=device)
+                for name, column in COLUMNS.items()
+            },
             banned=torch.full((n_slots, 0), -1, dtype=torch.int64, device=device),
-            penalty=torch.zeros(n_slots, dtype=torch.float32, device=device),
             counts=None,
-            last_token=torch.zeros(n_slots, dtype=torch.int64, device=device),
             texts=TextIds.from_ranges(texts, vocab_size, device),
         )
         self.n_slots, self.vocab_size = n_slots, vocab_size
@@ -76,18 +75,11 @@ class SlotSampler:
         if counts is not None and of.counts is not None:
             counted = of.counts[slots]
             counted.index_put_((counts[0], counts[1]), counted.new_ones(()), accumulate=True)
-        rows.tensors = SamplingSettings(
-            key=of.key[slots],
-            temperature=of.temperature[slots],
-            greedy=of.greedy[slots],
-            top_k=of.top_k[slots],
-            top_p=of.top_p[slots],
-            min_new=of.min_new[slots],
+        rows.tensors = replace(
+            of,
+            **{name: vars(of)[name][slots] for name in COLUMNS},
             banned=of.banned[slots] if flags.n_banned else of.banned.new_empty(len(slots), 0),
-            penalty=of.penalty[slots],
             counts=counted,
-            last_token=torch.zeros_like(slots),
-            texts=of.texts,
         )
         return rows
 
@@ -110,42 +102,35 @@ class SlotSampler:
 
     @staticmethod
     def pack(sequences: list[Sequence]) -> np.ndarray:
-        """Pack the settings of sequences with a new slot into (8 + n_banned, len(sequences)) int64, for `assign`.
+        """Pack the settings of sequences with a new slot, (rows, len(sequences)) int64, for `assign`.
 
-        Floats are stored as the bits of a float64. `n_banned`, the number of rows for banned tokens, is 0 or a power of
-        two, so that few kernel variants are compiled.
+        The rows are `_ROWS`, then the banned tokens, whose number is 0 or a power of two, so that few kernel variants
+        are compiled. Floats are stored as the bits of a float64.
         """
         # Samples of a request have the same settings, so the first of neighbours stands for all.
         firsts = [at for at, each in enumerate(sequences) if not at or each.request is not sequences[at - 1].request]
         n_banned = max((len(sequences[at].stop_ids) for at in firsts if sequences[at].min_new > 0), default=0)
         n_banned = 1 << (n_banned - 1).bit_length() if n_banned else 0
-        packed = np.full((8 + n_banned, len(sequences)), -1, dtype=np.int64)
-        floats = packed.view(np.float64)
-        packed[0] = [sequence.slot for sequence in sequences]
-        packed[1] = [sequence.key for sequence in sequences]
+        packed = np.full((len(_ROWS) + n_banned, len(sequences)), -1, dtype=np.int64)
+        rows, banned_KN = dict(zip(_ROWS, packed, strict=False)), packed[len(_ROWS) :]
+        rows["slot"][:] = [sequence.slot for sequence in sequences]
+        rows["key"][:] = [sequence.key for sequence in sequences]
         for start, end in itertools.pairwise([*firsts, len(sequences)]):
             sequence, columns = sequences[start], slice(start, end)
-            params = sequence.request.params
-            packed[2, columns] = params.is_greedy
-            # Top-k and top-p do not change a greedy draw; without them the row skips the slow path.
-            packed[3, columns] = params.top_k if sequence.is_filtered else -1
-            floats[4, columns] = params.logprob_temperature
-            floats[5, columns] = params.top_p if sequence.is_filtered else 1.0
-            floats[6, columns] = params.frequency_penalty
-            packed[7, columns] = sequence.min_new
+            rows["min_new"][columns] = sequence.min_new
+            for name, of_request in _OF_REQUEST.items():
+                row = rows[name].view(np.float64) if COLUMNS[name].dtype.is_floating_point else rows[name]
+                row[columns] = of_request(sequence.request.params)
             if sequence.min_new > 0:
-                packed[8 : 8 + len(sequence.stop_ids), columns] = np.array(sorted(sequence.stop_ids))[:, None]
+                banned_KN[: len(sequence.stop_ids), columns] = np.array(sorted(sequence.stop_ids))[:, None]
         return packed
 
     def assign(self, packed: Tensor) -> None:
-        slots, tensors, banned_KN = packed[0], self.tensors, packed[8:]
-        tensors.key[slots] = packed[1]
-        tensors.greedy[slots] = packed[2].bool()
-        tensors.top_k[slots] = packed[3]
-        tensors.temperature[slots] = packed[4].view(torch.float64).float()
-        tensors.top_p[slots] = packed[5].view(torch.float64).float()
-        tensors.penalty[slots] = packed[6].view(torch.float64).float()
-        tensors.min_new[slots] = packed[7]
+        rows, tensors, banned_KN = dict(zip(_ROWS, packed, strict=False)), self.tensors, packed[len(_ROWS) :]
+        slots = rows.pop("slot")
+        for name, row in rows.items():
+            dtype = COLUMNS[name].dtype
+            vars(tensors)[name][slots] = (row.view(torch.float64) if dtype.is_floating_point else row).to(dtype)
         if (more := len(banned_KN) - tensors.banned.shape[1]) > 0:
             tensors.banned = F.pad(tensors.banned, (0, more), value=-1)
         missing = tensors.banned.shape[1] - len(banned_KN)

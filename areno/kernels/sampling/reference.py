@@ -5,15 +5,16 @@ C chunks of the vocabulary; S slots; W words of 32 tokens: token t is bit t % 32
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areno.config.rollout import SamplingConfig
 from areno.kernels.sampling.random_keys import uniform
 
 _CHUNK = 128  # vocabulary entries in a chunk; the inverse CDF first finds the chunk, then the entry
@@ -40,25 +41,45 @@ class TextIds:
         return cls(int(absent[0]), words, torch.from_numpy(absent).to(device))
 
 
-@dataclass(slots=True)
+class Column(NamedTuple):
+    """How the entries of a setting are set: their dtype, that of an unused slot, and that of a request, if it has one.
+
+    The decoder sets the other entries for each sample.
+    """
+
+    dtype: torch.dtype
+    unused: float
+    of_request: Callable[[SamplingConfig], float] | None = None
+
+
+def column(*declared: Any) -> Any:
+    return field(metadata={"column": Column(*declared)})
+
+
+@dataclass
 class SamplingSettings:
     """The sampling settings of all slots, one entry per slot. A slot belongs to one sample at a time."""
 
-    key: Tensor  # int64, from `sample_key`
-    temperature: Tensor  # float32, above 0
-    greedy: Tensor  # bool
-    top_k: Tensor  # int64; below 1 means all tokens
-    top_p: Tensor  # float32
-    min_new: Tensor  # int64, length of the completion below which `banned` tokens are not sampled
+    key: Tensor = column(torch.int64, 0)  # from `sample_key`
+    min_new: Tensor = column(torch.int64, 0)  # length of the completion below which `banned` tokens are not sampled
+    last_token: Tensor = column(torch.int64, 0)
+    temperature: Tensor = column(torch.float32, 1, lambda params: params.logprob_temperature)  # above 0
+    greedy: Tensor = column(torch.bool, 0, lambda params: params.is_greedy)
+    # Top-k and top-p do not change a greedy draw; without them the row skips the slow path.
+    top_k: Tensor = column(torch.int64, -1, lambda params: -1 if params.is_greedy else params.top_k)  # below 1: all
+    top_p: Tensor = column(torch.float32, 1, lambda params: 1 if params.is_greedy else params.top_p)
+    # subtracted from a token's logit for each occurrence in the completion
+    penalty: Tensor = column(torch.float32, 0, lambda params: params.frequency_penalty)
     banned: Tensor  # int64 (S, n_banned), padded with -1
-    penalty: Tensor  # float32, subtracted from a token's logit for each occurrence in the completion
     counts: Tensor | None  # int32 (S, V), occurrences in the completion; None until some slot has a penalty
-    last_token: Tensor  # int64
     texts: TextIds | None = None  # None means all ids
 
     def overwrites(self, flags: SamplingFlags) -> bool:
         """Return whether kernels write into the logits: edits, and ids without a text that top-k and top-p drop."""
         return flags.edits or (flags.filtered and self.texts is not None)
+
+
+COLUMNS: dict[str, Column] = {each.name: each.metadata["column"] for each in fields(SamplingSettings) if each.metadata}
 
 
 class SamplingFlags(NamedTuple):
