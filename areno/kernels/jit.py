@@ -103,6 +103,18 @@ def wait_for_previous():
     tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def load_fp32(ptr, mask):
+    """Load elements in fp32, and zeros where `mask` is False."""
+    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rounded(x, ptr):
+    """Round x to the element type of a pointer, and return it in fp32."""
+    return x.to(ptr.dtype.element_ty).to(tl.float32)
+
+
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Compile a function as `triton.jit` does, and fuse multiplications and additions (FMA) where possible.
 

@@ -105,7 +105,7 @@ def _adam_kernel(
     tl.store(first_ptr + place, first, mask=inside)
     tl.store(second_ptr + place, second, mask=inside)
     tl.store(master_ptr + place, master, mask=inside)
-    tl.store(param_ptr + place, master.to(param_ptr.dtype.element_ty), mask=inside)
+    tl.store(param_ptr + place, master, mask=inside)
 
 
 @kernel
@@ -145,7 +145,7 @@ def _adam_8bit_kernel(
     first = tl.where(inside, first, 0.0)
     scale = tl.max(tl.abs(first), axis=1)
     code = _nearest(first / tl.maximum(scale, tiny)[:, None], signed_borders_ptr, True)
-    tl.store(first_ptr + place, code.to(tl.uint8), mask=inside)
+    tl.store(first_ptr + place, code, mask=inside)
     tl.store(first_scale_ptr + row, scale, mask=real_row)
 
     scale = tl.load(second_scale_ptr + row, mask=real_row, other=0.0)
@@ -155,12 +155,12 @@ def _adam_8bit_kernel(
     scale = tl.max(second, axis=1)
     share = second / tl.maximum(scale, tiny)[:, None]
     code = tl.maximum(_nearest(share, unsigned_borders_ptr, False), (share > 0.0).to(tl.int32))
-    tl.store(second_ptr + place, code.to(tl.uint8), mask=inside)
+    tl.store(second_ptr + place, code, mask=inside)
     tl.store(second_scale_ptr + row, scale, mask=real_row)
 
     master = tl.load(master_ptr + place, mask=inside, other=0.0) * decay - rate * first / (tl.sqrt(second) + eps)
     tl.store(master_ptr + place, master, mask=inside)
-    tl.store(param_ptr + place, master.to(param_ptr.dtype.element_ty), mask=inside)
+    tl.store(param_ptr + place, master, mask=inside)
 
 
 @triton.jit

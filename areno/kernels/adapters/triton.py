@@ -14,7 +14,7 @@ from torch import Tensor
 from areno.kernels import jit
 from areno.kernels.adapters.reference import TILE, AdapterSlice
 from areno.kernels.elementwise.triton_swiglu import activated
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_fp32, rounded
 
 MANY_ROWS = 1024  # if y has more rows than this, a program computes 32 rows instead of 16
 
@@ -153,12 +153,12 @@ def _add_lora_kernel(
     b = _load_first_inputs(b_place, column < tl.where(h_column < 0, 0, n_columns), RANK, INPUTS)
     if PDL:
         jit.wait_for_previous()
-    y = tl.load(y_ptr + row[:, None] * y_stride + (y_column + column)[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = load_fp32(y_ptr + row[:, None] * y_stride + (y_column + column)[None, :], inside)
     if h_column >= 0:
         h_place = h_ptr + row[:, None] * h_stride + h_column
         y += scaling * _product(h_place, b_place, b, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
     place = out_ptr + row[:, None] * out_stride + (y_column + column)[None, :]
-    tl.store(place, y.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(place, y, mask=inside)
 
 
 @kernel(do_not_specialize=["n_rows", "scaling", "gate_row", "up_row"])
@@ -186,7 +186,6 @@ def _swiglu_stacked_kernel(
     real_row, real_column = row < n_rows, column < n_inner
     inside = real_row[:, None] & real_column[None, :]
     row = row.to(tl.int64)
-    dtype = out_ptr.dtype.element_ty
     place = both_ptr + row[:, None] * both_stride + column[None, :]
     h_place, b_place = h_ptr + row[:, None] * both_stride, b_ptr + column.to(tl.int64)[None, :] * RANK
     b_of_gate, b_of_up = b_place + gate_row.to(tl.int64) * RANK, b_place + up_row.to(tl.int64) * RANK
@@ -194,12 +193,12 @@ def _swiglu_stacked_kernel(
     first_of_up = _load_first_inputs(b_of_up, real_column, RANK, INPUTS)
     if PDL:
         jit.wait_for_previous()
-    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(place + n_inner, mask=inside, other=0.0).to(tl.float32)
+    gate = load_fp32(place, inside)
+    up = load_fp32(place + n_inner, inside)
     if GATE_H >= 0:
         total = _product(h_place + GATE_H, b_of_gate, first_of_gate, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
-        gate = (gate + scaling * total).to(dtype).to(tl.float32)
+        gate = rounded(gate + scaling * total, out_ptr)
     if UP_H >= 0:
         total = _product(h_place + UP_H, b_of_up, first_of_up, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
-        up = (up + scaling * total).to(dtype).to(tl.float32)
+        up = rounded(up + scaling * total, out_ptr)
     tl.store(out_ptr + row[:, None] * n_inner + column[None, :], activated(gate, up, out_ptr, GELU), mask=inside)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_fp32
 
 _BLOCK = 1024  # elements of a row that a program adds
 
@@ -27,5 +27,5 @@ def _sum_kernel(copies_ptr, sums_ptr, order_ptr, starts_ptr, size, BLOCK: tl.con
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for place in range(tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)):
         copy = tl.load(order_ptr + place)
-        total += tl.load(copies_ptr + copy * size + columns, mask=columns < size, other=0.0).to(tl.float32)
-    tl.store(sums_ptr + row * size + columns, total.to(sums_ptr.dtype.element_ty), mask=columns < size)
+        total += load_fp32(copies_ptr + copy * size + columns, columns < size)
+    tl.store(sums_ptr + row * size + columns, total, mask=columns < size)

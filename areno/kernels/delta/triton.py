@@ -19,10 +19,10 @@ from areno.kernels import jit
 from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights, RowChunks
 from areno.kernels.delta.triton_chunks import chunks_forward
 from areno.kernels.delta.triton_chunks_backward import chunks_backward
-from areno.kernels.delta.triton_rows import LENGTH_EPS, conv_and_gates, conv_states, rounded, softplus
+from areno.kernels.delta.triton_rows import LENGTH_EPS, conv_and_gates, conv_states, softplus
 from areno.kernels.delta.triton_rows_backward import conv_and_gates_backward
 from areno.kernels.elementwise.triton_norm import add_sums, n_multiprocessors
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_fp32, rounded
 
 _CHANNELS = 256  # channels that one program of the convolution computes
 # Columns of a head's state that one program of `_head_kernel` updates, and warps of the program. An H200 takes 276 us
@@ -79,12 +79,10 @@ def _convolve_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     kept = inputs_ptr + (slot * n_channels + channel) * (WIDTH - 1)
     x = tl.load(proj_ptr + row * proj_size + channel, mask=inside, other=0.0)
-    total = x.to(tl.float32) * tl.load(conv_ptr + channel * WIDTH + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)
+    total = x.to(tl.float32) * load_fp32(conv_ptr + channel * WIDTH + WIDTH - 1, inside)
     for place in tl.static_range(WIDTH - 1):
         earlier = tl.load(kept + place, mask=inside, other=0.0)
-        total += earlier.to(tl.float32) * tl.load(conv_ptr + channel * WIDTH + place, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        total += earlier.to(tl.float32) * load_fp32(conv_ptr + channel * WIDTH + place, inside)
         if place > 0:
             tl.store(kept + place - 1, earlier, mask=inside)
     if WIDTH > 1:
@@ -129,7 +127,7 @@ def _head_kernel(
     has_key, has_value = key < KEY, value < VALUE
     mixed, given = mixed_ptr + row * n_channels, proj_ptr + row * proj_size
     n_inner = n_heads * VALUE
-    z = tl.load(given + n_channels + head * VALUE + value, mask=has_value, other=0.0).to(tl.float32)
+    z = load_fp32(given + n_channels + head * VALUE + value, has_value)
     b = tl.load(given + n_channels + n_inner + head).to(tl.float32)
     a = tl.load(given + n_channels + n_inner + n_heads + head).to(tl.float32)
     a += tl.load(bias_ptr + head).to(tl.float32)
@@ -150,9 +148,9 @@ def _head_kernel(
     tl.store(place, state, mask=inside)
     out = rounded(tl.sum(state * q[:, None], 0), proj_ptr)
     if PARTS == 1:
-        weight = tl.load(norm_ptr + value, mask=has_value, other=0.0).to(tl.float32)
+        weight = load_fp32(norm_ptr + value, has_value)
         out = out * tl.rsqrt(tl.sum(out * out, 0) / VALUE + eps) * weight * z * tl.sigmoid(z)
-    tl.store(out_ptr + row * n_inner + head * VALUE + value, out.to(out_ptr.dtype.element_ty), mask=has_value)
+    tl.store(out_ptr + row * n_inner + head * VALUE + value, out, mask=has_value)
 
 
 def delta_rows(
@@ -254,13 +252,13 @@ def _gated_norm_kernel(
     inside = (line < n_lines)[:, None] & (value < VALUE)[None, :]
     place = line[:, None] * VALUE + value[None, :]
     given = (line // HEADS * PROJ + CHANNELS + line % HEADS * VALUE)[:, None] + value[None, :]
-    z = tl.load(proj_ptr + given, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(norm_ptr + value, mask=value < VALUE, other=0.0).to(tl.float32)[None, :]
+    z = load_fp32(proj_ptr + given, inside)
+    weight = load_fp32(norm_ptr + value, value < VALUE)[None, :]
     if PDL:
         jit.wait_for_previous()
-    out = tl.load(out_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    out = load_fp32(out_ptr + place, inside)
     out = out * tl.rsqrt(tl.sum(out * out, axis=1) / VALUE + eps)[:, None] * weight * z * tl.sigmoid(z)
-    tl.store(normed_ptr + place, out.to(normed_ptr.dtype.element_ty), mask=inside)
+    tl.store(normed_ptr + place, out, mask=inside)
 
 
 @kernel(do_not_specialize=["n_lines"])
@@ -283,25 +281,25 @@ def _gated_norm_backward_kernel(
     """Compute every n-th tile of LINES lines in program i of n, and its part of the sum for the weight's gradient."""
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     value = tl.arange(0, BLOCK)
-    weight = tl.load(norm_ptr + value, mask=value < VALUE, other=0.0).to(tl.float32)[None, :]
+    weight = load_fp32(norm_ptr + value, value < VALUE)[None, :]
     sums = tl.zeros([LINES, BLOCK], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(n_lines, LINES), tl.num_programs(0)):
         line = tl.cast(tile, tl.int64) * LINES + tl.arange(0, LINES)
         inside = (line < n_lines)[:, None] & (value < VALUE)[None, :]
         place = line[:, None] * VALUE + value[None, :]
         given = (line // HEADS * PROJ + CHANNELS + line % HEADS * VALUE)[:, None] + value[None, :]
-        grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        out = tl.load(out_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(proj_ptr + given, mask=inside, other=0.0).to(tl.float32)
+        grad = load_fp32(grad_ptr + place, inside)
+        out = load_fp32(out_ptr + place, inside)
+        z = load_fp32(proj_ptr + given, inside)
         sigmoid = tl.sigmoid(z)
         per_size = tl.rsqrt(tl.sum(out * out, axis=1) / VALUE + eps)[:, None]
         out *= per_size
         grad_z = grad * out * weight * sigmoid * (1.0 + z * (1.0 - sigmoid))
-        tl.store(grad_proj_ptr + given, grad_z.to(grad_proj_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_proj_ptr + given, grad_z, mask=inside)
         grad *= z * sigmoid
         sums += grad * out
         grad *= weight
         grad = per_size * (grad - out * (tl.sum(grad * out, axis=1) / VALUE)[:, None])
-        tl.store(grad_out_ptr + place, grad.to(grad_out_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_out_ptr + place, grad, mask=inside)
     if sums_ptr is not None:
         tl.store(sums_ptr + tl.program_id(0) * VALUE + value, tl.sum(sums, axis=0), mask=value < VALUE)

@@ -172,7 +172,7 @@ def load_columns(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLO
 def store_rows(ptr, x, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
     line, column = tl.arange(0, inside.shape[0])[:, None], start + tl.arange(0, BLOCK)[None, :]
     place = ptr + first * SIZE + (line * (STEP * SIZE) + column)
-    tl.store(place, x.to(ptr.dtype.element_ty), inside[:, None] & (column < SIZE))
+    tl.store(place, x, inside[:, None] & (column < SIZE))
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.delta.parts import DeltaWeights, RowChunks
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_fp32
 
 LENGTH_EPS = tl.constexpr(1e-6)  # added to the squared lengths of q and k, as in `reference.py`
 
@@ -41,12 +41,6 @@ def softplus(x):
 
 
 @triton.jit
-def rounded(x, ptr):
-    """Round x to the element type of a pointer, and return it in fp32."""
-    return x.to(ptr.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
 def convolved(
     proj_ptr,
     conv_ptr,
@@ -67,17 +61,17 @@ def convolved(
     """
     inside = is_token[:, None] & real[None, :]
     place = token.to(tl.int64)[:, None] * PROJ + channel[None, :]
-    weight = tl.load(conv_ptr + channel * WIDTH + WIDTH - 1, mask=real, other=0.0).to(tl.float32)
-    total = tl.load(proj_ptr + place, mask=inside, other=0.0).to(tl.float32) * weight[None, :]
+    weight = load_fp32(conv_ptr + channel * WIDTH + WIDTH - 1, real)
+    total = load_fp32(proj_ptr + place, inside) * weight[None, :]
     for earlier in tl.static_range(WIDTH - 1):
         shift = WIDTH - 1 - earlier
         in_row = (position >= shift)[:, None]
-        x = tl.load(proj_ptr + place - shift * PROJ, mask=inside & in_row, other=0.0).to(tl.float32)
+        x = load_fp32(proj_ptr + place - shift * PROJ, inside & in_row)
         if initial_ptr is not None:
             row = tl.load(rows_ptr + token, mask=is_token, other=0)
             kept = (row[:, None] * CHANNELS + channel[None, :]) * (WIDTH - 1) + earlier + position[:, None]
-            x += tl.load(initial_ptr + kept, mask=inside & (position < shift)[:, None], other=0.0).to(tl.float32)
-        weight = tl.load(conv_ptr + channel * WIDTH + earlier, mask=real, other=0.0).to(tl.float32)
+            x += load_fp32(initial_ptr + kept, inside & (position < shift)[:, None])
+        weight = load_fp32(conv_ptr + channel * WIDTH + earlier, real)
         total += x * weight[None, :]
     return total
 
@@ -168,9 +162,9 @@ def _conv_and_gates_kernel(
         inside = is_token[:, None] & (key < KEY)[None, :]
         place = token.to(tl.int64)[:, None] * (KEY_HEADS * KEY) + key[None, :]
         if part < KEY_HEADS:
-            tl.store(q_ptr + place + part * KEY, (x * scale).to(q_ptr.dtype.element_ty), mask=inside)
+            tl.store(q_ptr + place + part * KEY, x * scale, mask=inside)
         else:
-            tl.store(k_ptr + place + (part - KEY_HEADS) * KEY, x.to(k_ptr.dtype.element_ty), mask=inside)
+            tl.store(k_ptr + place + (part - KEY_HEADS) * KEY, x, mask=inside)
     elif part < 2 * KEY_HEADS + HEADS:
         first = (part - 2 * KEY_HEADS) * VALUE
         value = tl.arange(0, VALUE_BLOCK)
@@ -180,15 +174,15 @@ def _conv_and_gates_kernel(
         )
         v *= tl.sigmoid(v)
         v_place = token.to(tl.int64)[:, None] * (HEADS * VALUE) + first + value[None, :]
-        tl.store(v_ptr + v_place, v.to(v_ptr.dtype.element_ty), mask=is_token[:, None] & (value < VALUE)[None, :])
+        tl.store(v_ptr + v_place, v, mask=is_token[:, None] & (value < VALUE)[None, :])
     else:
         head = tl.arange(0, HEAD_BLOCK)
         is_head = is_token[:, None] & (head < HEADS)[None, :]
         given = proj_ptr + token.to(tl.int64)[:, None] * PROJ + CHANNELS + HEADS * VALUE + head[None, :]
-        b = tl.load(given, mask=is_head, other=0.0).to(tl.float32)
-        a = tl.load(given + HEADS, mask=is_head, other=0.0).to(tl.float32)
-        a += tl.load(bias_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32)[None, :]
-        rate = tl.exp(tl.load(A_log_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32))[None, :]
+        b = load_fp32(given, is_head)
+        a = load_fp32(given + HEADS, is_head)
+        a += load_fp32(bias_ptr + head, head < HEADS)[None, :]
+        rate = tl.exp(load_fp32(A_log_ptr + head, head < HEADS))[None, :]
         gate_place = token.to(tl.int64)[:, None] * HEADS + head[None, :]
         tl.store(decay_ptr + gate_place, -rate * softplus(a), mask=is_head)
         tl.store(beta_ptr + gate_place, tl.sigmoid(b), mask=is_head)

@@ -16,7 +16,7 @@ from torch import Tensor
 from areno.kernels.delta.parts import DeltaWeights, RowChunks
 from areno.kernels.delta.triton_rows import LENGTH_EPS, convolved, sizes_of, softplus
 from areno.kernels.elementwise.triton_norm import add_sums
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_fp32
 
 HEAD_TOKENS, HEAD_WARPS = 16, 2  # of one program of `_heads_backward_kernel`; the fastest of four choices on an H200
 CONV_TOKENS, CONV_WARPS = 32, 4  # of one program of `_conv_backward_kernel`
@@ -71,13 +71,13 @@ def _silu_gradient(x):
 @triton.jit
 def _norm_backward(grad_ptr, place, inside, x, scale):
     """Overwrite the gradient of a normalised head by the gradient of x, the convolution's output for this head."""
-    grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32) * scale
+    grad = load_fp32(grad_ptr + place, inside) * scale
     key = x * tl.sigmoid(x)
     per_length = tl.rsqrt(tl.sum(key * key, axis=1) + LENGTH_EPS)[:, None]
     key *= per_length
     along = tl.sum(grad * key, axis=1)[:, None]
     grad = per_length * (grad - key * along) * _silu_gradient(x)
-    tl.store(grad_ptr + place, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_ptr + place, grad, mask=inside)
 
 
 @kernel(do_not_specialize=["n"])
@@ -123,8 +123,8 @@ def _heads_backward_kernel(
         v = convolved(proj_ptr, conv_ptr, None, None, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH)
         is_value = is_token[:, None] & (value < VALUE)[None, :]
         v_place = grad_v_ptr + token.to(tl.int64)[:, None] * (HEADS * VALUE) + first + value[None, :]
-        grad = tl.load(v_place, mask=is_value, other=0.0).to(tl.float32) * _silu_gradient(v)
-        tl.store(v_place, grad.to(grad_v_ptr.dtype.element_ty), mask=is_value)
+        grad = load_fp32(v_place, is_value) * _silu_gradient(v)
+        tl.store(v_place, grad, mask=is_value)
 
 
 @triton.jit
@@ -155,18 +155,18 @@ def _conv_backward(
     given = token.to(tl.int64)[:, None] * PROJ + channel[None, :]
     place = token.to(tl.int64)[:, None] * STRIDE + first + dim[None, :]
     if sums_ptr is not None:
-        x = tl.load(proj_ptr + given, mask=inside, other=0.0).to(tl.float32)
+        x = load_fp32(proj_ptr + given, inside)
     total = tl.zeros(inside.shape, tl.float32)
     for shift in tl.static_range(WIDTH):
         position = tl.load(positions_ptr + token + shift, mask=token + shift < n, other=-1)
         seen = (position >= shift)[:, None] & inside
-        grad = tl.load(grad_ptr + place + shift * STRIDE, mask=seen, other=0.0).to(tl.float32)
+        grad = load_fp32(grad_ptr + place + shift * STRIDE, seen)
         weight = conv_ptr + channel * WIDTH + WIDTH - 1 - shift
-        total += grad * tl.load(weight, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        total += grad * load_fp32(weight, is_channel)[None, :]
         if sums_ptr is not None:
             sums = sums_ptr + tl.program_id(0).to(tl.int64) * size + channel * WIDTH + WIDTH - 1 - shift
             tl.store(sums, tl.sum(grad * x, axis=0), mask=is_channel)
-    tl.store(out_ptr + given, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + given, total, mask=inside)
 
 
 @kernel(do_not_specialize=["n"])
@@ -266,16 +266,16 @@ def _conv_backward_kernel(
         inside = (token < n)[:, None] & (head < HEADS)[None, :]
         given = token.to(tl.int64)[:, None] * PROJ + CHANNELS + HEADS * VALUE + head[None, :]
         place = token.to(tl.int64)[:, None] * HEADS + head[None, :]
-        b = tl.load(proj_ptr + given, mask=inside, other=0.0).to(tl.float32)
-        a = tl.load(proj_ptr + given + HEADS, mask=inside, other=0.0).to(tl.float32)
-        a += tl.load(bias_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32)[None, :]
-        rate = tl.exp(tl.load(A_log_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32))[None, :]
+        b = load_fp32(proj_ptr + given, inside)
+        a = load_fp32(proj_ptr + given + HEADS, inside)
+        a += load_fp32(bias_ptr + head, head < HEADS)[None, :]
+        rate = tl.exp(load_fp32(A_log_ptr + head, head < HEADS))[None, :]
         grad_decay = tl.load(grad_decay_ptr + place, mask=inside, other=0.0) * -rate
         beta = tl.sigmoid(b)
         grad_b = tl.load(grad_beta_ptr + place, mask=inside, other=0.0) * beta * (1.0 - beta)
         grad_a = grad_decay * tl.sigmoid(a)
-        tl.store(out_ptr + given, grad_b.to(out_ptr.dtype.element_ty), mask=inside)
-        tl.store(out_ptr + given + HEADS, grad_a.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + given, grad_b, mask=inside)
+        tl.store(out_ptr + given + HEADS, grad_a, mask=inside)
         if gate_sums_ptr is not None:
             sums = gate_sums_ptr + tl.program_id(0).to(tl.int64) * size + head
             tl.store(sums, tl.sum(grad_decay * softplus(a), axis=0), mask=head < HEADS)

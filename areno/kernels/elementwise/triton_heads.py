@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import add_sums, n_multiprocessors
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_fp32, rounded
 
 QK_PROGRAMS, QK_WARPS = 4, 2  # of the backward kernel: programs for each multiprocessor, warps of a program
 
@@ -140,18 +140,18 @@ def _qk_norm_rope_kernel(
     place = qkv_ptr + row * qkv_stride + head * (2 * HALF) + half
     if PDL:
         jit.wait_for_previous()
-    a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    a = load_fp32(place, inside)
+    b = load_fp32(place + HALF, inside)
     if q_weight_ptr is not None:
         scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
         weight_a = _weights(q_weight_ptr, k_weight_ptr, is_q, half, half < HALF, PLUS_ONE)
         weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, half < HALF, PLUS_ONE)
-        a = (a * scale * weight_a).to(q_ptr.dtype.element_ty).to(tl.float32)
-        b = (b * scale * weight_b).to(q_ptr.dtype.element_ty).to(tl.float32)
+        a = rounded(a * scale * weight_a, q_ptr)
+        b = rounded(b * scale * weight_b, q_ptr)
     cos = tl.load(cos_ptr + row * HALF + half, mask=half < HALF, other=0.0)
     sin = tl.load(sin_ptr + row * HALF + half, mask=half < HALF, other=0.0)
-    first = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
-    second = (b * cos + a * sin).to(q_ptr.dtype.element_ty)
+    first = a * cos - b * sin
+    second = b * cos + a * sin
     q_place = q_ptr + row * (HEADS * 2 * HALF) + head * (2 * HALF) + half
     tl.store(q_place, first, mask=inside & is_q)
     tl.store(q_place + HALF, second, mask=inside & is_q)
@@ -162,8 +162,8 @@ def _qk_norm_rope_kernel(
 
 @triton.jit
 def _weights(q_weight_ptr, k_weight_ptr, is_q, place, inside, PLUS_ONE: tl.constexpr):
-    q_weight = tl.load(q_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    k_weight = tl.load(k_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    q_weight = load_fp32(q_weight_ptr + place, inside)
+    k_weight = load_fp32(k_weight_ptr + place, inside)
     weight = tl.where(is_q, q_weight, k_weight)
     if PLUS_ONE:
         weight += 1.0
@@ -203,7 +203,6 @@ def _qk_norm_rope_backward_kernel(
     kv_head = tl.arange(0, KV_BLOCK)[:, None]
     kv_inside = (kv_head < KV_HEADS) & real
     C: tl.constexpr = 2 * HALF
-    dtype = out_ptr.dtype.element_ty
     sum_a = tl.zeros([HEADS_BLOCK, HALF_BLOCK], tl.float32)
     sum_b = tl.zeros([HEADS_BLOCK, HALF_BLOCK], tl.float32)
     if q_weight_ptr is not None:
@@ -215,17 +214,17 @@ def _qk_norm_rope_backward_kernel(
         sin = tl.load(sin_ptr + row * HALF + half, mask=real, other=0.0)
         q_place = grad_q_ptr + row * (HEADS * C) + head * C + half
         k_place = grad_k_ptr + row * (KV_HEADS * C) + (head - HEADS) * C + half
-        first = tl.load(q_place, mask=is_q & real, other=0.0).to(tl.float32)
-        first += tl.load(k_place, mask=is_k & real, other=0.0).to(tl.float32)
-        second = tl.load(q_place + HALF, mask=is_q & real, other=0.0).to(tl.float32)
-        second += tl.load(k_place + HALF, mask=is_k & real, other=0.0).to(tl.float32)
+        first = load_fp32(q_place, is_q & real)
+        first += load_fp32(k_place, is_k & real)
+        second = load_fp32(q_place + HALF, is_q & real)
+        second += load_fp32(k_place + HALF, is_k & real)
         # The gradient of a rotation is the inverse rotation.
         a_grad = first * cos + second * sin
         b_grad = second * cos - first * sin
         if q_weight_ptr is not None:
             place = qkv_ptr + row * qkv_stride + head * C + half
-            a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+            a = load_fp32(place, inside)
+            b = load_fp32(place + HALF, inside)
             scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / C + eps)[:, None]
             a *= scale
             b *= scale
@@ -237,8 +236,8 @@ def _qk_norm_rope_backward_kernel(
             a_grad = scale * (a_grad - a * along)
             b_grad = scale * (b_grad - b * along)
         out_row = out_ptr + row * ((HEADS + 2 * KV_HEADS) * C)
-        tl.store(out_row + head * C + half, a_grad.to(dtype), mask=inside)
-        tl.store(out_row + head * C + HALF + half, b_grad.to(dtype), mask=inside)
+        tl.store(out_row + head * C + half, a_grad, mask=inside)
+        tl.store(out_row + head * C + HALF + half, b_grad, mask=inside)
         v_place = grad_v_ptr + row * (KV_HEADS * C) + kv_head * C + half
         v_out = out_row + (HEADS + KV_HEADS + kv_head) * C + half
         tl.store(v_out, tl.load(v_place, mask=kv_inside, other=0.0), mask=kv_inside)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_fp32
 
 # Of the backward kernel, in which a program loops over tokens to sum weight gradients: elements of a tile, programs for
 # each multiprocessor, warps of a program. The fastest on an H200 at hidden sizes of 1024, 2560 and 4096.
@@ -114,6 +114,14 @@ def n_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@triton.jit
+def store_norm(place, x, weight, inside, size, eps, PLUS_ONE: tl.constexpr):
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
+    if PLUS_ONE:
+        weight += 1.0
+    tl.store(place, x * scale * weight, mask=inside)
+
+
 @kernel
 def _add_norm_kernel(
     x_ptr,
@@ -136,19 +144,16 @@ def _add_norm_kernel(
     inside = column < size
     if PDL:
         jit.wait_for_previous()
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    weight = load_fp32(weight_ptr + column, inside)
+    x = load_fp32(x_ptr + row * size + column, inside)
     if delta_ptr is not None:
         for part in tl.static_range(PARTS):
             place = delta_ptr + (part * n_rows + row) * size + column
-            x += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            x += load_fp32(place, inside)
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * size + column, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
-    if PLUS_ONE:
-        weight += 1.0
-    tl.store(normed_ptr + row * size + column, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask=inside)
+    store_norm(normed_ptr + row * size + column, x, weight, inside, size, eps, PLUS_ONE)
 
 
 @kernel
@@ -170,7 +175,7 @@ def _norm_backward_kernel(
     """Compute every n-th tile of ROWS rows in program i of n, and its part of the sum for the weight's gradient."""
     column = tl.arange(0, BLOCK)
     real = column < size
-    weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
+    weight = load_fp32(weight_ptr + column, real)
     if PLUS_ONE:
         weight += 1.0
     weight_grad = tl.zeros([BLOCK], tl.float32)
@@ -178,18 +183,18 @@ def _norm_backward_kernel(
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < n)[:, None] & real[None, :]
         place = row.to(tl.int64)[:, None] * size + column[None, :]
-        x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        x = load_fp32(x_ptr + place, inside)
+        grad = load_fp32(grad_ptr + place, inside)
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None]
         hat = x * scale
         weighted = grad * weight[None, :]
         along = tl.sum(weighted * hat, axis=1)[:, None] / size
         out = scale * (weighted - hat * along)
         if grad_sum_ptr is not None:
-            out += tl.load(grad_sum_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
+            out += load_fp32(grad_sum_ptr + place, inside)
+        tl.store(out_ptr + place, out, mask=inside)
         if low_ptr is not None:
-            tl.store(low_ptr + place, out.to(low_ptr.dtype.element_ty), mask=inside)
+            tl.store(low_ptr + place, out, mask=inside)
         weight_grad += tl.sum(grad * hat, axis=0)
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * size + column, weight_grad, mask=real)
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_fp32, rounded
 
 
 def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
@@ -44,10 +44,9 @@ def _gelu_argument(gate):
 
 @triton.jit
 def activated(gate, up, out_ptr, GELU: tl.constexpr):
-    """Return silu(gate) * up, or gelu(gate) * up if GELU, rounded after each step to the dtype of `out_ptr`."""
-    dtype = out_ptr.dtype.element_ty
-    silu = (gate * tl.sigmoid(_gelu_argument(gate) if GELU else gate)).to(dtype).to(tl.float32)
-    return (silu * up).to(dtype)
+    """Return silu(gate) * up, or gelu(gate) * up if GELU, with the first factor rounded to the dtype of `out_ptr`."""
+    silu = rounded(gate * tl.sigmoid(_gelu_argument(gate) if GELU else gate), out_ptr)
+    return silu * up
 
 
 @kernel
@@ -60,8 +59,8 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.co
     place = gate_up_ptr + row * (2 * inner) + column
     if PDL:
         jit.wait_for_previous()
-    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(place + inner, mask=inside, other=0.0).to(tl.float32)
+    gate = load_fp32(place, inside)
+    up = load_fp32(place + inner, inside)
     tl.store(out_ptr + row * inner + column, activated(gate, up, out_ptr, GELU), mask=inside)
 
 
@@ -72,17 +71,16 @@ def _swiglu_backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
-    dtype = out_ptr.dtype.element_ty
     place = row * (2 * inner) + column
-    gate = tl.load(gate_up_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + place + inner, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + row * inner + column, mask=inside, other=0.0).to(tl.float32)
+    gate = load_fp32(gate_up_ptr + place, inside)
+    up = load_fp32(gate_up_ptr + place + inner, inside)
+    grad = load_fp32(grad_ptr + row * inner + column, inside)
     sigmoid = tl.sigmoid(_gelu_argument(gate) if GELU else gate)
-    silu = (gate * sigmoid).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * inner + column, (silu * up).to(dtype), mask=inside)
+    silu = rounded(gate * sigmoid, out_ptr)
+    tl.store(out_ptr + row * inner + column, silu * up, mask=inside)
     slope = gate
     if GELU:
         slope = gate * (1.5957691216057308 + 0.2140644488 * gate * gate)
     gate_grad = grad * up * sigmoid * (1.0 + slope * (1.0 - sigmoid))
-    tl.store(grad_gate_up_ptr + place, gate_grad.to(dtype), mask=inside)
-    tl.store(grad_gate_up_ptr + place + inner, (grad * silu).to(dtype), mask=inside)
+    tl.store(grad_gate_up_ptr + place, gate_grad, mask=inside)
+    tl.store(grad_gate_up_ptr + place + inner, grad * silu, mask=inside)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from areno.kernels.backend import is_hopper
 from areno.kernels.experts.triton_routing import choose_experts as choose_experts
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_fp32, rounded
 
 logger = logging.getLogger("areno")
 
@@ -184,7 +184,7 @@ def _grouped_matmul_kernel(
         )
         total = tl.dot(x, weight, acc=total, input_precision="ieee")
     place = out_ptr + row.to(tl.int64)[:, None] * n_columns + column[None, :]
-    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & real_column[None, :])
+    tl.store(place, total, mask=real_row[:, None] & real_column[None, :])
 
 
 def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
@@ -289,11 +289,11 @@ def _combine_kernel(
     for choice in range(CHOICES):
         place = tl.load(places_ptr + token * CHOICES + choice)
         n_columns = tl.where(place < end, size, 0)
-        row = tl.load(y_ptr + place * size + column, mask=column < n_columns, other=0.0).to(tl.float32)
+        row = load_fp32(y_ptr + place * size + column, column < n_columns)
         if HAS_WEIGHTS:
             row *= tl.load(weights_ptr + token * CHOICES + choice)
         total += row
-    tl.store(out_ptr + token * size + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + token * size + column, total, mask=inside)
 
 
 def weighted_swiglu_backward(
@@ -323,7 +323,6 @@ def _weighted_swiglu_kernel(
     grad_ptr, gate_up_ptr, weights_ptr, end_ptr, grad_gate_up_ptr, act_ptr, grad_weights_ptr, inner, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    dtype = act_ptr.dtype.element_ty
     if row >= tl.load(end_ptr):
         tl.store(grad_weights_ptr + row, 0.0)
         return
@@ -333,15 +332,15 @@ def _weighted_swiglu_kernel(
         column = start + tl.arange(0, BLOCK)
         inside = column < inner
         place = row * (2 * inner) + column
-        gate = tl.load(gate_up_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up_ptr + place + inner, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + row * inner + column, mask=inside, other=0.0).to(tl.float32)
+        gate = load_fp32(gate_up_ptr + place, inside)
+        up = load_fp32(gate_up_ptr + place + inner, inside)
+        grad = load_fp32(grad_ptr + row * inner + column, inside)
         sigmoid = tl.sigmoid(gate)
-        silu = (gate * sigmoid).to(dtype).to(tl.float32)
+        silu = rounded(gate * sigmoid, act_ptr)
         act = silu * up
         total += grad * act
         gate_grad = grad * weight * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        tl.store(grad_gate_up_ptr + place, gate_grad.to(dtype), mask=inside)
-        tl.store(grad_gate_up_ptr + place + inner, (grad * weight * silu).to(dtype), mask=inside)
-        tl.store(act_ptr + row * inner + column, (act * weight).to(dtype), mask=inside)
+        tl.store(grad_gate_up_ptr + place, gate_grad, mask=inside)
+        tl.store(grad_gate_up_ptr + place + inner, grad * weight * silu, mask=inside)
+        tl.store(act_ptr + row * inner + column, act * weight, mask=inside)
     tl.store(grad_weights_ptr + row, tl.sum(total, 0))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_fp32
 
 _BLOCK = 4096
 
@@ -73,7 +73,7 @@ def _softmax_statistics_kernel(
         best = new_best
     target = tl.load(targets_ptr + position) - first
     here = (target >= 0) & (target < n_rows)
-    chosen = tl.load(base + target, mask=here, other=0.0).to(tl.float32) * scale
+    chosen = load_fp32(base + target, here) * scale
     chosen = tl.where(here, chosen - best, 0.0)
     out, out_stride = out_ptr + position, tl.num_programs(0)
     tl.store(out, best)
@@ -89,10 +89,10 @@ def _logprob_gradient_kernel(
     position = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < n_rows
-    x = tl.load(logits_ptr + position * stride + column, mask=inside, other=0.0).to(tl.float32) * scale
+    x = load_fp32(logits_ptr + position * stride + column, inside) * scale
     target = tl.load(targets_ptr + position) - first
     grad = tl.where(column == target, 1.0, 0.0) - tl.exp(x - tl.load(lse_ptr + position))
-    tl.store(out_ptr + position * out_stride + column, grad.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + position * out_stride + column, grad, mask=inside)
 
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
@@ -197,8 +197,8 @@ def _divergence_sums_kernel(
     for start in range(0, n_rows, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < n_rows
-        x = tl.load(logits_ptr + position * stride + column, mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(teacher_ptr + position * teacher_stride + column, mask=inside, other=0.0).to(tl.float32)
+        x = load_fp32(logits_ptr + position * stride + column, inside)
+        y = load_fp32(teacher_ptr + position * teacher_stride + column, inside)
         student, teacher = (x * scale - top) - rest, (y * scale - teacher_top) - teacher_rest
         if KIND == 0:
             total += tl.where(inside, tl.exp(teacher) * (teacher - student), 0.0)
@@ -239,8 +239,8 @@ def _divergence_gradient_kernel(
     position = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < n_rows
-    x = tl.load(logits_ptr + position * stride + column, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(teacher_ptr + position * teacher_stride + column, mask=inside, other=0.0).to(tl.float32)
+    x = load_fp32(logits_ptr + position * stride + column, inside)
+    y = load_fp32(teacher_ptr + position * teacher_stride + column, inside)
     n_positions = tl.num_programs(0)
     student = (x * scale - tl.load(norm_ptr + position)) - tl.load(norm_ptr + n_positions + position)
     teacher = (y * scale - tl.load(teacher_norm_ptr + position)) - tl.load(teacher_norm_ptr + n_positions + position)
@@ -252,4 +252,4 @@ def _divergence_gradient_kernel(
     else:
         factor = -(1.0 - beta) * _mixture_minus_student(student, teacher, beta)
         grad = q * (factor - tl.load(mean_ptr + position))
-    tl.store(out_ptr + position * out_stride + column, grad.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + position * out_stride + column, grad, mask=inside)

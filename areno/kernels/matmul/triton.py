@@ -43,6 +43,18 @@ def fixed_order_matmul(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> T
     return out_NO
 
 
+@triton.jit
+def add_products(total, x_place, weight_place, real_row, real_column, n_inputs, INPUTS: tl.constexpr):
+    """Add a tile of x W^T in a loop over all inputs. The places are those of the first input of rows and columns."""
+    for start in range(0, n_inputs, INPUTS):
+        at = start + tl.arange(0, INPUTS)
+        inside = at < n_inputs
+        x = tl.load(x_place + at[None, :], mask=real_row[:, None] & inside[None, :], other=0.0)
+        weight = tl.load(weight_place + at[:, None], mask=inside[:, None] & real_column[None, :], other=0.0)
+        total = tl.dot(x, weight, acc=total, input_precision="ieee")
+    return total
+
+
 @kernel(do_not_specialize=["n_rows"])
 def _product_kernel(
     x_ptr,
@@ -62,14 +74,9 @@ def _product_kernel(
     x_place = x_ptr + row.to(tl.int64)[:, None] * n_inputs
     weight_place = weight_ptr + column.to(tl.int64)[None, :] * stride
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, n_inputs, INPUTS):
-        at = start + tl.arange(0, INPUTS)
-        inside = at < n_inputs
-        x = tl.load(x_place + at[None, :], mask=real_row[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(weight_place + at[:, None], mask=inside[:, None] & real_column[None, :], other=0.0)
-        total = tl.dot(x, weight, acc=total, input_precision="ieee")
+    total = add_products(total, x_place, weight_place, real_row, real_column, n_inputs, INPUTS)
     place = out_ptr + row.to(tl.int64)[:, None] * n_columns + column[None, :]
-    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & real_column[None, :])
+    tl.store(place, total, mask=real_row[:, None] & real_column[None, :])
 
 
 def dot_precision(x: Tensor, half: str) -> str:

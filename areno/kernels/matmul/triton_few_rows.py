@@ -22,7 +22,7 @@ from torch import Tensor
 from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import n_multiprocessors
 from areno.kernels.elementwise.triton_swiglu import activated
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_fp32, rounded
 from areno.kernels.matmul.gluon_few_rows import FEW_ROWS_KERNEL, LEAST_INPUTS, few_rows_product
 
 MOST_ROWS = 64
@@ -164,11 +164,8 @@ def _few_rows_kernel(
                 up = tl.load(up_place + at[:, None], mask=real_column & (at < n_inputs)[:, None], other=0.0)
             up_total = tl.dot(x, up, acc=up_total, input_precision="ieee")
     place = out_ptr + (part * n_rows + row).to(tl.int64)[:, None] * n_columns + column[None, :]
-    dtype = out_ptr.dtype.element_ty
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + column, mask=column < n_columns, other=0.0).to(tl.float32)[None, :]
+        total += load_fp32(bias_ptr + column, column < n_columns)[None, :]
     if IS_GATED:  # rounded as by a product without activation
-        y = activated(total.to(dtype).to(tl.float32), up_total.to(dtype).to(tl.float32), out_ptr, GELU)
-    else:
-        y = total.to(dtype)
-    tl.store(place, y, mask=real_row & real_column)
+        total = activated(rounded(total, out_ptr), rounded(up_total, out_ptr), out_ptr, GELU)
+    tl.store(place, total, mask=real_row & real_column)

@@ -241,7 +241,6 @@ if HAS_GLUON:
             cell = (row * n_heads + head) * n_parts + part
             out_dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, scores_layout))
             out_place = partial_ptr + (cell * HEAD_DIM)[:, None] + out_dim[None, :]
-            result = acc / total[:, None]
-            gl.store(out_place, result.to(partial_ptr.dtype.element_ty), mask=(row >= 0)[:, None])
+            gl.store(out_place, acc / total[:, None], mask=(row >= 0)[:, None])
             if not ONE_PART:
                 gl.store(log_sum_ptr + cell, best + gl.log2(total), mask=row >= 0)

@@ -271,7 +271,7 @@ def _split_kernel(
                         total = tl.where(best == float("-inf"), 1.0, total)
                     part = (row * n_heads + head) * n_parts + own_splits + split
                     place = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
-                    tl.store(place, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)
+                    tl.store(place, acc / total[:, None], mask=real)
                     tl.store(log_sum_ptr + part, best + tl.log2(total), mask=row >= 0)
     else:
         piece -= n_group_splits
@@ -329,7 +329,7 @@ def _split_kernel(
                 total = tl.where(best == float("-inf"), 1.0, total)
             part = (row * n_heads + head) * n_parts + split
             cells = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
-            tl.store(cells, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)
+            tl.store(cells, acc / total[:, None], mask=real)
             if not ONE_PART:
                 tl.store(log_sum_ptr + part, best + tl.log2(total), mask=cell < HEADS_PER_KEY)
 
@@ -386,4 +386,4 @@ def _combine_splits_kernel(
         best = new_best
     place = out_ptr + head[:, None] * HEAD_DIM + dim[None, :]
     mask = real[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(place, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(place, acc / total[:, None], mask=mask)

@@ -371,4 +371,4 @@ def _combine_splits_kernel(
         best, total, decay, weight = join_spans(best, total, part_best, part_total, rate)
         acc = tl.fma(acc, decay[:, None], part_acc * weight[:, None])
     place = out_ptr + head[:, None] * DIM + dim[None, :]
-    tl.store(place, tl.div_rn(acc, total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(place, tl.div_rn(acc, total[:, None]), mask=mask)

@@ -384,6 +384,6 @@ def _draw_kernel(
         tl.store(out_ptr + row, 0.0)
         tl.store(out_ptr + tl.num_programs(0) + row, 0.0)
     else:
-        tl.store(out_ptr + row, token.to(tl.float64))
+        tl.store(out_ptr + row, token)
         tl.store(out_ptr + tl.num_programs(0) + row, logprob)
-        tl.store(last_token_ptr + slot, token.to(tl.int64))
+        tl.store(last_token_ptr + slot, token)

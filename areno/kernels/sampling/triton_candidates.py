@@ -79,6 +79,15 @@ def key_to_float(number):
 
 
 @triton.jit
+def filters_of(slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
+    """Return a row's rate, top-k, top-p in float64, and whether top-k drops a token."""
+    slot = tl.load(slots_ptr + row)
+    rate = _LOG2_E / tl.load(temperature_ptr + slot)
+    top_k = tl.load(top_k_ptr + slot)
+    return rate, top_k, tl.load(top_p_ptr + slot).to(tl.float64), (top_k >= 1) & (top_k < vocab)
+
+
+@triton.jit
 def row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS: tl.constexpr):
     """Return the maximum of a row, and the sum of its weights relative to the maximum, in float64."""
     span = tl.arange(0, PADDED_SPANS)
@@ -148,11 +157,7 @@ def _bracket_kernel(
     SAMPLED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    rate = _LOG2_E / tl.load(temperature_ptr + slot)
-    top_k = tl.load(top_k_ptr + slot)
-    top_p = tl.load(top_p_ptr + slot).to(tl.float64)
-    has_k = (top_k >= 1) & (top_k < vocab)
+    rate, top_k, top_p, has_k = filters_of(slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
     low = tl.full([], float("inf"), tl.float32)
     high = tl.full([], float("inf"), tl.float32)
     if has_k | (top_p < 1.0):

@@ -19,7 +19,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from areno.kernels.backend import is_hopper
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_fp32
+from areno.kernels.matmul.triton import add_products
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton import _LOG2_E, _ROW_POINTERS, _first_above, _join, _uniform, has_text
 
@@ -137,12 +138,7 @@ def _scan_hidden_kernel(
     else:
         hidden_place = hidden_ptr + row.to(tl.int64)[:, None] * n_inputs
         weight_place = weight_ptr + column.to(tl.int64)[None, :] * stride
-        for start in range(0, n_inputs, INPUTS):
-            at = start + tl.arange(0, INPUTS)
-            inside = at < n_inputs
-            hidden = tl.load(hidden_place + at[None, :], mask=real_row[:, None] & inside[None, :], other=0.0)
-            weight = tl.load(weight_place + at[:, None], mask=inside[:, None] & real_column[None, :], other=0.0)
-            x = tl.dot(hidden, weight, acc=x, input_precision="ieee")
+        x = add_products(x, hidden_place, weight_place, real_row, real_column, n_inputs, INPUTS)
     x = tl.where(real_column[None, :], x, float("-inf"))
     slot = tl.load(slots_ptr + row, mask=real_row, other=0)
     rate = _LOG2_E / tl.load(temperature_ptr + slot)
@@ -220,8 +216,8 @@ def _draw_hidden_kernel(
     for start in range(0, n_inputs, INPUTS):
         at = start + tl.arange(0, INPUTS)
         is_input = at < n_inputs
-        hidden = tl.load(hidden_ptr + row * n_inputs + at, mask=is_input, other=0.0).to(tl.float32)
-        weight = tl.load(place + at[None, :], mask=inside[:, None] & is_input[None, :], other=0.0).to(tl.float32)
+        hidden = load_fp32(hidden_ptr + row * n_inputs + at, is_input)
+        weight = load_fp32(place + at[None, :], inside[:, None] & is_input[None, :])
         x += tl.sum(weight * hidden[None, :], axis=1)
     if HAS_TEXTS:
         inside = has_text(texts_ptr, index, inside)
@@ -234,9 +230,9 @@ def _draw_hidden_kernel(
     drawn = tl.where(is_greedy | (is_drawable == 0), best, drawn)
     token = tl.minimum(span * SPAN + drawn, vocab - 1)
     chosen = tl.sum(tl.where(lane == drawn, x, 0.0), axis=0)
-    tl.store(out_ptr + row, token.to(tl.float64))
+    tl.store(out_ptr + row, token)
     tl.store(
         out_ptr + tl.num_programs(0) + row,
         ((chosen - policy_top) / temperature).to(tl.float64) - tl.log(tl.sum(policy_sums, axis=0)),
     )
-    tl.store(last_token_ptr + slot, token.to(tl.int64))
+    tl.store(last_token_ptr + slot, token)

@@ -21,6 +21,7 @@ from torch import Tensor
 from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton_candidates import (
+    filters_of,
     find_candidates,
     int_key_to_float,
     key_to_float,
@@ -209,11 +210,7 @@ def _truncate_kernel(
     The kernel is launched once for each range of sizes. The launch with FEWEST = 0 first marks every row as not found.
     """
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    rate = _LOG2_E / tl.load(temperature_ptr + slot)
-    top_k = tl.load(top_k_ptr + slot)
-    top_p = tl.load(top_p_ptr + slot).to(tl.float64)
-    has_k = (top_k >= 1) & (top_k < vocab)
+    rate, top_k, top_p, has_k = filters_of(slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
     if FEWEST == 0:
         tl.store(bounds_ptr + tl.num_programs(0) + row, -1)
         tl.store(bounds_ptr + 2 * tl.num_programs(0) + row, 0)
@@ -246,7 +243,7 @@ def _truncate_kernel(
                 MOST,
             )
             if is_found > 0:
-                tl.store(bounds_ptr + row, least.to(tl.int32))
+                tl.store(bounds_ptr + row, least)
                 tl.store(bounds_ptr + tl.num_programs(0) + row, n_equal)
                 tl.store(bounds_ptr + 2 * tl.num_programs(0) + row, 1)
 
@@ -349,11 +346,7 @@ def _truncate_row_kernel(
     SPAN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    rate = _LOG2_E / tl.load(temperature_ptr + slot)
-    top_k = tl.load(top_k_ptr + slot)
-    top_p = tl.load(top_p_ptr + slot).to(tl.float64)
-    has_k = (top_k >= 1) & (top_k < vocab)
+    rate, top_k, top_p, has_k = filters_of(slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
     has_p = top_p < 1.0
     if (has_k | has_p) & (tl.load(bounds_ptr + 2 * tl.num_programs(0) + row) == 0):
         logits_ptr += row * row_stride

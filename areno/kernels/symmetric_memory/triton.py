@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel
+from areno.kernels.elementwise.triton_norm import store_norm
+from areno.kernels.jit import kernel, load_fp32
 
 REGION = 16384  # bytes of the largest part of a tensor that one program handles
 PROGRAMS = 512  # largest number of programs in a launch
@@ -155,7 +156,7 @@ def _all_reduce_kernel(
     total = _sum_of_all(
         x, lane, inside, tl.minimum(n - first, PIECE), inboxes_ptr, turns_ptr, rank, SIZE, PIECE, N_PROGRAMS
     )
-    tl.store(out_ptr + first + lane, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + first + lane, total, mask=inside)
 
 
 @kernel
@@ -180,16 +181,12 @@ def _all_reduce_norm_kernel(
     inside = column < size
     index = tl.program_id(0).to(tl.int64) * size + column
     part = tl.load(part_ptr + index, mask=inside, other=0.0)
-    x = tl.load(x_ptr + index, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    x = load_fp32(x_ptr + index, inside)
+    weight = load_fp32(weight_ptr + column, inside)
     total = _sum_of_all(part, column, inside, size, inboxes_ptr, turns_ptr, rank, SIZE, PIECE, N_PROGRAMS)
     rounded = (x + total.to(part.dtype).to(tl.float32)).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + index, rounded, mask=inside)
-    x = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
-    if PLUS_ONE:
-        weight += 1.0
-    tl.store(normed_ptr + index, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask=inside)
+    store_norm(normed_ptr + index, rounded.to(tl.float32), weight, inside, size, eps, PLUS_ONE)
 
 
 @triton.jit
