@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +16,20 @@ from torch import Tensor
 SHORT_ROW = 64  # tokens; another kernel launch is not worth it if it saves less padding than this per row
 
 
+class Borders(NamedTuple):
+    """Cumulative numbers of queries and of keys in packed rows, int32, and the most of each in a row."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_q: int
+    max_k: int
+
+
 def by_padding(
     q_NHD: Tensor,
     k_MKD: Tensor,
     v_MKD: Tensor,
-    starts_q: list[int],
-    starts_k: list[int],
+    borders: Borders,
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
     """Compute attention with `attend`, which takes padded q, k and v (B, heads, L, D).
@@ -29,7 +38,8 @@ def by_padding(
     of similar length share a call, since many short calls cost more than some padding.
     """
     outs: list[Tensor] = []
-    batches = _padded_batches(tuple(starts_q), tuple(starts_k), q_NHD.device)
+    starts_q, starts_k = (tuple(starts.tolist()) for starts in borders[:2])
+    batches = _padded_batches(starts_q, starts_k, q_NHD.device)
     for place_q, place_k, firsts_B in batches:
         q_THD, k_THD, v_THD = q_NHD, k_MKD, v_MKD
         if place_q.n_rows < len(starts_q) - 1:  # otherwise the batch has all rows, in their order

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from areno.kernels.attention import varlen_attention, varlen_backward, varlen_forward
 from areno.kernels.copies import copy_rows, order_of_copies, sum_copies
 from areno.kernels.delta import DeltaGradients, DeltaWeights, RowChunks, delta_rows, delta_rows_backward
+from areno.kernels.padding import Borders
 from areno.layers.parallel import ParallelGroup
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, "int | None"], Tensor]
@@ -152,12 +153,9 @@ class PackedAttend:
     prefix: PrefixKeys | None = None
 
     @property
-    def _borders(self) -> tuple[Tensor, Tensor, int, int]:
-        """Cumulative numbers of queries and of keys, and the largest number of each."""
-        keys = self.keys
-        if keys is None:
-            return self.cu_seqlens, self.cu_seqlens, self.max_len, self.max_len
-        return self.cu_seqlens, keys.cu_seqlens, self.max_len, keys.max_len
+    def _borders(self) -> Borders:
+        keys = self.keys or self
+        return Borders(self.cu_seqlens, keys.cu_seqlens, self.max_len, keys.max_len)
 
     def _with_prefixes(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of all rows, with those of shared prefixes. Has no gradient of `prefix`."""
@@ -174,7 +172,7 @@ class PackedAttend:
             k_MKD, v_MKD = _JoinPrefixKeys.apply(k_MKD, v_MKD, self.prefix, layer)  # type: ignore[misc]
         if self.keys is not None:
             k_MKD, v_MKD = self.keys.gather(k_MKD), self.keys.gather(v_MKD)
-        out_NHD = varlen_attention(q_NHD, k_MKD, v_MKD, *self._borders, self.backend, window)
+        out_NHD = varlen_attention(q_NHD, k_MKD, v_MKD, self._borders, self.backend, window)
         return self.context.columns_to_rows(out_NHD)
 
     @cached_property
@@ -202,7 +200,7 @@ class PackedAttend:
         if self.stores is not None:
             self.stores.store(layer, k_NKD, v_NKD)
         k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
-        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, *self._borders, self.backend, window)
+        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, self._borders, self.backend, window)
         return self.context.columns_to_rows(out_NHD), saved
 
     def backward(
@@ -220,7 +218,7 @@ class PackedAttend:
         grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD = map(self.context.rows_to_columns, inputs)
         k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
         grad_q, grad_k, grad_v = varlen_backward(
-            grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved, *self._borders, self.backend, window
+            grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved, self._borders, self.backend, window
         )
         if self.keys is not None:
             grad_k, grad_v = self.keys.sum(grad_k), self.keys.sum(grad_v)

@@ -24,6 +24,7 @@ from areno.engine.worker import Worker
 from areno.errors import ConfigError
 from areno.kernels import backend
 from areno.kernels.attention import choose_backend, has_flash_backward, varlen_attention
+from areno.kernels.padding import Borders
 from areno.layers.parallel import ParallelGroup
 from areno.plan.plan import open_actor
 from areno.plan.startup_log import log_model
@@ -175,7 +176,7 @@ def test_attention_in_float32_holds_no_scores() -> None:
     rows = torch.tensor([0, 8192], dtype=torch.int32, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    varlen_attention(q, k, v, rows, rows, 8192, 8192, "sdpa").sum().backward()
+    varlen_attention(q, k, v, Borders(rows, rows, 8192, 8192), "sdpa").sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 2**29
 
 

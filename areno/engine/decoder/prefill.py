@@ -22,6 +22,7 @@ from areno.cost.kv_layout import KVGroup
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.cuda_graphs import Captures, GraphCache
 from areno.engine.decoder.scheduler import Chunk
+from areno.kernels.padding import Borders
 
 # The sizes of prefills with a CUDA graph. With few sizes, there are few graphs, and none has to be dropped.
 _TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
@@ -112,7 +113,7 @@ class PrefillTensors:
     last_K: Tensor
     stored: list[Tensor]
     keys: list[Tensor | None]
-    borders: list[tuple[Tensor, Tensor, int, int]]  # cu_seqlens_q, cu_seqlens_k, max_q and max_k of `varlen_attention`
+    borders: list[Borders]
 
     @staticmethod
     def unpack(packed: Tensor, shape: PrefillShape) -> PrefillTensors:
@@ -123,7 +124,7 @@ class PrefillTensors:
             stored, keys, cu_k = groups[3 * index : 3 * index + 3]
             found.stored += stored.view(n_tables, -1)
             found.keys += [None] * n_tables if n_keys is None else keys.view(n_tables, -1)
-            found.borders += [(cu_q_R1, cu_k.int(), shape.max_q, shape.max_k[index])] * n_tables
+            found.borders += [Borders(cu_q_R1, cu_k.int(), shape.max_q, shape.max_k[index])] * n_tables
         return found
 
 

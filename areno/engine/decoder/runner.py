@@ -308,7 +308,7 @@ class Runner:
             cached_v.index_copy_(0, given.stored[table], v_NKC)
             if (keys_M := given.keys[table]) is not None:  # some chunks also attend to tokens of earlier steps
                 k_NKC, v_NKC = cached_k.index_select(0, keys_M), cached_v.index_select(0, keys_M)
-            return varlen_attention(q_NHC, k_NKC, v_NKC, *given.borders[table], self.attn_backend, window)
+            return varlen_attention(q_NHC, k_NKC, v_NKC, given.borders[table], self.attn_backend, window)
 
         return attend
 

@@ -28,18 +28,17 @@ from torch.nn import functional as F
 from areno.errors import ConfigError, Problem
 from areno.kernels.backend import is_before_ampere
 from areno.kernels.fixed_order import packed_attention
-from areno.kernels.padding import by_padding
+from areno.kernels.padding import Borders, by_padding
 
 
 def sdpa_attention(
     q_NHD: Tensor,
     k_MKD: Tensor,
     v_MKD: Tensor,
-    starts_q: list[int],
-    starts_k: list[int],
+    borders: Borders,
     window: int | None = None,
 ) -> Tensor:
-    return by_padding(q_NHD, k_MKD, v_MKD, starts_q, starts_k, partial(_sdpa, window=window))
+    return by_padding(q_NHD, k_MKD, v_MKD, borders, partial(_sdpa, window=window))
 
 
 def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, firsts_B: Tensor | None, window: int | None) -> Tensor:
@@ -108,52 +107,39 @@ def varlen_attention(
     q_NHD: Tensor,
     k_MKD: Tensor,
     v_MKD: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
-    max_k: int,
+    borders: Borders,
     backend: str,
     window: int | None = None,
 ) -> Tensor:
     """Compute attention, differentiable. `backend` is a key of BACKENDS."""
     if backend == "sdpa":
-        return sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), window)
-    if backend == "fixed_order":
-        return _FixedOrderAttention.apply(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, window)  # type: ignore[return-value]
-    if backend == "varlen" and window is not None:
-        borders = cu_seqlens_q, cu_seqlens_k, max_q, max_k
-        return _Windowed.apply(q_NHD, k_MKD, v_MKD, *borders, window)  # type: ignore[return-value]
-    if backend == "varlen":
-        attn, causal = _varlen_kernel()
-        return attn(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **causal)
+        return sdpa_attention(q_NHD, k_MKD, v_MKD, borders, window)
     if backend == "flash":
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
-        rows = cu_seqlens_q, cu_seqlens_k, max_q, max_k
         how = {
             "window_size": (_n_before(window), -1),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
-        return flash_attn_varlen_func(q_NHD, k_MKD, v_MKD, *rows, causal=True, **how)
-    raise ValueError(f"unknown attention backend {backend!r}")
+        return flash_attn_varlen_func(q_NHD, k_MKD, v_MKD, *borders, causal=True, **how)
+    if backend == "varlen" and window is None:
+        attn, causal = _varlen_kernel()
+        return attn(q_NHD, k_MKD, v_MKD, *borders, **causal)
+    return _Attention.apply(q_NHD, k_MKD, v_MKD, borders, backend, window)  # type: ignore[return-value]
 
 
 def varlen_forward(
     q_NHD: Tensor,
     k_MKD: Tensor,
     v_MKD: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
-    max_k: int,
+    borders: Borders,
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the output (N, H, D), and the tensors that `varlen_backward` takes as `saved`."""
-    rows = cu_seqlens_q, cu_seqlens_k, max_q, max_k
     if backend == "varlen":
         out_NHD, *saved = torch.ops.aten._flash_attention_forward(
-            q_NHD, k_MKD, v_MKD, *rows, 0.0, True, False, **_window_args(window)
+            q_NHD, k_MKD, v_MKD, *borders, 0.0, True, False, **_window_args(window)
         )
         # The log-sum-exp, and two tensors of dropout's random state, which backward requires even without dropout.
         return out_NHD, tuple(saved[:3])
@@ -165,13 +151,13 @@ def varlen_forward(
             "softmax_scale": q_NHD.shape[-1] ** -0.5,
             "window_size_left": _n_before(window),
         }
-        out_NHD, log_sum, _, state = _flash_attn_varlen_forward(q_NHD, k_MKD, v_MKD, *rows, causal=True, **how)
+        out_NHD, log_sum, _, state = _flash_attn_varlen_forward(q_NHD, k_MKD, v_MKD, *borders, causal=True, **how)
         return out_NHD, (log_sum, state)
     if backend == "fixed_order":
-        out_NHD, log_sum = packed_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, window)
+        out_NHD, log_sum = packed_attention(q_NHD, k_MKD, v_MKD, borders, window)
         return out_NHD, () if log_sum is None else (log_sum,)
     with torch.no_grad():
-        return varlen_attention(q_NHD, k_MKD, v_MKD, *rows, backend, window), ()
+        return varlen_attention(q_NHD, k_MKD, v_MKD, borders, backend, window), ()
 
 
 def varlen_backward(
@@ -181,14 +167,10 @@ def varlen_backward(
     v_MKD: Tensor,
     out_NHD: Tensor,
     saved: Sequence[Tensor],
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
-    max_k: int,
+    borders: Borders,
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = cu_seqlens_q, cu_seqlens_k, max_q, max_k
     if backend == "varlen" or (backend == "fixed_order" and has_flash_backward(q_NHD)):
         log_sum, *states = saved
         states = states or _no_dropout(q_NHD.device)
@@ -199,7 +181,7 @@ def varlen_backward(
             v_MKD,
             out_NHD,
             log_sum,
-            *rows,
+            *borders,
             0.0,
             True,
             *states,
@@ -221,9 +203,9 @@ def varlen_backward(
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "rng_state": state,
         }
-        _flash_attn_varlen_backward(grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, log_sum, *grads, *rows, **how)
+        _flash_attn_varlen_backward(grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, log_sum, *grads, *borders, **how)
         return grads
-    return _sdpa_backward(grad_NHD, q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, window)
+    return _sdpa_backward(grad_NHD, q_NHD, k_MKD, v_MKD, borders, window)
 
 
 def has_flash_backward(q_NHD: Tensor) -> bool:
@@ -245,14 +227,13 @@ def _sdpa_backward(
     q_NHD: Tensor,
     k_MKD: Tensor,
     v_MKD: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    borders: Borders,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward pass again under autograd: scaled_dot_product_attention has no callable backward pass."""
     with torch.enable_grad():
         q_NHD, k_MKD, v_MKD = (x.detach().requires_grad_() for x in (q_NHD, k_MKD, v_MKD))
-        out_NHD = sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), window)
+        out_NHD = sdpa_attention(q_NHD, k_MKD, v_MKD, borders, window)
         return torch.autograd.grad(out_NHD, (q_NHD, k_MKD, v_MKD), grad_NHD)  # type: ignore[return-value]
 
 
@@ -262,68 +243,28 @@ def _no_dropout(device: torch.device) -> list[Tensor]:
     return [torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)]
 
 
-class _FixedOrderAttention(torch.autograd.Function):
-    """Fixed-order attention, with the gradient of `sdpa_attention`, which has the same values up to rounding."""
+class _Attention(torch.autograd.Function):
+    """`varlen_forward` and `varlen_backward` under autograd, for what `varlen_attn` in older torch releases lacks.
+
+    The gradient of fixed-order attention is that of `sdpa_attention`, which has the same values up to rounding.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q_NHD: Tensor,
-        k_MKD: Tensor,
-        v_MKD: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        window: int | None,
+        ctx: Any, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, borders: Borders, backend: str, window: int | None
     ) -> Tensor:
-        ctx.save_for_backward(q_NHD, k_MKD, v_MKD, cu_q, cu_k)
-        ctx.window = window
-        return packed_attention(q_NHD, k_MKD, v_MKD, cu_q, cu_k, max_q, window)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_NHD, k_MKD, v_MKD, cu_q, cu_k = ctx.saved_tensors
-        return *_sdpa_backward(grads[0], q_NHD, k_MKD, v_MKD, cu_q, cu_k, ctx.window), None, None, None, None
-
-
-class _Windowed(torch.autograd.Function):
-    """torch's flash kernel with a sliding window, which `varlen_attn` in older torch releases does not accept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_NHD: Tensor,
-        k_MKD: Tensor,
-        v_MKD: Tensor,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
-        window: int,
-    ) -> Tensor:
-        ctx.lengths, ctx.window = (max_q, max_k), window
-        out_NHD, log_sum, *states = torch.ops.aten._flash_attention_forward(
-            q_NHD, k_MKD, v_MKD, cu_q, cu_k, max_q, max_k, 0.0, True, False, **_window_args(window)
-        )
-        ctx.save_for_backward(q_NHD, k_MKD, v_MKD, out_NHD, log_sum, cu_q, cu_k, *states[:2])
+        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, borders, backend, window)
+        ctx.save_for_backward(q_NHD, k_MKD, v_MKD, *((out_NHD, *saved) if backend == "varlen" else ()))
+        ctx.borders, ctx.backend, ctx.window = borders, backend, window
         return out_NHD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *given, cu_q, cu_k, state, unused = ctx.saved_tensors
-        found = torch.ops.aten._flash_attention_backward(
-            grads[0].contiguous(),
-            *given,
-            cu_q,
-            cu_k,
-            *ctx.lengths,
-            0.0,
-            True,
-            state,
-            unused,
-            **_window_args(ctx.window),
-        )
-        return *found, None, None, None, None, None
+        given, found = (grads[0], *ctx.saved_tensors[:3]), ctx.saved_tensors[3:]
+        if found:
+            rest = ctx.borders, ctx.backend, ctx.window
+            return *varlen_backward(*given, found[0], found[1:], *rest), None, None, None
+        return *_sdpa_backward(*given, ctx.borders, ctx.window), None, None, None
 
 
 @functools.cache

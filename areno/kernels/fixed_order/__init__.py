@@ -15,6 +15,7 @@ from torch import Tensor
 
 from areno.kernels.backend import implementation
 from areno.kernels.fixed_order.reference import SPAN, n_spans, padded_attention, row_multiple, span_start
+from areno.kernels.padding import Borders
 
 __all__ = ["SPAN", "n_spans", "packed_attention", "padded_attention", "row_multiple", "span_start"]
 
@@ -23,12 +24,8 @@ def packed_attention(
     q_NHC: Tensor,
     k_MKC: Tensor,
     v_MKC: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
+    borders: Borders,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output (N, H, C), and the log-sum-exp of scaled scores (H, N) in float32, or None from plain torch."""
-    return implementation(q_NHC, __name__).packed_attention(
-        q_NHC, k_MKC, v_MKC, cu_seqlens_q, cu_seqlens_k, max_q, window
-    )
+    return implementation(q_NHC, __name__).packed_attention(q_NHC, k_MKC, v_MKC, borders, window)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.kernels.padding import by_padding
+from areno.kernels.padding import Borders, by_padding
 
 _Ints = TypeVar("_Ints", int, np.ndarray)
 
@@ -44,13 +44,10 @@ def packed_attention(
     q_NHC: Tensor,
     k_MKC: Tensor,
     v_MKC: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
+    borders: Borders,
     window: int | None = None,
 ) -> tuple[Tensor, None]:
-    attend = partial(causal, window=window)
-    return by_padding(q_NHC, k_MKC, v_MKC, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), attend), None
+    return by_padding(q_NHC, k_MKC, v_MKC, borders, partial(causal, window=window)), None
 
 
 def causal(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from areno.kernels.fixed_order.reference import SPAN
 from areno.kernels.jit import kernel
+from areno.kernels.padding import Borders
 
 LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -36,9 +37,7 @@ def packed_attention(
     q_NHC: Tensor,
     k_MKC: Tensor,
     v_MKC: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
+    borders: Borders,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     q_NHC, k_MKC, v_MKC = (heads_together(x) for x in (q_NHC, k_MKC, v_MKC))
@@ -46,12 +45,11 @@ def packed_attention(
     out_NHC = q_NHC.new_empty((n_tokens, n_heads, dim))
     log_sum_HN = q_NHC.new_empty((n_heads, n_tokens), dtype=torch.float32)
     if n_tokens:
-        _packed_kernel[(triton.cdiv(max_q, _QUERIES), n_heads, len(cu_seqlens_q) - 1)](
+        _packed_kernel[(triton.cdiv(borders.max_q, _QUERIES), n_heads, len(borders.cu_seqlens_q) - 1)](
             q_NHC,
             k_MKC,
             v_MKC,
-            cu_seqlens_q,
-            cu_seqlens_k,
+            *borders[:2],
             out_NHC,
             log_sum_HN,
             dim**-0.5 * LOG2_E,
@@ -192,6 +190,6 @@ def _packed_kernel(
             best, total, decay, weight = join_spans(best, total, span_best, tl.max(span_total, axis=1), rate)
             acc = tl.fma(acc, decay[:, None], span_acc * weight[:, None])
         place = out_ptr + (token * tl.num_programs(1) + head)[:, None] * DIM + dim[None, :]
-        tl.store(place, tl.div_rn(acc, total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
+        tl.store(place, tl.div_rn(acc, total[:, None]), mask=real)
         log_sum = tl.fma(best, rate, tl.log2(total)) * _LN_2
         tl.store(log_sum_ptr + head.to(tl.int64) * n_tokens + token, log_sum, mask=query < n_q)
