@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from areno.errors import ConfigError, Problem
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 AMPERE = (8, 0)  # the first compute capability with bfloat16, TF32 and flash attention
 VOLTA = (7, 0)  # the first compute capability that Triton compiles for
@@ -35,6 +38,20 @@ def runs_triton(device: torch.device) -> bool:
 def implementation(x: Tensor, package: str) -> Any:
     """Import the module `triton` of a kernel package, or its module `reference` where Triton cannot run."""
     return importlib.import_module(f"{package}.{'triton' if use_triton(x) else 'reference'}")
+
+
+def by_device(reference: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Return the function of a kernel package whose `reference` is given. It chooses by the device of its first tensor.
+
+    The module `triton` of the package has a function with the same name and arguments.
+    """
+    package, name = reference.__module__.rpartition(".")[0], reference.__name__
+
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        x: Any = args[0]
+        return vars(implementation(x, package))[name](*args, **kwargs)
+
+    return call
 
 
 def capability(device: torch.device | str) -> tuple[int, int] | None:

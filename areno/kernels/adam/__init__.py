@@ -7,22 +7,13 @@ uint8 codes, with one float32 scale for each block of BLOCK codes. Master, momen
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from areno.kernels.adam.reference import BLOCK, Pair, Update
-from areno.kernels.backend import implementation
+from areno.kernels.adam import reference
+from areno.kernels.adam.reference import BLOCK, Update
+from areno.kernels.backend import by_device
 
 __all__ = ["BLOCK", "Update", "adam", "adam_8bit", "squares_and_nonzeros"]
 
-
-def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
-    implementation(grad, __name__).adam(grad, master, param, moments, update)
-
-
-def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
-    implementation(grad, __name__).adam_8bit(grad, master, param, moments, scales, update)
-
-
-def squares_and_nonzeros(grad: Tensor) -> Tensor:
-    """Return [sum of squares, number of nonzero elements], float64."""
-    return implementation(grad, __name__).squares_and_nonzeros(grad)
+adam = by_device(reference.adam)
+adam_8bit = by_device(reference.adam_8bit)
+squares_and_nonzeros = by_device(reference.squares_and_nonzeros)
+"""Return [sum of squares, number of nonzero elements], float64."""

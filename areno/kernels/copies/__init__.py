@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areno.kernels.backend import implementation
+from areno.kernels.backend import by_device
+from areno.kernels.copies import reference
 
 __all__ = ["copy_rows", "order_of_copies", "sum_copies"]
 
@@ -27,9 +28,8 @@ def order_of_copies(rows_M: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
     return order_M, torch.searchsorted(sorted_M, torch.arange(n_rows + 1, device=rows_M.device))
 
 
-def sum_copies(copies_MX: Tensor, order_M: Tensor, starts: Tensor) -> Tensor:
-    """Return the sum of the copies of each row, (N, X), zeros for a row without copies. Copies are contiguous."""
-    return implementation(copies_MX, __name__).sum_copies(copies_MX, order_M, starts)
+sum_copies = by_device(reference.sum_copies)
+"""Return the sum of the copies of each row, (N, X), zeros for a row without copies. Copies are contiguous."""
 
 
 def copy_rows(x_NX: Tensor, rows_M: Tensor, order: Callable[[], tuple[Tensor, Tensor]] | None = None) -> Tensor:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from areno.kernels.backend import implementation
+from areno.kernels.backend import by_device, implementation
 from areno.kernels.delta import reference
 from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights, RowChunks
 
@@ -57,12 +57,6 @@ def delta_rows(
     return rows(proj_NP, weights, chunks, initial, return_states)
 
 
-def delta_rows_backward(
-    grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool = True
-) -> tuple[Tensor, DeltaGradients | None]:
-    """Return the gradients with respect to projections and weights. The latter are None unless `of_weights`."""
-    return implementation(proj_NP, __name__).delta_rows_backward(grad_NI, proj_NP, weights, chunks, of_weights)
-
-
-def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
-    return implementation(proj_BP, __name__).delta_step(proj_BP, weights, states, slots_B)
+delta_rows_backward = by_device(reference.delta_rows_backward)
+"""Return the gradients with respect to projections and weights. The latter are None unless `of_weights`."""
+delta_step = by_device(reference.delta_step)

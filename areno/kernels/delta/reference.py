@@ -57,7 +57,7 @@ def delta_rows(
 
 
 def delta_rows_backward(
-    grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool
+    grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool = True
 ) -> tuple[Tensor, DeltaGradients | None]:
     proj_NP = proj_NP.detach().requires_grad_()
     # Copies of the weights in float32, so that their gradients are float32, too.

@@ -171,7 +171,7 @@ def delta_rows(
 
 
 def delta_rows_backward(
-    grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool
+    grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool = True
 ) -> tuple[Tensor, DeltaGradients | None]:
     proj_NP = proj_NP.contiguous()
     mixed = conv_and_gates(proj_NP, weights, chunks)  # the forward pass, again

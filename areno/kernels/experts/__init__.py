@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from areno.kernels.backend import implementation, use_triton
+from areno.kernels.backend import by_device, use_triton
+from areno.kernels.experts import reference
 
 
 class Groups(NamedTuple):
@@ -29,12 +30,11 @@ class Groups(NamedTuple):
     ends_E: Tensor  # int32, index after the last copy of each expert of this rank
 
 
-def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Return the experts with the largest logits, the largest first, int64, and their float32 weights (N, k).
+choose_experts = by_device(reference.choose_experts)
+"""Return the experts with the largest logits, the largest first, int64, and their float32 weights (N, k).
 
-    The weights are those of the softmax over all experts, divided by their sum for each token if `normalised`.
-    """
-    return implementation(logits_NX, __name__).choose_experts(logits_NX, top_k, normalised)
+The weights are those of the softmax over all experts, divided by their sum for each token if `normalised`.
+"""
 
 
 def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> Groups:
@@ -55,35 +55,24 @@ def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> Groups:
     return Groups(choices_M // top_k, choices_M, places.view_as(chosen_Nk), ends_E)
 
 
-def grouped_matmul(
-    x_MI: Tensor, weight: Tensor, ends_E: Tensor, *, transposed: bool = False, row_multiple: int = 1
-) -> Tensor:
-    """Return the product of each row with its expert's matrix, (M, O). Weights are (E, O, I), `transposed` (E, I, O).
+grouped_matmul = by_device(reference.grouped_matmul)
+"""Return the product of each row with its expert's matrix, (M, O). Weights are (E, O, I), `transposed` (E, I, O).
 
-    For `engine.exact`, the torch reference pads each group to a multiple of `row_multiple` rows. The Triton kernel
-    computes each row by itself, and needs `row_multiple` 1.
-    """
-    return implementation(x_MI, __name__).grouped_matmul(x_MI, weight, ends_E, transposed, row_multiple)
+For `engine.exact`, the torch reference pads each group to a multiple of `row_multiple` rows. The Triton kernel computes
+each row by itself, and needs `row_multiple` 1.
+"""
 
+add_grouped_matmul = by_device(reference.add_grouped_matmul)
+"""Add a^T b over the rows of each expert to its weight gradient in place, summed in the dtype of `out_EOI`."""
 
-def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
-    """Add a^T b over the rows of each expert to its weight gradient in place, summed in the dtype of `out_EOI`."""
-    implementation(a_MO, __name__).add_grouped_matmul(out_EOI, a_MO, b_MI, ends_E)
+combine = by_device(reference.combine)
+"""Sum the expert outputs of each token, weighted by 1 if None, in the order of its choices and in at least fp32.
 
+The result is (N, D). Choices of experts on other ranks count as 0.
+"""
 
-def combine(y_MD: Tensor, copies_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
-    """Sum the expert outputs of each token, weighted by 1 if None, in the order of its choices and in at least fp32.
+weighted_swiglu_backward = by_device(reference.weighted_swiglu_backward)
+"""Compute y = w * silu(gate) * up again, with the router weight w of each row, and its gradients.
 
-    The result is (N, D). Choices of experts on other ranks count as 0.
-    """
-    return implementation(y_MD, __name__).combine(y_MD, copies_Nk, weights_Nk, ends_E)
-
-
-def weighted_swiglu_backward(
-    grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute y = w * silu(gate) * up again, with the router weight w of each row, and its gradients.
-
-    The results are the gradient of gate and up, y, and the float32 gradient of w, which is 0 after the last group.
-    """
-    return implementation(grad_MI, __name__).weighted_swiglu_backward(grad_MI, gate_up_M2I, weights_M, ends_E)
+The results are the gradient of gate and up, y, and the float32 gradient of w, which is 0 after the last group.
+"""

@@ -24,7 +24,9 @@ def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Ten
     return chosen_Nk, weights_Nk / weights_Nk.sum(-1, keepdim=True) if normalised else weights_Nk
 
 
-def grouped_matmul(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
+def grouped_matmul(
+    x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool = False, row_multiple: int = 1
+) -> Tensor:
     pieces = []
     for (start, end), matrix in zip(_groups(ends_E), weight.unbind(0), strict=True):
         rows = pad_rows(x_MI[start:end], row_multiple)

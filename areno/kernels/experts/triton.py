@@ -98,7 +98,9 @@ def _stages(x: Tensor, n_stages: int) -> int:
     return n_stages if x.element_size() < 4 else 2
 
 
-def grouped_matmul(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
+def grouped_matmul(
+    x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool = False, row_multiple: int = 1
+) -> Tensor:
     assert row_multiple == 1, "the kernel computes each row by itself"
     x_MI, n_experts = x_MI.contiguous(), len(weight)
     n_rows, n_inputs = x_MI.shape

@@ -11,21 +11,11 @@ query heads, K key heads, C head dimension; R packed sequences (rows).
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from areno.kernels.backend import implementation
+from areno.kernels.backend import by_device
+from areno.kernels.fixed_order import reference
 from areno.kernels.fixed_order.reference import SPAN, n_spans, padded_attention, row_multiple, span_start
-from areno.kernels.padding import Borders
 
 __all__ = ["SPAN", "n_spans", "packed_attention", "padded_attention", "row_multiple", "span_start"]
 
-
-def packed_attention(
-    q_NHC: Tensor,
-    k_MKC: Tensor,
-    v_MKC: Tensor,
-    borders: Borders,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the output (N, H, C), and the log-sum-exp of scaled scores (H, N) in float32, or None from plain torch."""
-    return implementation(q_NHC, __name__).packed_attention(q_NHC, k_MKC, v_MKC, borders, window)
+packed_attention = by_device(reference.packed_attention)
+"""Return the output (N, H, C), and the log-sum-exp of scaled scores (H, N) in float32, or None from plain torch."""

@@ -46,7 +46,7 @@ def packed_attention(
     v_MKC: Tensor,
     borders: Borders,
     window: int | None = None,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     return by_padding(q_NHC, k_MKC, v_MKC, borders, partial(causal, window=window)), None
 
 

@@ -8,16 +8,11 @@ Shape letters: B rows, H query heads, K key heads (H is a multiple of K), C head
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from areno.kernels.backend import implementation
+from areno.kernels.backend import by_device
+from areno.kernels.paged import reference
 from areno.kernels.paged.reference import PagedBatch, max_group_rows
 
 __all__ = ["PagedBatch", "decode_attention", "max_group_rows"]
 
-
-def decode_attention(
-    q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
-) -> Tensor:
-    """Write new keys and values at each row's last position, and return its attention over all its positions."""
-    return implementation(q_BHC, __name__).decode_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window)
+decode_attention = by_device(reference.decode_attention)
+"""Write new keys and values at each row's last position, and return its attention over all its positions."""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from areno.kernels.backend import use_triton
+from areno.kernels.backend import by_device, use_triton
 from areno.kernels.sampling import drafts, reference
 from areno.kernels.sampling.drafts import CONTEXT, LEVELS, NgramTable, add_texts
 from areno.kernels.sampling.random_keys import sample_key, sample_keys
@@ -47,15 +47,8 @@ __all__ = [
 _LEAST_ROWS, _MOST_INPUTS = 32, 1024
 
 
-def sample_slots(
-    logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
-) -> Tensor:
-    """Sample one token for each row. The logits may be overwritten."""
-    if not use_triton(logits_BV):
-        return reference.sample_slots(logits_BV, slots_B, positions_B, settings, flags)
-    from areno.kernels.sampling import triton
-
-    return triton.sample_slots(logits_BV, slots_B, positions_B, settings, flags)
+sample_slots = by_device(reference.sample_slots)
+"""Sample one token for each row. The logits may be overwritten."""
 
 
 def can_sample_hidden(hidden_BD: Tensor, flags: SamplingFlags) -> bool:
