@@ -38,8 +38,8 @@ from areno.engine.train.teacher import TeacherPasses, Teachers, listed_teacher
 from areno.engine.train.zero_buffers import ALIGN, FlatParameters, flatten
 from areno.errors import EngineError, Key
 from areno.kernels.backend import to_device
-from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
-from areno.kernels.logprobs.divergence import CommonIds, Teacher, logprobs_and_divergence
+from areno.kernels.logprobs import KEEP_BYTES, Teacher, selected_logprobs
+from areno.kernels.logprobs.divergence import CommonIds
 from areno.layers.attention import PrefixKeys
 from areno.loss_fns.pack import DataPack, checked_result
 from areno.models.transformer import Transformer
@@ -331,11 +331,11 @@ class TrainBackend:
             teacher = listed_teacher(packed, pack, indices_T, divergence)
         # None if the head is frozen or the model only scores. While a model scores, its gradients may have no memory.
         grad_VD = head.weight.grad if torch.is_grad_enabled() else None
-        compute = selected_logprobs if teacher is None else partial(logprobs_and_divergence, teacher=teacher)
-        found = compute(
+        found = selected_logprobs(
             hidden_TD,
             head.weight[: head.n_valid],
             packed.tokens_N[indices_T],
+            teacher,
             temperature=sampling.logprob_temperature,
             first=head.first,
             all_reduce=tp.all_reduce if tp.size > 1 else None,

@@ -12,7 +12,8 @@ from torch import Tensor
 from areno.config.teacher import Divergence
 from areno.engine.profiling import phase
 from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass
-from areno.kernels.logprobs.divergence import CommonIds, ListedTeacher, Teacher, WholeTeacher
+from areno.kernels.logprobs import Teacher
+from areno.kernels.logprobs.divergence import CommonIds, ListedTeacher, WholeTeacher
 from areno.layers.attention import PrefixKeys
 from areno.loss_fns.pack import DataPack
 

@@ -8,14 +8,15 @@ Under tensor parallelism, a rank has the vocabulary rows from `first` on, and `a
 ranks in place. `hidden_KD` and `targets_K` must be equal on every rank, and so are the results and the gradient with
 respect to `hidden_KD`.
 
-Shape letters: K positions, C positions of one chunk, V vocabulary rows of this rank, D hidden size, B sampled tokens.
+Shape letters: K positions, C positions of one chunk, V vocabulary rows of this rank, D hidden size, B sampled tokens, S
+numbers of a position that a teacher saves, G gradients: that of the log-probability and that of the divergence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ def selected_logprobs(
     hidden_KD: Tensor,
     weight_VD: Tensor,
     targets_K: Tensor,
+    teacher: Teacher | None = None,
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
@@ -43,14 +45,18 @@ def selected_logprobs(
     keep_bytes: int = KEEP_BYTES,
     logits: Callable[[Tensor], Tensor] | None = None,
     most_rows: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return the log-probability of each position's target token, and the entropy (detached), (K,) each.
 
+    With a teacher, the divergence from it follows, which is differentiable with respect to the student alone.
+
     Chunks of positions are computed one after the other. The gradient is onehot - softmax, times 1 / temperature. The
-    forward pass keeps onehot - softmax for as many positions as `keep_bytes` allows. For all other positions, the
-    backward pass computes the logits again.
+    forward pass keeps onehot - softmax, and the gradient of the divergence, for as many positions as `keep_bytes`
+    allows. For all other positions, the backward pass computes the logits again.
 
     Args:
+        temperature: divides the logits, those of a teacher, too, whose vocabulary is divided over the ranks in the
+            same way.
         chunk: number of positions computed at once. None means CHUNK, or FUSED_CHUNK with Triton.
         weight_grad: float32 buffer (V, D), to which the weight's gradient is added. Autograd then gets
             None for the weight, which saves two copies of it.
@@ -61,7 +67,7 @@ def selected_logprobs(
     kernels = kernels_for(hidden_KD)
     chunk = chunk or (CHUNK if kernels is reference else FUSED_CHUNK)
     head = Head(kernels, temperature, chunk, first, all_reduce, weight_grad, keep_bytes, logits, most_rows)
-    return _SelectedLogprobs.apply(hidden_KD, weight_VD, targets_K, head)  # type: ignore[return-value]
+    return _SelectedLogprobs.apply(hidden_KD, weight_VD, targets_K, head, teacher)  # type: ignore[return-value]
 
 
 def sampled_logprobs(
@@ -127,7 +133,7 @@ class Head:
     own_logits: Callable[[Tensor], Tensor] | None
     most_rows: int | None = None
 
-    def n_kept(self, hidden_KD: Tensor, weight_VD: Tensor, n_matrices: int = 1) -> int:
+    def n_kept(self, hidden_KD: Tensor, weight_VD: Tensor, n_matrices: int) -> int:
         """Return the number of positions of which `n_matrices` gradients of logits are kept for the backward pass."""
         n_rows = len(weight_VD) if self.most_rows is None else self.most_rows
         return min(len(hidden_KD), self.keep_bytes // max(1, n_matrices * n_rows * hidden_KD.element_size()))
@@ -138,65 +144,131 @@ class Head:
     def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return log_softmax(self.kernels, logits_CV, targets_C, self.first, self.temperature, self.all_reduce)
 
-    def gradient(self, logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
+    def gradient(self, logits_CV: Tensor, norm_2C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
         """Write onehot - softmax, temperature times the log-probability's gradient. Logits may be overwritten."""
+        lse_C = norm_2C[0] + norm_2C[1]
         self.kernels.logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
+
+
+class Teacher(Protocol):
+    """The teacher's distribution at each of the K positions.
+
+    Norms are those of `log_softmax`. The student's logits are not changed.
+    """
+
+    @property
+    def n_saved(self) -> int: ...
+
+    def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Return (divergence (C,), saved values (C, S), an object that `gradient` may reuse) for some positions."""
+        ...
+
+    def gradient(
+        self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
+    ) -> None:
+        """Write the gradient of the divergence with respect to logits / temperature.
+
+        `made` is what `measure` returned last. None computes it again.
+        """
+        ...
 
 
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_KD: Tensor, weight_VD: Tensor, targets_K: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-        n = hidden_KD.shape[0]
+    def forward(
+        ctx: Any, hidden_KD: Tensor, weight_VD: Tensor, targets_K: Tensor, head: Head, teacher: Teacher | None
+    ) -> tuple[Tensor, ...]:
+        n, n_saved, n_matrices = len(hidden_KD), *((0, 1) if teacher is None else (teacher.n_saved, 2))
         dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
-        logprobs_K, entropy_K, lse_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(3))
-        n_kept = head.n_kept(hidden_KD, weight_VD)
+        logprobs_K, entropy_K, divergence_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(3))
+        norm_2K = hidden_KD.new_empty((2, n), dtype=dtype)
+        saved_KS = hidden_KD.new_empty((n, n_saved), dtype=dtype)
+        n_kept = head.n_kept(hidden_KD, weight_VD, n_matrices)
         # The same chunks with and without gradients, so that both give exactly the same numbers.
         parts = chunks(0, n_kept, head.chunk) + chunks(n_kept, n, head.chunk)
         n_kept = n_kept if any(ctx.needs_input_grad) else 0
-        kept_CV = hidden_KD.new_empty((n_kept, len(weight_VD)))
+        kept_GCV = hidden_KD.new_empty((n_matrices, n_kept, len(weight_VD)))
         for part in parts:
-            logits_CV = head.logits(hidden_KD[part], weight_VD)
+            logits_CV, made = head.logits(hidden_KD[part], weight_VD), None
             logprobs_K[part], entropy_K[part], norm_2C = head.softmax(logits_CV, targets_K[part])
-            lse_K[part] = norm_2C[0] + norm_2C[1]
+            norm_2K[:, part] = norm_2C
+            if teacher is not None:
+                divergence_K[part], saved_KS[part], made = teacher.measure(head, part, logits_CV, norm_2C)
             if part.stop <= n_kept:
-                head.gradient(logits_CV, lse_K[part], targets_K[part], kept_CV[part])
-            del logits_CV  # before the next chunk allocates its own
-        ctx.save_for_backward(hidden_KD, weight_VD, targets_K, lse_K, kept_CV)
-        ctx.head = head
+                if teacher is not None:
+                    teacher.gradient(head, part, logits_CV, norm_2C, saved_KS[part], kept_GCV[1, part], made)
+                head.gradient(logits_CV, norm_2C, targets_K[part], kept_GCV[0, part])  # overwrites
+            del logits_CV, made  # before the next chunk allocates its own
+        ctx.save_for_backward(hidden_KD, weight_VD, targets_K, norm_2K, saved_KS, kept_GCV)
+        ctx.head, ctx.teacher = head, teacher
         ctx.mark_non_differentiable(entropy_K)
-        return logprobs_K, entropy_K
+        ctx.set_materialize_grads(False)
+        return (logprobs_K, entropy_K) if teacher is None else (logprobs_K, entropy_K, divergence_K)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden_KD, weight_VD, targets_K, lse_K, kept_CV = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden_KD, weight_VD, _, norm_2K, _, kept_GCV = ctx.saved_tensors
         head: Head = ctx.head
-        n, n_kept = len(hidden_KD), len(kept_CV)
-        grad_K1 = (grads[0] / head.temperature).unsqueeze(-1)
+        n, n_kept = len(hidden_KD), kept_GCV.shape[1]
+        grads_K = grads[::2]  # without that of the entropy
         want_hidden, want_weight = ctx.needs_input_grad[:2]
-        grad_hidden_KD = torch.empty_like(hidden_KD) if want_hidden else None
+        grad_hidden_KD = torch.zeros_like(hidden_KD) if want_hidden else None
         grad_weight_VD = head.weight_grad
         if grad_weight_VD is None and want_weight:
-            grad_weight_VD = torch.zeros_like(weight_VD, dtype=lse_K.dtype)
-        for part in chunks(0, n_kept, max(1, n_kept)) + chunks(n_kept, n, head.chunk):
-            if part.stop <= n_kept:
-                grad_CV = kept_CV
-            else:
-                logits_CV = head.logits(hidden_KD[part], weight_VD)
-                grad_CV = torch.empty_like(logits_CV, dtype=hidden_KD.dtype)
-                head.gradient(logits_CV, lse_K[part], targets_K[part], grad_CV)
-                del logits_CV
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_2K.dtype)
+        kept_at_once = max(1, n_kept) if ctx.teacher is None else head.chunk
+        for part in chunks(0, n_kept, kept_at_once) + chunks(n_kept, n, head.chunk):
+            made_GCV = list(kept_GCV[:, part]) if part.stop <= n_kept else _gradients_again(ctx, part, grads_K)
+            grad_CV, factor_C1 = _weighted(
+                made_GCV, [each_K if each_K is None else each_K[part, None] for each_K in grads_K]
+            )
+            if grad_CV is None:
+                continue
+            factor_C1 = factor_C1 / head.temperature
             # Each position has a factor in both products. It is multiplied into a (C, D) matrix, not into grad (C, V).
             if grad_hidden_KD is not None:
-                torch.mul(grad_CV @ weight_VD, grad_K1[part], out=grad_hidden_KD[part])
+                torch.mul(grad_CV @ weight_VD, factor_C1, out=grad_hidden_KD[part])
             if want_weight and grad_weight_VD is not None:
-                scaled_CD = (hidden_KD[part] * grad_K1[part]).to(hidden_KD.dtype)
+                scaled_CD = (hidden_KD[part] * factor_C1).to(hidden_KD.dtype)
                 add_matmul(grad_weight_VD, grad_CV.t(), scaled_CD)
         if grad_hidden_KD is not None and head.all_reduce is not None:
             head.all_reduce(grad_hidden_KD)
         if head.weight_grad is not None or not want_weight:
-            return grad_hidden_KD, None, None, None
+            return grad_hidden_KD, None, None, None, None
         assert grad_weight_VD is not None
-        return grad_hidden_KD, grad_weight_VD.to(weight_VD.dtype), None, None
+        return grad_hidden_KD, grad_weight_VD.to(weight_VD.dtype), None, None, None
+
+
+def _gradients_again(ctx: Any, part: slice, grads_K: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Compute the gradients with respect to logits / temperature again for a chunk, None where `grads_K` is None."""
+    hidden_KD, weight_VD, targets_K, norm_2K, saved_KS, _ = ctx.saved_tensors
+    head: Head = ctx.head
+    norm_2C = norm_2K[:, part]
+    logits_CV = head.logits(hidden_KD[part], weight_VD)
+    made = [None if each_K is None else torch.empty_like(logits_CV, dtype=hidden_KD.dtype) for each_K in grads_K]
+    if made[1:] and made[1] is not None:
+        ctx.teacher.gradient(head, part, logits_CV, norm_2C, saved_KS[part], made[1], None)
+    if made[0] is not None:
+        head.gradient(logits_CV, norm_2C, targets_K[part], made[0])
+    return made
+
+
+def _weighted(made_GCV: list[Tensor | None], grads_GC1: list[Tensor | None]) -> tuple[Tensor | None, Any]:
+    """Return a matrix (C, V) or None, and a factor (C, 1), whose product is the gradient with respect to the logits.
+
+    The factor is multiplied into the small matrices (C, D).
+    """
+    pairs = [
+        (made, grad) for made, grad in zip(made_GCV, grads_GC1, strict=True) if made is not None and grad is not None
+    ]
+    if len(pairs) < 2:
+        return pairs[0] if pairs else (None, None)
+    (of_logprobs_CV, a_C1), (of_divergence_CV, b_C1) = pairs
+    factor_C1 = torch.maximum(a_C1.abs(), b_C1.abs())
+    safe_C1 = factor_C1.where(factor_C1 > 0, 1.0)  # both are 0 where the loss does not use the position
+    dtype = of_logprobs_CV.dtype
+    grad_CV = of_logprobs_CV * (a_C1 / safe_C1).to(dtype)
+    return grad_CV.addcmul_(of_divergence_CV, (b_C1 / safe_C1).to(dtype).expand_as(grad_CV)), factor_C1
 
 
 def chunks(start: int, stop: int, size: int) -> list[slice]:

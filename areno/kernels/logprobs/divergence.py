@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens together with the divergence from a teacher, without all logits in memory at once.
+"""Teachers: the divergence from their distribution, without all logits in memory at once.
 
 With teacher p, student q, and log probabilities under softmax(logits / temperature) on both sides:
 
@@ -19,41 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from areno.config.teacher import Divergence
-from areno.kernels.logprobs import CHUNK, FUSED_CHUNK, KEEP_BYTES, Head, chunks, kernels_for, reference
-from areno.kernels.matmul import add_matmul
+from areno.kernels.logprobs import Head, reference
 
 LEAST_TAIL = -30.0
 """Log-probability that the tail of a listed distribution has at least, so that no divergence is infinite."""
 _NOTHING = -1e30  # a logit whose probability is 0; the difference of two such log-probabilities is no NaN
-
-
-class Teacher(Protocol):
-    """The teacher's distribution at each of the K positions.
-
-    Norms are those of `log_softmax`. The student's logits are not changed.
-    """
-
-    @property
-    def n_saved(self) -> int: ...
-
-    def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Return (divergence (C,), saved values (C, S), an object that `gradient` may reuse) for some positions."""
-        ...
-
-    def gradient(
-        self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
-    ) -> None:
-        """Write the gradient of the divergence with respect to logits / temperature.
-
-        `made` is what `measure` returned last. None computes it again.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,129 +170,3 @@ def _with_tail(logprobs_CJ: Tensor) -> Tensor:
     """Append the log-probability of all tokens that are not listed, at least LEAST_TAIL."""
     tail_C1 = (1.0 - logprobs_CJ.exp().sum(-1, keepdim=True)).clamp(min=0.0).log().clamp(min=LEAST_TAIL)
     return torch.cat((logprobs_CJ, tail_C1), 1)
-
-
-def logprobs_and_divergence(
-    hidden_KD: Tensor,
-    weight_VD: Tensor,
-    targets_K: Tensor,
-    teacher: Teacher,
-    *,
-    temperature: float = 1.0,
-    chunk: int | None = None,
-    first: int = 0,
-    all_reduce: Callable[..., Tensor] | None = None,
-    weight_grad: Tensor | None = None,
-    keep_bytes: int = KEEP_BYTES,
-    logits: Callable[[Tensor], Tensor] | None = None,
-    most_rows: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probabilities and entropies of `selected_logprobs`, with its bits, and the divergence, (K,) each.
-
-    The divergence is differentiable with respect to the student alone. `temperature` divides the logits of both models,
-    whose vocabularies are divided over the ranks in the same way. `keep_bytes` counts the gradients of both results.
-    """
-    kernels = kernels_for(hidden_KD)
-    chunk = chunk or (CHUNK if kernels is reference else FUSED_CHUNK)
-    head = Head(kernels, temperature, chunk, first, all_reduce, weight_grad, keep_bytes, logits, most_rows)
-    return _LogprobsAndDivergence.apply(hidden_KD, weight_VD, targets_K, head, teacher)  # type: ignore[return-value]
-
-
-class _LogprobsAndDivergence(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_KD: Tensor, weight_VD: Tensor, targets_K: Tensor, head: Head, teacher: Teacher
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        n = hidden_KD.shape[0]
-        dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
-        logprobs_K, entropy_K, divergence_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(3))
-        norm_2K = hidden_KD.new_empty((2, n), dtype=dtype)
-        saved_KS = hidden_KD.new_empty((n, teacher.n_saved), dtype=dtype)
-        n_kept = head.n_kept(hidden_KD, weight_VD, n_matrices=2)
-        # The same chunks with and without gradients, so that both give exactly the same numbers.
-        parts = chunks(0, n_kept, head.chunk) + chunks(n_kept, n, head.chunk)
-        n_kept = n_kept if any(ctx.needs_input_grad) else 0
-        kept_2CV = hidden_KD.new_empty((2, n_kept, len(weight_VD)))
-        for part in parts:
-            logits_CV = head.logits(hidden_KD[part], weight_VD)
-            logprobs_K[part], entropy_K[part], norm_2C = head.softmax(logits_CV, targets_K[part])
-            norm_2K[:, part] = norm_2C
-            divergence_K[part], saved_KS[part], made = teacher.measure(head, part, logits_CV, norm_2C)
-            if part.stop <= n_kept:
-                teacher.gradient(head, part, logits_CV, norm_2C, saved_KS[part], kept_2CV[1, part], made)
-                head.gradient(logits_CV, norm_2C[0] + norm_2C[1], targets_K[part], kept_2CV[0, part])  # overwrites
-            del logits_CV, made  # before the next chunk allocates its own
-        ctx.save_for_backward(hidden_KD, weight_VD, targets_K, norm_2K, saved_KS, kept_2CV)
-        ctx.head, ctx.teacher = head, teacher
-        ctx.mark_non_differentiable(entropy_K)
-        ctx.set_materialize_grads(False)
-        return logprobs_K, entropy_K, divergence_K
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden_KD, weight_VD, _, norm_2K, _, kept_2CV = ctx.saved_tensors
-        head: Head = ctx.head
-        n, n_kept = len(hidden_KD), kept_2CV.shape[1]
-        of_logprobs_K, of_divergence_K = grads[0], grads[2]
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
-        grad_hidden_KD = torch.zeros_like(hidden_KD) if want_hidden else None
-        grad_weight_VD = head.weight_grad
-        if grad_weight_VD is None and want_weight:
-            grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_2K.dtype)
-        for part in chunks(0, n_kept, head.chunk) + chunks(n_kept, n, head.chunk):
-            if part.stop <= n_kept:
-                made_2CV: Any = kept_2CV[:, part]
-            else:
-                made_2CV = _gradients_again(ctx, part, of_logprobs_K is not None, of_divergence_K is not None)
-            grad_CV, factor_C1 = _weighted(made_2CV, of_logprobs_K, of_divergence_K, part)
-            if grad_CV is None:
-                continue
-            factor_C1 = factor_C1 / head.temperature
-            if grad_hidden_KD is not None:
-                torch.mul(grad_CV @ weight_VD, factor_C1, out=grad_hidden_KD[part])
-            if want_weight and grad_weight_VD is not None:
-                scaled_CD = (hidden_KD[part] * factor_C1).to(hidden_KD.dtype)
-                add_matmul(grad_weight_VD, grad_CV.t(), scaled_CD)
-        if grad_hidden_KD is not None and head.all_reduce is not None:
-            head.all_reduce(grad_hidden_KD)
-        if head.weight_grad is not None or not want_weight:
-            return grad_hidden_KD, None, None, None, None
-        assert grad_weight_VD is not None
-        return grad_hidden_KD, grad_weight_VD.to(weight_VD.dtype), None, None, None
-
-
-def _gradients_again(ctx: Any, part: slice, logprobs: bool, divergence: bool) -> list[Tensor | None]:
-    """Compute the requested gradients with respect to logits / temperature again for a chunk, None for the other."""
-    hidden_KD, weight_VD, targets_K, norm_2K, saved_KS, _ = ctx.saved_tensors
-    head: Head = ctx.head
-    norm_2C = norm_2K[:, part]
-    logits_CV = head.logits(hidden_KD[part], weight_VD)
-    made: list[Tensor | None] = [None, None]
-    if divergence:
-        made[1] = torch.empty_like(logits_CV, dtype=hidden_KD.dtype)
-        ctx.teacher.gradient(head, part, logits_CV, norm_2C, saved_KS[part], made[1], None)
-    if logprobs:
-        made[0] = torch.empty_like(logits_CV, dtype=hidden_KD.dtype)
-        head.gradient(logits_CV, norm_2C[0] + norm_2C[1], targets_K[part], made[0])
-    return made
-
-
-def _weighted(
-    made_2CV: Any, of_logprobs_K: Tensor | None, of_divergence_K: Tensor | None, part: slice
-) -> tuple[Tensor | None, Any]:
-    """Return a matrix (C, V) or None, and a factor (C, 1), whose product is the gradient with respect to the logits.
-
-    The factor is multiplied into the small matrices (C, D).
-    """
-    if of_logprobs_K is None and of_divergence_K is None:
-        return None, None
-    if of_divergence_K is None or of_logprobs_K is None:
-        one, grad_K = (0, of_logprobs_K) if of_divergence_K is None else (1, of_divergence_K)
-        assert grad_K is not None
-        return made_2CV[one], grad_K[part].unsqueeze(-1)
-    a_C1, b_C1 = of_logprobs_K[part].unsqueeze(-1), of_divergence_K[part].unsqueeze(-1)
-    factor_C1 = torch.maximum(a_C1.abs(), b_C1.abs())
-    safe_C1 = factor_C1.where(factor_C1 > 0, 1.0)  # both are 0 where the loss does not use the position
-    dtype = made_2CV[0].dtype
-    grad_CV = made_2CV[0] * (a_C1 / safe_C1).to(dtype)
-    return grad_CV.addcmul_(made_2CV[1], (b_C1 / safe_C1).to(dtype).expand_as(grad_CV)), factor_C1
