@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areno.kernels.backend import to_device
+
 
 class DeltaWeights(NamedTuple):
     conv_XW: Tensor  # from the oldest input to the newest
@@ -98,15 +100,20 @@ class RowChunks:
         positions_N = np.arange(n_tokens) - starts_R[rows_N]
 
         def upload(array: np.ndarray) -> Tensor:
-            host = torch.from_numpy(np.ascontiguousarray(array))
-            # A large copy from memory that is not pinned would make the host wait for the device.
-            return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+            return to_device(np.ascontiguousarray(array), device)
 
-        order, lengths, borders, firsts, tokens, sizes, places, ages, rows = map(
-            upload,
-            (order_R, lengths_R, starts_R, first_chunks_J, tokens_TC, inside_TC.sum(1), places_N, positions_N, rows_N),
+        return cls(
+            order_R=upload(order_R),
+            lengths_R=upload(lengths_R),
+            borders=upload(starts_R),
+            rows_J=rows_J,
+            first_chunks_J=upload(first_chunks_J),
+            tokens_TC=upload(tokens_TC),
+            sizes_T=upload(inside_TC.sum(1)),
+            places_N=upload(places_N),
+            positions_N=upload(positions_N),
+            rows_N=upload(rows_N),
         )
-        return cls(order, lengths, borders, rows_J, firsts, tokens, sizes, places, ages, rows)
 
     @property
     def starts_R(self) -> Tensor:

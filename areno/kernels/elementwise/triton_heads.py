@@ -150,8 +150,8 @@ def _qk_norm_rope_kernel(
         b = rounded(b * scale * weight_b, q_ptr)
     cos = tl.load(cos_ptr + row * HALF + half, mask=half < HALF, other=0.0)
     sin = tl.load(sin_ptr + row * HALF + half, mask=half < HALF, other=0.0)
-    first = a * cos - b * sin
-    second = b * cos + a * sin
+    first = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
+    second = (b * cos + a * sin).to(q_ptr.dtype.element_ty)
     q_place = q_ptr + row * (HEADS * 2 * HALF) + head * (2 * HALF) + half
     tl.store(q_place, first, mask=inside & is_q)
     tl.store(q_place + HALF, second, mask=inside & is_q)

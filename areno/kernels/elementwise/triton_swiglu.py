@@ -44,9 +44,9 @@ def _gelu_argument(gate):
 
 @triton.jit
 def activated(gate, up, out_ptr, GELU: tl.constexpr):
-    """Return silu(gate) * up, or gelu(gate) * up if GELU, with the first factor rounded to the dtype of `out_ptr`."""
+    """Return silu(gate) * up, or gelu(gate) * up if GELU, rounded after each step to the dtype of `out_ptr`."""
     silu = rounded(gate * tl.sigmoid(_gelu_argument(gate) if GELU else gate), out_ptr)
-    return silu * up
+    return (silu * up).to(out_ptr.dtype.element_ty)
 
 
 @kernel
