@@ -126,10 +126,10 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
         NgramTable,
         SamplingFlags,
         draft_tokens,
-        sample_columns,
         sample_slots,
         triton_head,
     )
+    from areno.kernels.sampling.triton import sample_columns
     from areno.kernels.symmetric_memory import triton as symmetric_memory
     from areno.types import SamplingParams
     from tests.helpers.paged_rows import SHAPES, make_case

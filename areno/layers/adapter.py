@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.adapters import AdapterSlice, add_lora, add_lora_stacked, swiglu_stacked, tiles
+from areno.kernels.adapters import AdapterSlice, add_lora, tiles
 from areno.kernels.backend import use_triton
 from areno.kernels.matmul import add_matmul, fixed_order_matmul
 from areno.layers.config import ROW_MULTIPLE, AdapterSpec
@@ -144,10 +144,14 @@ class Adapter(nn.Module):
     def output(self, x_NI: Tensor) -> Tensor:
         """Return the layer's output with adapter and column-parallel bias, or its partial sum if row-parallel."""
         assert self._tiles_of_all is not None
+        from areno.kernels.adapters.triton import add_lora_stacked
+
         return add_lora_stacked(self.stacked_product(x_NI), self.b, self._tiles_of_all, self.scaling, self._n_out)
 
     def swiglu_stacked(self, both_NX: Tensor, gelu: bool) -> Tensor:
         """Return silu(gate) * up with adapters from `stacked_product`. `gelu` is the tanh form in place of SiLU."""
+        from areno.kernels.adapters.triton import swiglu_stacked
+
         return swiglu_stacked(both_NX, self.b, self.slices, self.scaling, self._n_out, gelu)
 
     # Methods for fused layers, outside autograd.

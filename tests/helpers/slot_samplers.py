@@ -7,7 +7,7 @@ from torch import Tensor
 
 from areno.engine.decoder.sampler import SlotSampler
 from areno.engine.decoder.sequence import Sequence
-from areno.kernels.sampling.random_keys import sample_key
+from areno.kernels.sampling.random_keys import sample_keys
 from areno.types import GenerationRequest, SamplingParams
 
 Texts = tuple[tuple[int, int], ...]
@@ -22,7 +22,7 @@ def settings_of(
         Sequence(
             request=GenerationRequest(request_id=i, prompt=[1], params=given),
             sample=0,
-            key=sample_key(11, i),
+            key=sample_keys(11, [i])[0],
             max_new=1,
             stop_ids=frozenset({7, 8, 9 + i % 5}),
             tokens=[1, *torch.randint(vocab, (40,), generator=torch.Generator().manual_seed(i)).tolist() * 2],

@@ -19,7 +19,7 @@ from areno.config.layout import Layout
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
 from areno.engine.train.zero_buffers import FlatParameters
-from areno.kernels.adapters import AdapterSlice, add_lora, add_lora_stacked, reference, swiglu_stacked, tiles
+from areno.kernels.adapters import AdapterSlice, add_lora, reference, tiles
 from areno.kernels.attention import choose_backend
 from areno.layers.adapter import Adapter, sampling
 from areno.layers.attention import PackedAttend
@@ -215,6 +215,7 @@ def test_the_kernel_on_a_gpu(dtype: torch.dtype) -> None:
 
 def compare_kernel() -> None:
     """Places that are no multiples of a tile, between columns that stay; ranks beyond a tile of inputs."""
+    from areno.kernels.adapters.triton import add_lora_stacked, swiglu_stacked
     from areno.kernels.elementwise.triton_swiglu import swiglu
 
     generator = torch.Generator().manual_seed(0)

@@ -27,7 +27,7 @@ from areno.engine.decoder.grammar import masks
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.kernels.logprobs import sampled_logprobs
-from areno.kernels.sampling import SamplingFlags, SamplingSettings, TextIds, sample_columns, sample_hidden, sample_slots
+from areno.kernels.sampling import SamplingFlags, SamplingSettings, TextIds, sample_slots
 from areno.kernels.sampling.reference import COLUMNS, apply_masks, policy_logprobs, without_banned
 from areno.layers.parallel import ParallelGroup
 from areno.types import TokenScores
@@ -205,6 +205,8 @@ class SlotSampler:
         return torch.stack((tokens_B, torch.where(is_masked_B, policy_B, logprobs_B)))
 
     def sample_hidden(self, hidden_BD: Tensor, weight_VD: Tensor, slots_B: Tensor, index_B: Tensor) -> Tensor:
+        from areno.kernels.sampling.triton_head import sample_hidden
+
         return sample_hidden(hidden_BD, weight_VD, slots_B, index_B, self.tensors)
 
     def sample_columns(
@@ -216,6 +218,8 @@ class SlotSampler:
         flags: SamplingFlags,
     ) -> Tensor:
         """Sample when each tensor-parallel rank has some columns. All ranks get the same tokens."""
+        from areno.kernels.sampling.triton import sample_columns
+
         out_2B = sample_columns(
             columns_BV, self.vocab_size, slots_B, index_B, self.tensors, flags, tp.rank, tp.all_gather_stacked
         )

@@ -6,7 +6,7 @@ their B matrices, stacked by rows. Projections that share an A matrix count as o
 `tiles_T4` the result of `tiles(slices, rank, device)`.
 
 During sampling, A is stacked below the layer's weight, so one product gives y and h side by side, (N, X = O + P R or
-more). `add_lora_stacked` and `swiglu_stacked` take this stacked output. They exist as Triton kernels only.
+more). `add_lora_stacked` and `swiglu_stacked` of `triton.py` take this stacked output.
 
 A row's result does not depend on the number of rows.
 """
@@ -20,7 +20,7 @@ from areno.kernels.adapters import reference
 from areno.kernels.adapters.reference import TILE, AdapterSlice, tiles
 from areno.kernels.backend import use_triton
 
-__all__ = ["TILE", "AdapterSlice", "add_lora", "add_lora_stacked", "swiglu_stacked", "tiles"]
+__all__ = ["TILE", "AdapterSlice", "add_lora", "tiles"]
 
 
 def add_lora(
@@ -32,19 +32,3 @@ def add_lora(
 
         return kernel(y_NO, h_NR, b_SR, tiles_T4, scaling)
     return reference.add_lora(y_NO, h_NR, b_SR, slices, scaling)
-
-
-def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
-    """Return y + scaling * h B^T. `tiles_T4` has to cover all columns (`whole=n_columns`)."""
-    from areno.kernels.adapters.triton import add_lora_stacked as kernel
-
-    return kernel(both_NX, b_SR, tiles_T4, scaling, n_columns)
-
-
-def swiglu_stacked(
-    both_NX: Tensor, b_SR: Tensor, slices: tuple[AdapterSlice, ...], scaling: float, n_columns: int, gelu: bool
-) -> Tensor:
-    """Return silu(gate) * up, (N, I), with adapters added to gate and up, `n_columns` = 2 I columns together."""
-    from areno.kernels.adapters.triton import swiglu_stacked as kernel
-
-    return kernel(both_NX, b_SR, slices, scaling, n_columns, gelu)

@@ -14,14 +14,12 @@ Shape letters: B rows (one token is sampled for each), V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from areno.kernels.backend import by_device, use_triton
 from areno.kernels.sampling import drafts, reference
 from areno.kernels.sampling.drafts import CONTEXT, LEVELS, NgramTable, add_texts
-from areno.kernels.sampling.random_keys import sample_key, sample_keys
+from areno.kernels.sampling.random_keys import sample_keys
 from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, TextIds
 
 __all__ = [
@@ -35,9 +33,6 @@ __all__ = [
     "can_sample_columns",
     "can_sample_hidden",
     "draft_tokens",
-    "sample_columns",
-    "sample_hidden",
-    "sample_key",
     "sample_keys",
     "sample_slots",
 ]
@@ -52,7 +47,7 @@ sample_slots = by_device(reference.sample_slots)
 
 
 def can_sample_hidden(hidden_BD: Tensor, flags: SamplingFlags) -> bool:
-    """Return whether `sample_hidden` supports the rows, and is faster than `sample_slots` with stored logits.
+    """Return whether `sample_hidden` of `triton_head.py` supports the rows, and is faster than `sample_slots`.
 
     It needs Triton and half precision. Top-k, top-p, bans, penalties and masks need stored logits.
     """
@@ -61,39 +56,9 @@ def can_sample_hidden(hidden_BD: Tensor, flags: SamplingFlags) -> bool:
     return is_faster and flags == SamplingFlags() and use_triton(hidden_BD)
 
 
-def sample_hidden(
-    hidden_BD: Tensor, weight_VD: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings
-) -> Tensor:
-    """Sample one token for each row from the logits hidden W^T, without storing logits."""
-    from areno.kernels.sampling import triton_head
-
-    return triton_head.sample_hidden(hidden_BD, weight_VD, slots_B, positions_B, settings)
-
-
 def can_sample_columns(logits_BV: Tensor, flags: SamplingFlags) -> bool:
-    """Return whether `sample_columns` supports the rows: with Triton, without top-k, top-p, penalties and masks."""
+    """Return whether `sample_columns` of `triton.py` supports the rows. It lacks top-k, top-p, penalties and masks."""
     return use_triton(logits_BV) and not (flags.filtered or flags.penalized or flags.masked)
-
-
-def sample_columns(
-    columns_BV: Tensor,
-    vocab: int,
-    slots_B: Tensor,
-    positions_B: Tensor,
-    settings: SamplingSettings,
-    flags: SamplingFlags,
-    rank: int,
-    all_gather: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Sample one token for each row from logits whose columns are split equally over tensor-parallel ranks.
-
-    The ranks exchange a few statistics of each row by `all_gather`, x -> (ranks, *x.shape), instead of logits, and all
-    get the same tokens. Columns after the vocabulary are padding. Only the rank with a sampled token's column updates
-    `last_token`.
-    """
-    from areno.kernels.sampling import triton
-
-    return triton.sample_columns(columns_BV, vocab, slots_B, positions_B, settings, flags, rank, all_gather)
 
 
 def draft_tokens(

@@ -31,12 +31,8 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def sample_key(seed: int, sample: int) -> int:
-    """Return the key that seeds the random numbers of one sample of a request."""
-    return sample_keys(seed, [sample])[0]
-
-
 def sample_keys(seed: int, samples: Iterable[int]) -> list[int]:
+    """Return the key that seeds the random numbers of each sample of a request."""
     of_request = _mix(seed + _GOLDEN)
     return [_signed(_mix(of_request + (sample + 1) * _GOLDEN)) for sample in samples]
 

@@ -60,7 +60,7 @@ def column(*declared: Any) -> Any:
 class SamplingSettings:
     """The sampling settings of all slots, one entry per slot. A slot belongs to one sample at a time."""
 
-    key: Tensor = column(torch.int64, 0)  # from `sample_key`
+    key: Tensor = column(torch.int64, 0)  # from `sample_keys`
     min_new: Tensor = column(torch.int64, 0)  # length of the completion below which `banned` tokens are not sampled
     last_token: Tensor = column(torch.int64, 0)
     temperature: Tensor = column(torch.float32, 1, lambda params: params.logprob_temperature)  # above 0

@@ -67,6 +67,12 @@ def sample_columns(
     *,
     span: int = _SPAN,
 ) -> Tensor:
+    """Sample one token for each row from logits whose columns are split equally over tensor-parallel ranks.
+
+    The ranks exchange a few statistics of each row by `all_gather`, x -> (ranks, *x.shape), instead of logits, and all
+    get the same tokens. Columns after the vocabulary are padding. Only the rank with a sampled token's column updates
+    `last_token`.
+    """
     n_columns = columns_BV.shape[1]
     n_spans = triton.cdiv(n_columns, span)
     first = min(rank * n_columns, vocab)

@@ -34,6 +34,7 @@ def sample_hidden(
     positions_B: Tensor,
     settings: SamplingSettings,
 ) -> Tensor:
+    """Sample one token for each row from the logits hidden W^T, without storing logits."""
     hidden_BD = hidden_BD.contiguous()
     (n_rows, n_inputs), vocab = hidden_BD.shape, len(weight_VD)
     n_spans, rows, is_half = triton.cdiv(vocab, _SPAN), 64 if n_rows <= 64 else 128, hidden_BD.element_size() == 2

@@ -20,7 +20,7 @@ from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.engine import Engine
 from areno.errors import EngineError, GrammarError
-from areno.kernels.sampling.random_keys import sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_keys, uniform
 from areno.kernels.sampling.reference import allowed_tokens
 from areno.server.output_grammars import compile_grammar
 from areno.types import GenerationRequest, SamplingParams
@@ -80,7 +80,7 @@ def by_hand(request_id: int, sample: int, device: str = "cpu") -> tuple[list[int
         weights = torch.zeros(VOCAB, dtype=torch.float64)
         weights[allowed(state.mask())] = logits.softmax(-1)[allowed(state.mask())]
         position = torch.tensor([len(logprobs)])
-        number = uniform(torch.tensor([sample_key(item.seed, sample)]), position)
+        number = uniform(torch.tensor([sample_keys(item.seed, [sample])[0]]), position)
         drawn = torch.searchsorted(weights.cumsum(-1), number * weights.sum(), right=True)
         token = int(weights.argmax() if params.greedy else drawn)
         logprobs.append(logits.log_softmax(-1)[token].item())  # over the whole vocabulary

@@ -14,7 +14,7 @@ from areno.engine.decoder.cuda_graphs import bucket_sizes
 from areno.engine.decoder.sampler import PendingTokens
 from areno.engine.decoder.scheduler import SchedulerOutput
 from areno.errors import EngineError
-from areno.kernels.sampling.random_keys import sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_keys, uniform
 from areno.models.registry import build_model
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.tiny_decoder import (
@@ -54,7 +54,7 @@ def test_the_draw_is_the_inverse_of_the_distribution_at_the_seeded_number() -> N
     (output,) = generate(request(3, 6)).values()
     row = prompt(3, 6)
     for position, token in enumerate(output.tokens):
-        number = uniform(torch.tensor([sample_key(103, 0)]), torch.tensor([position]))
+        number = uniform(torch.tensor([sample_keys(103, [0])[0]]), torch.tensor([position]))
         cumulated = forward_logits(row)[-1].double().softmax(-1).cumsum(-1)
         assert token == int(torch.searchsorted(cumulated, number, right=True))
         row.append(token)
@@ -102,7 +102,7 @@ def test_a_shared_prompt_is_as_good_as_separate_ones() -> None:
         shared = generate(request(1, length, n_samples=4))
         for sample in range(4):
             row = prompt(1, length)
-            key = torch.tensor([sample_key(101, sample)])
+            key = torch.tensor([sample_keys(101, [sample])[0]])
             for position, token in enumerate(shared[1, sample].tokens):
                 cumulated = forward_logits(row)[-1].double().softmax(-1).cumsum(-1)
                 drawn = torch.searchsorted(cumulated, uniform(key, torch.tensor([position])), right=True)

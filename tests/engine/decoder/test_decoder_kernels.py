@@ -10,7 +10,7 @@ import torch
 from areno.engine.decoder.attention_split import AttentionSplit
 from areno.kernels.attention import choose_backend
 from areno.kernels.sampling import SamplingFlags, can_sample_hidden
-from areno.kernels.sampling.random_keys import sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_keys, uniform
 from areno.models.registry import build_model
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.tiny_decoder import MIXED, forward_logits, make_decoder, mixed_outputs, model, prompt, request, run
@@ -40,7 +40,7 @@ def decode_in_groups(device: str, use_graphs: bool) -> None:
     for (request_id, sample), output in outputs.items():
         item = groups[request_id - 1]
         logits = forward_logits(item.prompt + output.tokens, model(device))[len(item.prompt) - 1 : -1].cpu().double()
-        numbers = uniform(torch.tensor(sample_key(item.seed, sample)), torch.arange(len(output.tokens)))
+        numbers = uniform(torch.tensor(sample_keys(item.seed, [sample])[0]), torch.arange(len(output.tokens)))
         drawn = torch.searchsorted(logits.softmax(-1).cumsum(-1), numbers[:, None], right=True)[:, 0]
         assert output.tokens == drawn.tolist()
         expected = logits.log_softmax(-1).gather(1, drawn[:, None])[:, 0]

@@ -17,7 +17,7 @@ from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.kernels.sampling import CONTEXT, LEVELS, NgramTable, add_texts, draft_tokens
 from areno.kernels.sampling.drafts import KEPT
-from areno.kernels.sampling.random_keys import sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_keys, uniform
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.slot_samplers import settings_of
@@ -163,7 +163,7 @@ def test_drafts_agree_with_a_policy_whose_shares_they_know() -> None:
     """A policy that draws one of four tokens with probability 1/4 each: a guess is right in 1/4 of the cases."""
     table = entered([(5, [1, 2, 3], [token]) for token in (10, 20, 30, 40) * 2], NgramTable.empty(20, CPU))
     sampler, slots = settings_of(301, 50, [SamplingParams()] * 300, "cpu")
-    sampler.tensors.key[slots] = torch.tensor([sample_key(3, number) for number in range(300)])
+    sampler.tensors.key[slots] = torch.tensor([sample_keys(3, [number])[0] for number in range(300)])
     contexts, zeros = contexts_of([[1, 2, 3]] * 300), torch.zeros(300, dtype=torch.int64)
     drafts = draft_tokens(table, contexts, zeros + 5, slots, zeros, sampler.tensors, 1)[:, 0]
     drawn = 10 * (1 + (4 * uniform(sampler.tensors.key[slots], zeros)).long())

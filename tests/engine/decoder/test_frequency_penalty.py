@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areno.engine.decoder.decoder import Decoder
-from areno.kernels.sampling.random_keys import sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_keys, uniform
 from areno.types import GenerationRequest
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.tiny_decoder import MIXED, VOCAB, forward_logits, make_decoder, mixed_outputs, model, request, run
@@ -28,7 +28,7 @@ def by_hand(item: GenerationRequest, sample: int, n_tokens: int, device: str = "
         logits = forward_logits(row, model(device))[-1].cpu().double()
         counts = torch.tensor(row[len(item.prompt) :], dtype=torch.int64).bincount(minlength=VOCAB)
         weights = ((logits - params.frequency_penalty * counts) / params.temperature).softmax(-1)
-        number = uniform(torch.tensor([sample_key(item.seed, sample)]), torch.tensor([position]))
+        number = uniform(torch.tensor([sample_keys(item.seed, [sample])[0]]), torch.tensor([position]))
         drawn = torch.searchsorted(weights.cumsum(-1), number, right=True)
         token = int(weights.argmax() if params.greedy else drawn)
         logprobs.append((logits / params.temperature).log_softmax(-1)[token].item())  # the policy's own

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areno.errors import EngineError
-from areno.kernels.sampling.random_keys import sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_keys, uniform
 from areno.types import GenerationRequest
 from tests.helpers.drafters import KnownDrafter
 from tests.helpers.interpreted import run_interpreted
@@ -52,7 +52,7 @@ def check(settings: dict[str, int], max_new_tokens: int = 20) -> None:
             for position, token in enumerate(output.tokens):
                 logits_V = forward_logits(row)[-1].double()
                 weights_V = weights_by_hand(item, row, logits_V)
-                number = uniform(torch.tensor([sample_key(item.seed, sample)]), torch.tensor([position]))
+                number = uniform(torch.tensor([sample_keys(item.seed, [sample])[0]]), torch.tensor([position]))
                 drawn = torch.searchsorted(weights_V.cumsum(-1), number, right=True)
                 assert token == int(weights_V.argmax() if item.params.greedy else drawn)
                 logprobs_V = (logits_V / item.params.temperature).log_softmax(-1)

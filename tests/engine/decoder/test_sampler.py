@@ -8,7 +8,7 @@ from torch import Tensor
 
 from areno.engine.decoder.sampler import LogitEdits, SlotSampler
 from areno.engine.decoder.sequence import Sequence
-from areno.kernels.sampling.random_keys import sample_key, uniform
+from areno.kernels.sampling.random_keys import sample_keys, uniform
 from areno.kernels.sampling.reference import SamplingFlags, sample_tokens
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.interpreted import run_interpreted
@@ -52,7 +52,7 @@ def test_uniform_is_splitmix64() -> None:
         value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & word
         return ((value ^ (value >> 31)) >> 11) / 2**53
 
-    keys = [sample_key(seed, sample) for seed in (0, 1, -5, 2**63 + 9) for sample in (0, 1, 300)]
+    keys = [sample_keys(seed, [sample])[0] for seed in (0, 1, -5, 2**63 + 9) for sample in (0, 1, 300)]
     assert len(set(keys)) == 12
     for position in (0, 1, 77, 40_000):
         got = uniform(torch.tensor(keys), torch.full((12,), position))
@@ -61,7 +61,10 @@ def test_uniform_is_splitmix64() -> None:
 
 def test_uniform_is_uniform_over_positions_samples_and_seeds() -> None:
     positions = torch.arange(20_000)
-    for key in (torch.full_like(positions, sample_key(3, 0)), torch.tensor([sample_key(3, i) for i in range(20_000)])):
+    for key in (
+        torch.full_like(positions, sample_keys(3, [0])[0]),
+        torch.tensor([sample_keys(3, [i])[0] for i in range(20_000)]),
+    ):
         values = uniform(key, positions)
         counts = torch.histc(values, 50, 0, 1)
         chi_square = ((counts - 400) ** 2 / 400).sum().item()
@@ -83,7 +86,7 @@ def test_frequencies_are_those_of_softmax(vocab: int, temperature: float) -> Non
 def test_hashed_draws_pass_a_chi_square_test() -> None:
     logits = torch.randn(16, generator=torch.Generator().manual_seed(1))
     n = 20_000
-    keys = torch.tensor([sample_key(9, i) for i in range(n)])
+    keys = torch.tensor([sample_keys(9, [i])[0] for i in range(n)])
     tokens, _ = draw(logits.expand(n, -1), uniform(keys, torch.zeros_like(keys)))
     expected = n * logits.double().softmax(-1)
     chi_square = ((tokens.bincount(minlength=16) - expected) ** 2 / expected).sum().item()
@@ -204,12 +207,12 @@ def test_settings_travel_to_their_slots() -> None:
         return made
 
     slot_sampler = SlotSampler(5, 300, torch.device("cpu"))
-    hot = sequence(2, sample_key(7, 1), SamplingParams(temperature=0.3, top_k=5, top_p=0.9))
+    hot = sequence(2, sample_keys(7, [1])[0], SamplingParams(temperature=0.3, top_k=5, top_p=0.9))
     cold = sequence(0, -3, SamplingParams(temperature=0.0))
     best = sequence(3, 9, SamplingParams(greedy=True, temperature=0.4, top_k=5))
     slot_sampler.assign(torch.from_numpy(SlotSampler.pack([hot, cold, best])))
     settings = slot_sampler.tensors
-    assert settings.key[[2, 0]].tolist() == [sample_key(7, 1), -3]
+    assert settings.key[[2, 0]].tolist() == [sample_keys(7, [1])[0], -3]
     # The log-probability of a greedy draw is at its temperature; only temperature 0 stands for 1.
     assert settings.temperature[[2, 0, 3]].tolist() == pytest.approx([0.3, 1.0, 0.4])
     assert settings.top_k[[2, 0, 3]].tolist() == [5, -1, -1]
