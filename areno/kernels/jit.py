@@ -104,9 +104,14 @@ def wait_for_previous():
 
 
 @triton.jit
+def load_masked(ptr, mask):
+    """Load elements, and zeros where `mask` is False."""
+    return tl.load(ptr, mask=mask, other=0)
+
+
+@triton.jit
 def load_fp32(ptr, mask):
-    """Load elements in fp32, and zeros where `mask` is False."""
-    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    return load_masked(ptr, mask).to(tl.float32)
 
 
 @triton.jit

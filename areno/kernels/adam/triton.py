@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.adam.reference import BLOCK, TINY, Pair, Update, codes, midpoints
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_masked
 
 _BLOCK = 1024
 _ROWS = 8  # blocks of 8-bit codes that one program handles
@@ -71,7 +71,7 @@ def _squares_kernel(grad_ptr, partial_ptr, n, BLOCK: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for start in range(first, n, tl.num_programs(0) * BLOCK):
         place = start + tl.arange(0, BLOCK)
-        grad = tl.load(grad_ptr + place, mask=place < n, other=0.0)
+        grad = load_masked(grad_ptr + place, place < n)
         squares += grad * grad
         nonzeros += (grad != 0.0).to(tl.float32)
     out = partial_ptr + 2 * tl.program_id(0)
@@ -98,10 +98,10 @@ def _adam_kernel(
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < n
-    grad = tl.load(grad_ptr + place, mask=inside, other=0.0)
-    first = tl.load(first_ptr + place, mask=inside, other=0.0) * keep_first + grad * take_first
-    second = tl.load(second_ptr + place, mask=inside, other=0.0) * keep_second + grad * grad * take_second
-    master = tl.load(master_ptr + place, mask=inside, other=0.0) * decay - rate * first / (tl.sqrt(second) + eps)
+    grad = load_masked(grad_ptr + place, inside)
+    first = load_masked(first_ptr + place, inside) * keep_first + grad * take_first
+    second = load_masked(second_ptr + place, inside) * keep_second + grad * grad * take_second
+    master = load_masked(master_ptr + place, inside) * decay - rate * first / (tl.sqrt(second) + eps)
     tl.store(first_ptr + place, first, mask=inside)
     tl.store(second_ptr + place, second, mask=inside)
     tl.store(master_ptr + place, master, mask=inside)
@@ -137,10 +137,10 @@ def _adam_8bit_kernel(
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = place < n
     real_row = row * BLOCK < n
-    grad = tl.load(grad_ptr + place, mask=inside, other=0.0)
+    grad = load_masked(grad_ptr + place, inside)
 
-    scale = tl.load(first_scale_ptr + row, mask=real_row, other=0.0)
-    code = tl.load(first_ptr + place, mask=inside, other=0).to(tl.int32)
+    scale = load_masked(first_scale_ptr + row, real_row)
+    code = load_masked(first_ptr + place, inside).to(tl.int32)
     first = tl.load(signed_ptr + code) * scale[:, None] * keep_first + grad * take_first
     first = tl.where(inside, first, 0.0)
     scale = tl.max(tl.abs(first), axis=1)
@@ -148,8 +148,8 @@ def _adam_8bit_kernel(
     tl.store(first_ptr + place, code, mask=inside)
     tl.store(first_scale_ptr + row, scale, mask=real_row)
 
-    scale = tl.load(second_scale_ptr + row, mask=real_row, other=0.0)
-    code = tl.load(second_ptr + place, mask=inside, other=0).to(tl.int32)
+    scale = load_masked(second_scale_ptr + row, real_row)
+    code = load_masked(second_ptr + place, inside).to(tl.int32)
     second = tl.load(unsigned_ptr + code) * scale[:, None] * keep_second + grad * grad * take_second
     second = tl.where(inside, second, 0.0)
     scale = tl.max(second, axis=1)
@@ -158,7 +158,7 @@ def _adam_8bit_kernel(
     tl.store(second_ptr + place, code, mask=inside)
     tl.store(second_scale_ptr + row, scale, mask=real_row)
 
-    master = tl.load(master_ptr + place, mask=inside, other=0.0) * decay - rate * first / (tl.sqrt(second) + eps)
+    master = load_masked(master_ptr + place, inside) * decay - rate * first / (tl.sqrt(second) + eps)
     tl.store(master_ptr + place, master, mask=inside)
     tl.store(param_ptr + place, master, mask=inside)
 

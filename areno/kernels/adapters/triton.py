@@ -14,7 +14,7 @@ from torch import Tensor
 from areno.kernels import jit
 from areno.kernels.adapters.reference import TILE, AdapterSlice
 from areno.kernels.elementwise.triton_swiglu import activated
-from areno.kernels.jit import kernel, load_fp32, rounded
+from areno.kernels.jit import kernel, load_fp32, load_masked, rounded
 
 MANY_ROWS = 1024  # if y has more rows than this, a program computes 32 rows instead of 16
 
@@ -99,7 +99,7 @@ def _adapter_at(slices: tuple[AdapterSlice, ...], first: int, rank: int) -> tupl
 def _load_first_inputs(b_place, real_column, RANK: tl.constexpr, INPUTS: tl.constexpr):
     """Load the first INPUTS columns of B for a tile of output columns, transposed, (INPUTS, output columns)."""
     at = tl.arange(0, INPUTS)
-    return tl.load(b_place + at[:, None], mask=(at < RANK)[:, None] & real_column[None, :], other=0.0)
+    return load_masked(b_place + at[:, None], (at < RANK)[:, None] & real_column[None, :])
 
 
 @triton.jit
@@ -119,9 +119,9 @@ def _product(
     for start in tl.static_range(0, RANK, INPUTS):
         at = start + tl.arange(0, INPUTS)
         inside = at < RANK
-        h = tl.load(h_place + at[None, :], mask=real_row[:, None] & inside[None, :], other=0.0)
+        h = load_masked(h_place + at[None, :], real_row[:, None] & inside[None, :])
         if start > 0:
-            b = tl.load(b_place + at[:, None], mask=inside[:, None] & real_column[None, :], other=0.0)
+            b = load_masked(b_place + at[:, None], inside[:, None] & real_column[None, :])
         total = tl.dot(h, b, acc=total, input_precision="ieee")
     return total
 

@@ -22,7 +22,7 @@ from areno.kernels.delta.triton_chunks_backward import chunks_backward
 from areno.kernels.delta.triton_rows import LENGTH_EPS, conv_and_gates, conv_states, softplus
 from areno.kernels.delta.triton_rows_backward import conv_and_gates_backward
 from areno.kernels.elementwise.triton_norm import add_sums, n_multiprocessors
-from areno.kernels.jit import kernel, load_fp32, rounded
+from areno.kernels.jit import kernel, load_fp32, load_masked, rounded
 
 _CHANNELS = 256  # channels that one program of the convolution computes
 # Columns of a head's state that one program of `_head_kernel` updates, and warps of the program. An H200 takes 276 us
@@ -78,10 +78,10 @@ def _convolve_kernel(
     inside = channel < n_channels
     slot = tl.load(slots_ptr + row).to(tl.int64)
     kept = inputs_ptr + (slot * n_channels + channel) * (WIDTH - 1)
-    x = tl.load(proj_ptr + row * proj_size + channel, mask=inside, other=0.0)
+    x = load_masked(proj_ptr + row * proj_size + channel, inside)
     total = x.to(tl.float32) * load_fp32(conv_ptr + channel * WIDTH + WIDTH - 1, inside)
     for place in tl.static_range(WIDTH - 1):
-        earlier = tl.load(kept + place, mask=inside, other=0.0)
+        earlier = load_masked(kept + place, inside)
         total += earlier.to(tl.float32) * load_fp32(conv_ptr + channel * WIDTH + place, inside)
         if place > 0:
             tl.store(kept + place - 1, earlier, mask=inside)
@@ -134,12 +134,12 @@ def _head_kernel(
     decay = tl.exp(-tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * softplus(a))
     place = matrices_ptr + (slot * n_heads + head) * (KEY * VALUE) + key[:, None] * VALUE + value[None, :]
     inside = has_key[:, None] & has_value[None, :]
-    state = tl.load(place, mask=inside, other=0.0) * decay
+    state = load_masked(place, inside) * decay
     if PDL:
         jit.wait_for_previous()
-    q = tl.load(mixed + head // shared * KEY + key, mask=has_key, other=0.0)
-    k = tl.load(mixed + n_key + head // shared * KEY + key, mask=has_key, other=0.0)
-    v = tl.load(mixed + 2 * n_key + head * VALUE + value, mask=has_value, other=0.0)
+    q = load_masked(mixed + head // shared * KEY + key, has_key)
+    k = load_masked(mixed + n_key + head // shared * KEY + key, has_key)
+    v = load_masked(mixed + 2 * n_key + head * VALUE + value, has_value)
     q = rounded(q * tl.rsqrt(tl.sum(q * q, 0) + LENGTH_EPS) * scale, proj_ptr)
     k = rounded(k * tl.rsqrt(tl.sum(k * k, 0) + LENGTH_EPS), proj_ptr)
     v = rounded(v, proj_ptr)

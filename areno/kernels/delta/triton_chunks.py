@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.delta.parts import RowChunks
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_masked
 from areno.kernels.matmul.triton import dot, dot_precision
 
 # The precision of products if q, k and v are bfloat16. On an H200, "bf16x3" is faster than "tf32", and more precise.
@@ -158,14 +158,14 @@ def load_rows(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK:
     than the elements.
     """
     line, column = tl.arange(0, inside.shape[0])[:, None], start + tl.arange(0, BLOCK)[None, :]
-    return tl.load(ptr + first * SIZE + (line * (STEP * SIZE) + column), inside[:, None] & (column < SIZE), 0.0)
+    return load_masked(ptr + first * SIZE + (line * (STEP * SIZE) + column), inside[:, None] & (column < SIZE))
 
 
 @triton.jit
 def load_columns(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
     """Load the transpose of the tile that `load_rows` loads, (BLOCK, rows)."""
     line, column = tl.arange(0, inside.shape[0])[None, :], start + tl.arange(0, BLOCK)[:, None]
-    return tl.load(ptr + first * SIZE + (line * (STEP * SIZE) + column), inside[None, :] & (column < SIZE), 0.0)
+    return load_masked(ptr + first * SIZE + (line * (STEP * SIZE) + column), inside[None, :] & (column < SIZE))
 
 
 @triton.jit
@@ -261,13 +261,13 @@ def _prepare_kernel(
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line = tl.arange(0, SIZE), first * HEADS + head
-    g = tl.cumsum(tl.load(decay_ptr + line + each * HEADS, inside, 0.0).to(tl.float64), 0)
+    g = tl.cumsum(load_masked(decay_ptr + line + each * HEADS, inside).to(tl.float64), 0)
     rounded = g.to(tl.float32)
     at = (chunk * HEADS + head) * SIZE
     tl.store(g_ptr + at + each, rounded)
     g_low = (g - rounded.to(tl.float64)).to(tl.float32)
     tl.store(g_low_ptr + at + each, g_low)
-    beta = tl.load(beta_ptr + line + each * HEADS, inside, 0.0)
+    beta = load_masked(beta_ptr + line + each * HEADS, inside)
     key_line = first * (HEADS // SHARED) + head // SHARED
     keys = tl.zeros((SIZE, SIZE), tl.float32)
     for start in range(0, KEY, KEY_PART):

@@ -41,7 +41,7 @@ from areno.kernels.delta.triton_chunks import (
     state_columns,
     store_rows,
 )
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_masked
 from areno.kernels.matmul.triton import dot, dot_precision
 
 PRECISION = "bf16"  # of products if q, k and v are bfloat16; "bf16x3" works, too; see triton_chunks.py
@@ -305,7 +305,7 @@ def _systems_kernel(
         line, at = first * HEADS + head, (chunk * HEADS + head) * SIZE
         place = line + each * HEADS
         g, g_low = tl.load(g_ptr + at + each), tl.load(g_low_ptr + at + each)
-        beta = tl.load(beta_ptr + place, inside, 0.0)
+        beta = load_masked(beta_ptr + place, inside)
         transposed = load_columns(inverse_ptr, line, inside, HEADS, SIZE, SIZE)
         system = tl.zeros((SIZE, SIZE), tl.float32)
         grad_beta, along_k = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.delta.parts import DeltaWeights, RowChunks
-from areno.kernels.jit import kernel, load_fp32
+from areno.kernels.jit import kernel, load_fp32, load_masked
 
 LENGTH_EPS = tl.constexpr(1e-6)  # added to the squared lengths of q and k, as in `reference.py`
 
@@ -68,7 +68,7 @@ def convolved(
         in_row = (position >= shift)[:, None]
         x = load_fp32(proj_ptr + place - shift * PROJ, inside & in_row)
         if initial_ptr is not None:
-            row = tl.load(rows_ptr + token, mask=is_token, other=0)
+            row = load_masked(rows_ptr + token, is_token)
             kept = (row[:, None] * CHANNELS + channel[None, :]) * (WIDTH - 1) + earlier + position[:, None]
             x += load_fp32(initial_ptr + kept, inside & (position < shift)[:, None])
         weight = load_fp32(conv_ptr + channel * WIDTH + earlier, real)
@@ -149,7 +149,7 @@ def _conv_and_gates_kernel(
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < n
-    position = tl.load(positions_ptr + token, mask=is_token, other=0)
+    position = load_masked(positions_ptr + token, is_token)
     part = tl.program_id(1)
     if part < 2 * KEY_HEADS:
         key = tl.arange(0, KEY_BLOCK)
@@ -199,8 +199,8 @@ def _conv_states_kernel(
     kept = (row * n_channels + channel) * BEFORE
     for place in tl.static_range(BEFORE):
         token = end - BEFORE + place + tl.zeros([BLOCK], tl.int64)
-        x = tl.load(proj_ptr + token * proj_size + channel, mask=inside & (token >= start), other=0.0)
+        x = load_masked(proj_ptr + token * proj_size + channel, inside & (token >= start))
         if initial_ptr is not None:
             earlier = kept + BEFORE + token - start
-            x += tl.load(initial_ptr + earlier, mask=inside & (token < start), other=0.0)
+            x += load_masked(initial_ptr + earlier, inside & (token < start))
         tl.store(kept_ptr + kept + place, x, mask=inside)

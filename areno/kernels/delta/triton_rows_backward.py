@@ -16,7 +16,7 @@ from torch import Tensor
 from areno.kernels.delta.parts import DeltaWeights, RowChunks
 from areno.kernels.delta.triton_rows import LENGTH_EPS, convolved, sizes_of, softplus
 from areno.kernels.elementwise.triton_norm import add_sums
-from areno.kernels.jit import kernel, load_fp32
+from areno.kernels.jit import kernel, load_fp32, load_masked
 
 HEAD_TOKENS, HEAD_WARPS = 16, 2  # of one program of `_heads_backward_kernel`; the fastest of four choices on an H200
 CONV_TOKENS, CONV_WARPS = 32, 4  # of one program of `_conv_backward_kernel`
@@ -104,7 +104,7 @@ def _heads_backward_kernel(
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < n
-    position = tl.load(positions_ptr + token, mask=is_token, other=0)
+    position = load_masked(positions_ptr + token, is_token)
     part = tl.program_id(1)
     if part < 2 * KEY_HEADS:
         key = tl.arange(0, KEY_BLOCK)
@@ -270,9 +270,9 @@ def _conv_backward_kernel(
         a = load_fp32(proj_ptr + given + HEADS, inside)
         a += load_fp32(bias_ptr + head, head < HEADS)[None, :]
         rate = tl.exp(load_fp32(A_log_ptr + head, head < HEADS))[None, :]
-        grad_decay = tl.load(grad_decay_ptr + place, mask=inside, other=0.0) * -rate
+        grad_decay = load_masked(grad_decay_ptr + place, inside) * -rate
         beta = tl.sigmoid(b)
-        grad_b = tl.load(grad_beta_ptr + place, mask=inside, other=0.0) * beta * (1.0 - beta)
+        grad_b = load_masked(grad_beta_ptr + place, inside) * beta * (1.0 - beta)
         grad_a = grad_decay * tl.sigmoid(a)
         tl.store(out_ptr + given, grad_b, mask=inside)
         tl.store(out_ptr + given + HEADS, grad_a, mask=inside)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import add_sums, n_multiprocessors
-from areno.kernels.jit import kernel, load_fp32, rounded
+from areno.kernels.jit import kernel, load_fp32, load_masked, rounded
 
 QK_PROGRAMS, QK_WARPS = 4, 2  # of the backward kernel: programs for each multiprocessor, warps of a program
 
@@ -148,8 +148,8 @@ def _qk_norm_rope_kernel(
         weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, half < HALF, PLUS_ONE)
         a = rounded(a * scale * weight_a, q_ptr)
         b = rounded(b * scale * weight_b, q_ptr)
-    cos = tl.load(cos_ptr + row * HALF + half, mask=half < HALF, other=0.0)
-    sin = tl.load(sin_ptr + row * HALF + half, mask=half < HALF, other=0.0)
+    cos = load_masked(cos_ptr + row * HALF + half, half < HALF)
+    sin = load_masked(sin_ptr + row * HALF + half, half < HALF)
     first = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
     second = (b * cos + a * sin).to(q_ptr.dtype.element_ty)
     q_place = q_ptr + row * (HEADS * 2 * HALF) + head * (2 * HALF) + half
@@ -210,8 +210,8 @@ def _qk_norm_rope_backward_kernel(
         weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, real, PLUS_ONE)
     for token in range(tl.program_id(0), n, tl.num_programs(0)):
         row = tl.cast(token, tl.int64)
-        cos = tl.load(cos_ptr + row * HALF + half, mask=real, other=0.0)
-        sin = tl.load(sin_ptr + row * HALF + half, mask=real, other=0.0)
+        cos = load_masked(cos_ptr + row * HALF + half, real)
+        sin = load_masked(sin_ptr + row * HALF + half, real)
         q_place = grad_q_ptr + row * (HEADS * C) + head * C + half
         k_place = grad_k_ptr + row * (KV_HEADS * C) + (head - HEADS) * C + half
         first = load_fp32(q_place, is_q & real)
@@ -240,8 +240,8 @@ def _qk_norm_rope_backward_kernel(
         tl.store(out_row + head * C + HALF + half, b_grad, mask=inside)
         v_place = grad_v_ptr + row * (KV_HEADS * C) + kv_head * C + half
         v_out = out_row + (HEADS + KV_HEADS + kv_head) * C + half
-        tl.store(v_out, tl.load(v_place, mask=kv_inside, other=0.0), mask=kv_inside)
-        tl.store(v_out + HALF, tl.load(v_place + HALF, mask=kv_inside, other=0.0), mask=kv_inside)
+        tl.store(v_out, load_masked(v_place, kv_inside), mask=kv_inside)
+        tl.store(v_out + HALF, load_masked(v_place + HALF, kv_inside), mask=kv_inside)
     if q_weight_ptr is not None:
         column = tl.arange(0, HALF_BLOCK)
         q_out = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * C) + column

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
-from areno.kernels.jit import kernel, load_fp32
+from areno.kernels.jit import kernel, load_fp32, load_masked
 
 # Of the backward kernel, in which a program loops over tokens to sum weight gradients: elements of a tile, programs for
 # each multiprocessor, warps of a program. The fastest on an H200 at hidden sizes of 1024, 2560 and 4096.
@@ -207,6 +207,6 @@ def _add_sums_kernel(partial_ptr, out_ptr, n_programs, size, ROWS: tl.constexpr,
     for start in range(0, n_programs, ROWS):
         row = start + tl.arange(0, ROWS)
         place = row.to(tl.int64)[:, None] * size + column[None, :]
-        total += tl.load(partial_ptr + place, mask=(row < n_programs)[:, None] & inside[None, :], other=0.0)
-    grad = tl.load(out_ptr + column, mask=inside, other=0.0) + tl.sum(total, axis=0)
+        total += load_masked(partial_ptr + place, (row < n_programs)[:, None] & inside[None, :])
+    grad = load_masked(out_ptr + column, inside) + tl.sum(total, axis=0)
     tl.store(out_ptr + column, grad, mask=inside)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from areno.kernels.backend import is_hopper
 from areno.kernels.experts.triton_routing import choose_experts as choose_experts
-from areno.kernels.jit import kernel, load_fp32, rounded
+from areno.kernels.jit import kernel, load_fp32, load_masked, rounded
 
 logger = logging.getLogger("areno")
 
@@ -157,8 +157,8 @@ def _grouped_matmul_kernel(
     tile = tl.program_id(0)
     each = tl.arange(0, EXPERTS)
     real = each < n_experts
-    end_E = tl.load(ends_ptr + each, mask=real, other=0)
-    begin_E = tl.load(ends_ptr + each - 1, mask=real & (each > 0), other=0)
+    end_E = load_masked(ends_ptr + each, real)
+    begin_E = load_masked(ends_ptr + each - 1, real & (each > 0))
     n_tiles_E = tl.where(real, (end_E - begin_E + ROWS - 1) // ROWS, 0)
     last_tile_E = tl.cumsum(n_tiles_E, 0)
     mine = (tile < last_tile_E) & (tile >= last_tile_E - n_tiles_E)
@@ -178,11 +178,9 @@ def _grouped_matmul_kernel(
     for start in range(0, n_inputs, INPUTS):
         at = start + tl.arange(0, INPUTS)
         inside = at < n_inputs
-        x = tl.load(x_place + at[None, :], mask=real_row[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(
-            weight_place + at.to(tl.int64)[:, None] * input_stride,
-            mask=inside[:, None] & real_column[None, :],
-            other=0.0,
+        x = load_masked(x_place + at[None, :], real_row[:, None] & inside[None, :])
+        weight = load_masked(
+            weight_place + at.to(tl.int64)[:, None] * input_stride, inside[:, None] & real_column[None, :]
         )
         total = tl.dot(x, weight, acc=total, input_precision="ieee")
     place = out_ptr + row.to(tl.int64)[:, None] * n_columns + column[None, :]
@@ -226,7 +224,7 @@ def _add_grouped_kernel(
     ROWS: tl.constexpr,
 ):
     expert = tl.program_id(2)
-    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    begin = load_masked(ends_ptr + expert - 1, expert > 0)
     end = tl.load(ends_ptr + expert)
     if end <= begin:
         return
@@ -238,18 +236,14 @@ def _add_grouped_kernel(
         row = start + tl.arange(0, ROWS)
         real_row = row < end
         at = row.to(tl.int64)
-        a = tl.load(
-            a_ptr + at[None, :] * n_outputs + output[:, None], mask=real_row[None, :] & real_output[:, None], other=0.0
-        )
-        b = tl.load(
-            b_ptr + at[:, None] * n_inputs + column[None, :], mask=real_row[:, None] & real_column[None, :], other=0.0
-        )
+        a = load_masked(a_ptr + at[None, :] * n_outputs + output[:, None], real_row[None, :] & real_output[:, None])
+        b = load_masked(b_ptr + at[:, None] * n_inputs + column[None, :], real_row[:, None] & real_column[None, :])
         total = tl.dot(a, b, acc=total, input_precision="ieee")
     place = (
         out_ptr + expert.to(tl.int64) * expert_stride + output.to(tl.int64)[:, None] * output_stride + column[None, :]
     )
     inside = real_output[:, None] & real_column[None, :]
-    tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
+    tl.store(place, load_masked(place, inside) + total, mask=inside)
 
 
 def combine(y_MD: Tensor, copies_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:

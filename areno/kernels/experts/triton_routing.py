@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_masked
 
 MAX_COPIES = 8192  # every expert's program reads all copies, so for more of them torch's sort is faster
 _BLOCK = 1024
@@ -89,7 +89,7 @@ def _local_expert(chosen_ptr, copy, n_copies, first, n_experts):
 
     The index is n_experts for experts of other ranks, and n_experts + 1 where `copy` is not below n_copies.
     """
-    expert = tl.load(chosen_ptr + copy, mask=copy < n_copies, other=0).to(tl.int32) - first
+    expert = load_masked(chosen_ptr + copy, copy < n_copies).to(tl.int32) - first
     expert = tl.where((expert < 0) | (expert >= n_experts), n_experts, expert)
     return tl.where(copy < n_copies, expert, n_experts + 1)
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.fixed_order.reference import SPAN
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_masked
 from areno.kernels.padding import Borders
 
 LOG2_E = 1.4426950408889634
@@ -161,7 +161,7 @@ def _packed_kernel(
         real_dim = dim < DIM
         real = (query < n_q)[:, None] & real_dim[None, :]
         token = start_q + query
-        q = tl.load(q_ptr + token[:, None] * q_stride + head * DIM + dim[None, :], mask=real, other=0.0)
+        q = load_masked(q_ptr + token[:, None] * q_stride + head * DIM + dim[None, :], real)
         k_ptr += start_k * k_stride + head // HEADS_PER_KEY * DIM
         v_ptr += start_k * v_stride + head // HEADS_PER_KEY * DIM
         best = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -180,9 +180,9 @@ def _packed_kernel(
                 inside = key < end
                 at = key.to(tl.int64)
                 mask = inside[None, :] & real_dim[:, None]
-                k = tl.load(k_ptr + at[None, :] * k_stride + dim[:, None], mask=mask, other=0.0)
+                k = load_masked(k_ptr + at[None, :] * k_stride + dim[:, None], mask)
                 mask = inside[:, None] & real_dim[None, :]
-                v = tl.load(v_ptr + at[:, None] * v_stride + dim[None, :], mask=mask, other=0.0)
+                v = load_masked(v_ptr + at[:, None] * v_stride + dim[None, :], mask)
                 visible = key[None, :] <= position[:, None]
                 if WINDOW is not None:
                     visible &= key[None, :] > position[:, None] - WINDOW

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.backend import is_before_ampere
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_masked
 
 # (largest number of rows of x, (rows, columns and inputs of a tile, warps, stages)). The fastest on an H200.
 _TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 32, 128, 4, 4)), (sys.maxsize, (64, 64, 128, 4, 4)))
@@ -49,8 +49,8 @@ def add_products(total, x_place, weight_place, real_row, real_column, n_inputs, 
     for start in range(0, n_inputs, INPUTS):
         at = start + tl.arange(0, INPUTS)
         inside = at < n_inputs
-        x = tl.load(x_place + at[None, :], mask=real_row[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(weight_place + at[:, None], mask=inside[:, None] & real_column[None, :], other=0.0)
+        x = load_masked(x_place + at[None, :], real_row[:, None] & inside[None, :])
+        weight = load_masked(weight_place + at[:, None], inside[:, None] & real_column[None, :])
         total = tl.dot(x, weight, acc=total, input_precision="ieee")
     return total
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.fixed_order.triton import heads_together
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_masked
 from areno.kernels.paged.gluon_splits import ROW_POINTERS, SPECIALISATION, compute_splits
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.paged.triton_fixed_order import paged_attention
@@ -147,9 +147,9 @@ def _attend(
             block = tl.load(table_row + first // BLOCK_SIZE).to(tl.int64)
             base = block * (BLOCK_SIZE * stride) + (first % BLOCK_SIZE + tl.arange(0, _TILE)) * stride
         else:
-            block = tl.load(table_row + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            block = load_masked(table_row + position // BLOCK_SIZE, inside).to(tl.int64)
             base = block * (BLOCK_SIZE * stride) + (position % BLOCK_SIZE) * stride
-        k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
+        k = load_masked(k_ptr + base[None, :] + dim[:, None], inside[None, :] & real_dim[:, None])
         scores = tl.dot(q, k, input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
         if WINDOW is not None:
@@ -160,7 +160,7 @@ def _attend(
             origin = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores - origin[:, None])
         decay = tl.exp2(best - origin)
-        v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
+        v = load_masked(v_ptr + base[:, None] + dim[None, :], inside[:, None] & real_dim[None, :])
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * decay + tl.sum(weights, axis=1)
         best = new_best
@@ -248,7 +248,7 @@ def _split_kernel(
                     place = q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :]
                     if PDL:
                         jit.wait_for_previous()
-                    q = tl.load(place, mask=real, other=0.0)
+                    q = load_masked(place, real)
                     best, total, acc = _attend(
                         q,
                         best,
@@ -287,14 +287,14 @@ def _split_kernel(
             head = kv_head * HEADS_PER_KEY + cell
             if PDL:
                 jit.wait_for_previous()
-            q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=real, other=0.0)
+            q = load_masked(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :], real)
             best = tl.full([OWN_ROWS], float("-inf"), tl.float32)
             total = tl.zeros([OWN_ROWS], tl.float32)
             acc = tl.zeros([OWN_ROWS, PADDED_DIM], tl.float32)
             if split == 0:
                 # Write the new token's key and value to the cache, and begin the softmax with them.
-                new_k = tl.load(new_k_ptr + row * new_k_stride + kv_head * HEAD_DIM + dim, mask=real_dim, other=0.0)
-                new_v = tl.load(new_v_ptr + row * new_v_stride + kv_head * HEAD_DIM + dim, mask=real_dim, other=0.0)
+                new_k = load_masked(new_k_ptr + row * new_k_stride + kv_head * HEAD_DIM + dim, real_dim)
+                new_v = load_masked(new_v_ptr + row * new_v_stride + kv_head * HEAD_DIM + dim, real_dim)
                 block = tl.load(table_row + last // BLOCK_SIZE).to(tl.int64)
                 place = block * (BLOCK_SIZE * stride) + (last % BLOCK_SIZE) * stride
                 tl.store(k_ptr + place + dim, new_k, mask=real_dim)
@@ -377,7 +377,7 @@ def _combine_splits_kernel(
         cell = head * n_parts + part
         log_sum = tl.load(log_sum_ptr + cell, mask=exists, other=float("-inf"))
         place = partial_ptr + cell[:, None] * HEAD_DIM + dim[None, :]
-        partial = tl.load(place, mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+        partial = load_masked(place, exists[:, None] & (dim < HEAD_DIM)[None, :])
         new_best = tl.where(real, tl.maximum(best, log_sum), 0.0)
         weight = tl.exp2(log_sum - new_best)
         decay = tl.exp2(best - new_best)

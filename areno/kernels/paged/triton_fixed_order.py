@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areno.kernels.fixed_order.reference import SPAN
 from areno.kernels.fixed_order.triton import LOG2_E, TILE, heads_together, join_spans, n_spans, rescale, span_start
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_masked
 from areno.kernels.paged.reference import PagedBatch
 
 _FIRST_OWN_SPLIT_LEN = tl.constexpr(SPAN)  # positions in the first part of a row without a prefix group
@@ -191,8 +191,8 @@ def _split_kernel(
             if end == length:
                 # Write the new token's key and value to the cache. All threads wait, since they read them there.
                 inside = dim < DIM
-                new_k = tl.load(new_k_ptr + row * new_k_stride + kv_head * DIM + dim, mask=inside, other=0.0)
-                new_v = tl.load(new_v_ptr + row * new_v_stride + kv_head * DIM + dim, mask=inside, other=0.0)
+                new_k = load_masked(new_k_ptr + row * new_k_stride + kv_head * DIM + dim, inside)
+                new_v = load_masked(new_v_ptr + row * new_v_stride + kv_head * DIM + dim, inside)
                 block = tl.load(table_row + (length - 1) // BLOCK_SIZE).to(tl.int64)
                 place = block * (BLOCK_SIZE * STRIDE) + ((length - 1) % BLOCK_SIZE) * STRIDE
                 tl.store(k_ptr + place + dim, new_k, mask=inside)
@@ -261,7 +261,7 @@ def _attend_spans(
     """
     dim = tl.arange(0, PADDED_DIM)
     mask = (dim < DIM)[:, None] & real[None, :]
-    q = tl.load(q_ptr + (row * q_stride + head * DIM)[None, :] + dim[:, None], mask=mask, other=0.0)
+    q = load_masked(q_ptr + (row * q_stride + head * DIM)[None, :] + dim[:, None], mask)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([PADDED_DIM, ROWS], tl.float32)
@@ -323,16 +323,16 @@ def _load_tile(
             v = tl.load(v_ptr + place)
         else:
             real = (dim < DIM)[None, :]
-            k = tl.load(k_ptr + place, mask=real, other=0.0)
-            v = tl.load(v_ptr + place, mask=real, other=0.0)
+            k = load_masked(k_ptr + place, real)
+            v = load_masked(v_ptr + place, real)
     else:
         position = first + offset
         inside = position < end
-        block = tl.load(table_row + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        block = load_masked(table_row + position // BLOCK_SIZE, inside).to(tl.int64)
         place = (block * (BLOCK_SIZE * STRIDE) + position % BLOCK_SIZE * STRIDE)[:, None] + dim[None, :]
         real = inside[:, None] & (dim < DIM)[None, :]
-        k = tl.load(k_ptr + place, mask=real, other=0.0)
-        v = tl.load(v_ptr + place, mask=real, other=0.0)
+        k = load_masked(k_ptr + place, real)
+        v = load_masked(v_ptr + place, real)
     return k, v
 
 
@@ -365,8 +365,8 @@ def _combine_splits_kernel(
     acc = tl.zeros([_JOIN_HEADS, PADDED_DIM], tl.float32)
     for index in range(n_joined):
         cell = head * n_parts + index
-        part_acc = tl.load(sums_ptr + cell[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
-        part_best = tl.load(stats_ptr + cell, mask=real, other=0.0)
+        part_acc = load_masked(sums_ptr + cell[:, None] * DIM + dim[None, :], mask)
+        part_best = load_masked(stats_ptr + cell, real)
         part_total = tl.load(stats_ptr + n_cells + cell, mask=real, other=1.0)
         best, total, decay, weight = join_spans(best, total, part_best, part_total, rate)
         acc = tl.fma(acc, decay[:, None], part_acc * weight[:, None])

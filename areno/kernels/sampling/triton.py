@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_masked
 from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings
 from areno.kernels.sampling.triton_candidates import int_key_to_float, order_key
 from areno.kernels.sampling.triton_truncate import truncate
@@ -221,7 +221,7 @@ def _scan_kernel(
         if PENALIZED:
             penalty = tl.load(penalty_ptr + slot)
             if penalty != 0:
-                edited -= penalty * tl.load(counts_ptr + slot * vocab + index, mask=inside, other=0).to(tl.float32)
+                edited -= penalty * load_masked(counts_ptr + slot * vocab + index, inside).to(tl.float32)
         if N_BANNED > 0:  # noqa: SIM102 (decided when the kernel is compiled)
             if tl.load(positions_ptr + row) < tl.load(min_new_ptr + slot):
                 for i in range(N_BANNED):
@@ -237,7 +237,7 @@ def _scan_kernel(
 
 @triton.jit
 def has_text(texts_ptr, index, inside):
-    return ((tl.load(texts_ptr + index // 32, mask=inside, other=0) >> (index % 32)) & 1) == 1
+    return ((load_masked(texts_ptr + index // 32, inside) >> (index % 32)) & 1) == 1
 
 
 @triton.jit
@@ -256,7 +256,7 @@ def _join(stats_ptr, n_cells, cell, real, rate):
     maximum. `cell` is the index of each span's maximum in the statistics, and its sum lies `n_cells` elements later.
     """
     tops = tl.load(stats_ptr + cell, mask=real, other=float("-inf"))
-    sums = tl.load(stats_ptr + n_cells + cell, mask=real, other=0.0).to(tl.float64)
+    sums = load_masked(stats_ptr + n_cells + cell, real).to(tl.float64)
     top = tl.max(tops, axis=0)
     return top, tops, sums * tl.exp2((tops - top) * rate).to(tl.float64)
 
@@ -345,12 +345,12 @@ def _draw_kernel(
         n_equal = tl.load(bounds_ptr + tl.num_programs(0) + row)
         if n_equal >= 0:
             least = tl.load(bounds_ptr + row)
-            equal = tl.load(equal_ptr + cell, mask=real, other=0)
+            equal = load_masked(equal_ptr + cell, real)
             n_before = tl.cumsum(equal, axis=0) - equal
             n_taken = tl.minimum(tl.maximum(n_equal - n_before, 0), equal)
             weight = tl.exp2((int_key_to_float(least) - top) * rate)
             weight = tl.where(n_taken > 0, weight, 0.0)  # if no equal logit is taken, `least` may not be a float's key
-            sums = tl.load(kept_ptr + cell, mask=real, other=0.0).to(tl.float64)
+            sums = load_masked(kept_ptr + cell, real).to(tl.float64)
             sums += n_taken.to(tl.float64) * weight.to(tl.float64)
 
     running = tl.cumsum(sums, axis=0)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_masked
 from areno.kernels.sampling.reference import SamplingSettings
 
 ROOM = 1024  # largest number of candidates that are stored for a span
@@ -92,7 +92,7 @@ def row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS: tl.constexpr
     """Return the maximum of a row, and the sum of its weights relative to the maximum, in float64."""
     span = tl.arange(0, PADDED_SPANS)
     tops = tl.load(tops_ptr + row * n_spans + span, mask=span < n_spans, other=float("-inf"))
-    sums = tl.load(sums_ptr + row * n_spans + span, mask=span < n_spans, other=0.0).to(tl.float64)
+    sums = load_masked(sums_ptr + row * n_spans + span, span < n_spans).to(tl.float64)
     top = tl.max(tops, axis=0)
     return top, tl.sum(sums * tl.exp2((tops - top) * rate).to(tl.float64), axis=0)
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_masked
 from areno.kernels.sampling.drafts import CONTEXT, KEPT, NgramTable
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton import _mixed_bits, _uniform
@@ -83,7 +83,7 @@ def _draft_tokens_kernel(
     back = tl.arange(0, PADDED_CONTEXT)
     exists = back < CONTEXT
     context = tl.load(contexts_ptr + back * context_stride + row, mask=exists, other=-1)
-    factors = tl.load(factors_ptr + back, mask=exists, other=0)
+    factors = load_masked(factors_ptr + back, exists)
     level = tl.arange(0, N_LEVELS)
     in_suffix = back[None, :] < tl.load(lengths_ptr + level)[:, None]
     mark = tl.load(marks_ptr + level) ^ (tl.load(scoped_ptr + level) * tl.load(scopes_ptr + row))

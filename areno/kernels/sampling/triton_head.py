@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from areno.kernels.backend import is_hopper
-from areno.kernels.jit import kernel, load_fp32
+from areno.kernels.jit import kernel, load_fp32, load_masked
 from areno.kernels.matmul.triton import add_products
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton import _LOG2_E, _ROW_POINTERS, _first_above, _join, _uniform, has_text
@@ -141,7 +141,7 @@ def _scan_hidden_kernel(
         weight_place = weight_ptr + column.to(tl.int64)[None, :] * stride
         x = add_products(x, hidden_place, weight_place, real_row, real_column, n_inputs, INPUTS)
     x = tl.where(real_column[None, :], x, float("-inf"))
-    slot = tl.load(slots_ptr + row, mask=real_row, other=0)
+    slot = load_masked(slots_ptr + row, real_row)
     rate = _LOG2_E / tl.load(temperature_ptr + slot)
     top = tl.max(x, axis=1)
     total = tl.sum(tl.exp2((x - top[:, None]) * rate[:, None]), axis=1)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel
+from areno.kernels.jit import kernel, load_masked
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton_candidates import (
     filters_of,
@@ -217,11 +217,11 @@ def _truncate_kernel(
     if has_k | (top_p < 1.0):
         span_S = tl.arange(0, PADDED_SPANS)
         real_S = span_S < n_spans
-        n_found_S = tl.load(n_found_ptr + row * n_spans + span_S, mask=real_S, other=0)
+        n_found_S = load_masked(n_found_ptr + row * n_spans + span_S, real_S)
         n_found = tl.sum((n_found_S + _BLOCK - 1) // _BLOCK, axis=0) * _BLOCK  # including the padding of blocks
         if (tl.max(n_found_S, axis=0) <= ROOM) & (n_found >= FEWEST) & (n_found <= MOST):
             top, total = row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS)
-            above_S = tl.load(above_ptr + row * n_spans + span_S, mask=real_S, other=0.0)
+            above_S = load_masked(above_ptr + row * n_spans + span_S, real_S)
             low = order_key(tl.load(bracket_ptr + row)).to(tl.int64)
             high = order_key(tl.load(bracket_ptr + tl.num_programs(0) + row)).to(tl.int64)
             high = tl.minimum(high, order_key(top).to(tl.int64) + 1)

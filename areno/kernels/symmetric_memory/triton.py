@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.elementwise.triton_norm import store_norm
-from areno.kernels.jit import kernel, load_fp32
+from areno.kernels.jit import kernel, load_fp32, load_masked
 
 REGION = 16384  # bytes of the largest part of a tensor that one program handles
 PROGRAMS = 512  # largest number of programs in a launch
@@ -152,7 +152,7 @@ def _all_reduce_kernel(
 ):
     first, lane = tl.program_id(0) * PIECE, tl.arange(0, PIECE)
     inside = first + lane < n
-    x = tl.load(x_ptr + first + lane, mask=inside, other=0.0)
+    x = load_masked(x_ptr + first + lane, inside)
     total = _sum_of_all(
         x, lane, inside, tl.minimum(n - first, PIECE), inboxes_ptr, turns_ptr, rank, SIZE, PIECE, N_PROGRAMS
     )
@@ -180,7 +180,7 @@ def _all_reduce_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < size
     index = tl.program_id(0).to(tl.int64) * size + column
-    part = tl.load(part_ptr + index, mask=inside, other=0.0)
+    part = load_masked(part_ptr + index, inside)
     x = load_fp32(x_ptr + index, inside)
     weight = load_fp32(weight_ptr + column, inside)
     total = _sum_of_all(part, column, inside, size, inboxes_ptr, turns_ptr, rank, SIZE, PIECE, N_PROGRAMS)
@@ -227,7 +227,7 @@ def _all_gather_kernel(
     inside = index < n
     place = ((count & 1) * N_PROGRAMS + program) * PIECE + lane
     mine = tl.multiple_of(tl.load(outboxes + rank).to(tl.pointer_type(tl.int32)), 16)
-    tl.store(mine + place, tl.load(x_ptr + index, mask=inside, other=0), mask=inside)
+    tl.store(mine + place, load_masked(x_ptr + index, inside), mask=inside)
     _barrier(signals_ptr, program, count, rank, SIZE, N_PROGRAMS)
     for each in tl.static_range(SIZE):
         theirs = tl.multiple_of(tl.load(outboxes + each).to(tl.pointer_type(tl.int32)), 16)
