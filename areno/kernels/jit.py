@@ -104,6 +104,12 @@ def wait_for_previous():
 
 
 @triton.jit
+def program_id_64(AXIS: tl.constexpr):
+    """Return the index of the program in int64, because offsets in large tensors exceed int32."""
+    return tl.program_id(AXIS).to(tl.int64)
+
+
+@triton.jit
 def load_masked(ptr, mask):
     """Load elements, and zeros where `mask` is False."""
     return tl.load(ptr, mask=mask, other=0)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.adam.reference import BLOCK, TINY, Pair, Update, codes, midpoints
-from areno.kernels.jit import kernel, load_masked
+from areno.kernels.jit import kernel, load_masked, program_id_64
 
 _BLOCK = 1024
 _ROWS = 8  # blocks of 8-bit codes that one program handles
@@ -68,7 +68,7 @@ def _numbers(update: Update) -> tuple[float, ...]:
 def _squares_kernel(grad_ptr, partial_ptr, n, BLOCK: tl.constexpr):
     squares = tl.zeros([BLOCK], tl.float32)
     nonzeros = tl.zeros([BLOCK], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
+    first = program_id_64(0) * BLOCK
     for start in range(first, n, tl.num_programs(0) * BLOCK):
         place = start + tl.arange(0, BLOCK)
         grad = load_masked(grad_ptr + place, place < n)
@@ -96,7 +96,7 @@ def _adam_kernel(
     rate,
     BLOCK: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = program_id_64(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < n
     grad = load_masked(grad_ptr + place, inside)
     first = load_masked(first_ptr + place, inside) * keep_first + grad * take_first
@@ -133,7 +133,7 @@ def _adam_8bit_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = program_id_64(0) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = place < n
     real_row = row * BLOCK < n

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel, load_fp32
+from areno.kernels.jit import kernel, load_fp32, program_id_64
 
 _BLOCK = 1024  # elements of a row that a program adds
 
@@ -22,7 +22,7 @@ def sum_copies(copies_MX: Tensor, order_M: Tensor, starts: Tensor) -> Tensor:
 
 @kernel
 def _sum_kernel(copies_ptr, sums_ptr, order_ptr, starts_ptr, size, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for place in range(tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)):

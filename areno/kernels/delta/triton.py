@@ -22,7 +22,7 @@ from areno.kernels.delta.triton_chunks_backward import chunks_backward
 from areno.kernels.delta.triton_rows import LENGTH_EPS, conv_and_gates, conv_states, softplus
 from areno.kernels.delta.triton_rows_backward import conv_and_gates_backward
 from areno.kernels.elementwise.triton_norm import add_sums, n_multiprocessors
-from areno.kernels.jit import kernel, load_fp32, load_masked, rounded
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64, rounded
 
 _CHANNELS = 256  # channels that one program of the convolution computes
 # Columns of a head's state that one program of `_head_kernel` updates, and warps of the program. An H200 takes 276 us
@@ -73,7 +73,7 @@ def _convolve_kernel(
     """Compute silu of the convolution for some channels of a row, and shift the row's last inputs."""
     if NEXT_USES_PDL:
         jit.launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < n_channels
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -247,7 +247,7 @@ def _gated_norm_kernel(
     PDL: tl.constexpr = False,
 ):
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
-    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    line = program_id_64(0) * LINES + tl.arange(0, LINES)
     value = tl.arange(0, BLOCK)
     inside = (line < n_lines)[:, None] & (value < VALUE)[None, :]
     place = line[:, None] * VALUE + value[None, :]

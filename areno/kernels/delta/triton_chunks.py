@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.delta.parts import RowChunks
-from areno.kernels.jit import kernel, load_masked
+from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.matmul.triton import dot, dot_precision
 
 # The precision of products if q, k and v are bfloat16. On an H200, "bf16x3" is faster than "tf32", and more precise.
@@ -258,7 +258,7 @@ def _prepare_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, chunk = tl.program_id(0), program_id_64(1)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line = tl.arange(0, SIZE), first * HEADS + head
     g = tl.cumsum(load_masked(decay_ptr + line + each * HEADS, inside).to(tl.float64), 0)
@@ -357,7 +357,7 @@ def _out_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, chunk = tl.program_id(0), program_id_64(1)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
     at, row, column = (chunk * HEADS + head) * SIZE, each[:, None], each[None, :]

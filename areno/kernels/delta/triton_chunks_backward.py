@@ -41,7 +41,7 @@ from areno.kernels.delta.triton_chunks import (
     state_columns,
     store_rows,
 )
-from areno.kernels.jit import kernel, load_masked
+from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.matmul.triton import dot, dot_precision
 
 PRECISION = "bf16"  # of products if q, k and v are bfloat16; "bf16x3" works, too; see triton_chunks.py
@@ -126,7 +126,7 @@ def _local_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, chunk = tl.program_id(0), program_id_64(1)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
     at = (chunk * HEADS + head) * SIZE
@@ -216,7 +216,7 @@ def _chunks_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    key_head, chunk = tl.program_id(0), program_id_64(1)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
     for head in range(key_head * SHARED, (key_head + 1) * SHARED):
@@ -294,7 +294,7 @@ def _systems_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    key_head, chunk = tl.program_id(0), program_id_64(1)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
     keys, total = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
@@ -354,7 +354,7 @@ def _keys_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    key_head, chunk = tl.program_id(0), program_id_64(1)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     key_line = first * (HEADS // SHARED) + key_head
     system = load_rows(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)

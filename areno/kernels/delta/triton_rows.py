@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.delta.parts import DeltaWeights, RowChunks
-from areno.kernels.jit import kernel, load_fp32, load_masked
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 
 LENGTH_EPS = tl.constexpr(1e-6)  # added to the squared lengths of q and k, as in `reference.py`
 
@@ -192,7 +192,7 @@ def _conv_and_gates_kernel(
 def _conv_states_kernel(
     proj_ptr, initial_ptr, borders_ptr, kept_ptr, proj_size, n_channels, BEFORE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < n_channels
     start, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from areno.kernels.delta.parts import DeltaWeights, RowChunks
 from areno.kernels.delta.triton_rows import LENGTH_EPS, convolved, sizes_of, softplus
 from areno.kernels.elementwise.triton_norm import add_sums
-from areno.kernels.jit import kernel, load_fp32, load_masked
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 
 HEAD_TOKENS, HEAD_WARPS = 16, 2  # of one program of `_heads_backward_kernel`; the fastest of four choices on an H200
 CONV_TOKENS, CONV_WARPS = 32, 4  # of one program of `_conv_backward_kernel`
@@ -164,7 +164,7 @@ def _conv_backward(
         weight = conv_ptr + channel * WIDTH + WIDTH - 1 - shift
         total += grad * load_fp32(weight, is_channel)[None, :]
         if sums_ptr is not None:
-            sums = sums_ptr + tl.program_id(0).to(tl.int64) * size + channel * WIDTH + WIDTH - 1 - shift
+            sums = sums_ptr + program_id_64(0) * size + channel * WIDTH + WIDTH - 1 - shift
             tl.store(sums, tl.sum(grad * x, axis=0), mask=is_channel)
     tl.store(out_ptr + given, total, mask=inside)
 
@@ -277,6 +277,6 @@ def _conv_backward_kernel(
         tl.store(out_ptr + given, grad_b, mask=inside)
         tl.store(out_ptr + given + HEADS, grad_a, mask=inside)
         if gate_sums_ptr is not None:
-            sums = gate_sums_ptr + tl.program_id(0).to(tl.int64) * size + head
+            sums = gate_sums_ptr + program_id_64(0) * size + head
             tl.store(sums, tl.sum(grad_decay * softplus(a), axis=0), mask=head < HEADS)
             tl.store(sums + HEADS, tl.sum(grad_a, axis=0), mask=head < HEADS)

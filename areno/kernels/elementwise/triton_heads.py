@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import add_sums, n_multiprocessors
-from areno.kernels.jit import kernel, load_fp32, load_masked, rounded
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64, rounded
 
 QK_PROGRAMS, QK_WARPS = 4, 2  # of the backward kernel: programs for each multiprocessor, warps of a program
 
@@ -47,11 +47,7 @@ def qk_norm_rope(
             k_NKC,
             qkv_NX.stride(0),
             eps,
-            HEADS=n_heads,
-            KV_HEADS=n_kv_heads,
-            HALF=head_dim // 2,
-            HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
-            HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+            **_sizes(n_heads, n_kv_heads, head_dim),
             PLUS_ONE=plus_one,
             num_warps=4,
             **jit.pdl_options(qkv_NX.device),
@@ -94,12 +90,8 @@ def qk_norm_rope_backward(
             n,
             qkv_NX.stride(0),
             eps,
-            HEADS=n_heads,
-            KV_HEADS=n_kv_heads,
-            HALF=head_dim // 2,
-            HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
+            **_sizes(n_heads, n_kv_heads, head_dim),
             KV_BLOCK=triton.next_power_of_2(n_kv_heads),
-            HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
             PLUS_ONE=plus_one,
             num_warps=QK_WARPS,
         )
@@ -108,6 +100,16 @@ def qk_norm_rope_backward(
     grad_2C = partial_P2C.new_zeros((2, head_dim))
     add_sums(partial_P2C.flatten(1), grad_2C.view(-1))
     return grad_qkv_NX, grad_2C[0], grad_2C[1]
+
+
+def _sizes(n_heads: int, n_kv_heads: int, head_dim: int) -> dict[str, int]:
+    return {
+        "HEADS": n_heads,
+        "KV_HEADS": n_kv_heads,
+        "HALF": head_dim // 2,
+        "HEADS_BLOCK": triton.next_power_of_2(n_heads + n_kv_heads),
+        "HALF_BLOCK": triton.next_power_of_2(head_dim // 2),
+    }
 
 
 @kernel
@@ -131,7 +133,7 @@ def _qk_norm_rope_kernel(
 ):
     if PDL:
         jit.launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]
     is_q = head < HEADS
@@ -244,7 +246,7 @@ def _qk_norm_rope_backward_kernel(
         tl.store(v_out + HALF, load_masked(v_place + HALF, kv_inside), mask=kv_inside)
     if q_weight_ptr is not None:
         column = tl.arange(0, HALF_BLOCK)
-        q_out = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * C) + column
+        q_out = partial_ptr + program_id_64(0) * (2 * C) + column
         keep = column < HALF
         tl.store(q_out, tl.sum(tl.where(is_q, sum_a, 0.0), axis=0), mask=keep)
         tl.store(q_out + HALF, tl.sum(tl.where(is_q, sum_b, 0.0), axis=0), mask=keep)

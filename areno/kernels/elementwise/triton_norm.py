@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
-from areno.kernels.jit import kernel, load_fp32, load_masked
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 
 # Of the backward kernel, in which a program loops over tokens to sum weight gradients: elements of a tile, programs for
 # each multiprocessor, warps of a program. The fastest on an H200 at hidden sizes of 1024, 2560 and 4096.
@@ -138,7 +138,7 @@ def _add_norm_kernel(
 ):
     if PDL:
         jit.launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     n_rows = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -196,7 +196,7 @@ def _norm_backward_kernel(
         if low_ptr is not None:
             tl.store(low_ptr + place, out, mask=inside)
         weight_grad += tl.sum(grad * hat, axis=0)
-    tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * size + column, weight_grad, mask=real)
+    tl.store(partial_ptr + program_id_64(0) * size + column, weight_grad, mask=real)
 
 
 @kernel

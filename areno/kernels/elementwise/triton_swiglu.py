@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
-from areno.kernels.jit import kernel, load_fp32, rounded
+from areno.kernels.jit import kernel, load_fp32, program_id_64, rounded
 
 
 def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
@@ -53,7 +53,7 @@ def activated(gate, up, out_ptr, GELU: tl.constexpr):
 def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr = False):
     if PDL:
         jit.launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     place = gate_up_ptr + row * (2 * inner) + column
@@ -68,7 +68,7 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.co
 def _swiglu_backward_kernel(
     grad_ptr, gate_up_ptr, grad_gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     place = row * (2 * inner) + column

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from areno.kernels.backend import is_hopper
 from areno.kernels.experts.triton_routing import choose_experts as choose_experts
-from areno.kernels.jit import kernel, load_fp32, load_masked, rounded
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64, rounded
 
 logger = logging.getLogger("areno")
 
@@ -277,7 +277,7 @@ def _combine_kernel(
     HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    token = program_id_64(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     end = tl.load(end_ptr)
@@ -318,7 +318,7 @@ def weighted_swiglu_backward(
 def _weighted_swiglu_kernel(
     grad_ptr, gate_up_ptr, weights_ptr, end_ptr, grad_gate_up_ptr, act_ptr, grad_weights_ptr, inner, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     if row >= tl.load(end_ptr):
         tl.store(grad_weights_ptr + row, 0.0)
         return

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel, load_masked
+from areno.kernels.jit import kernel, load_masked, program_id_64
 
 MAX_COPIES = 8192  # every expert's program reads all copies, so for more of them torch's sort is faster
 _BLOCK = 1024
@@ -48,7 +48,7 @@ def _choose_kernel(
     CHOICES: tl.constexpr,
     NORMALISED: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    token = program_id_64(0)
     each = tl.arange(0, EXPERTS)
     left = tl.load(logits_ptr + token * n_experts + each, mask=each < n_experts, other=-float("inf"))
     most = tl.max(left, 0)

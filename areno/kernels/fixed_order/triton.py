@@ -89,6 +89,12 @@ def n_spans(length):
 
 
 @triton.jit
+def empty_softmax(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Return the running softmax over no keys: the largest score, the sum of weights and the weighted sum of values."""
+    return tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
+
+
+@triton.jit
 def add_tile(q, k, v, visible, best, total, acc, rate):
     """Add a tile of TILE keys, transposed (C, TILE), to a running softmax.
 
@@ -164,9 +170,7 @@ def _packed_kernel(
         q = load_masked(q_ptr + token[:, None] * q_stride + head * DIM + dim[None, :], real)
         k_ptr += start_k * k_stride + head // HEADS_PER_KEY * DIM
         v_ptr += start_k * v_stride + head // HEADS_PER_KEY * DIM
-        best = tl.full([QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        acc = tl.zeros([QUERIES, PADDED_DIM], tl.float32)
+        best, total, acc = empty_softmax(QUERIES, PADDED_DIM)
         end = tl.minimum(n_k, n_k - n_q + first + QUERIES)
         begin = 0
         if WINDOW is not None:  # begin at the first span in the window of the first query

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel, load_fp32
+from areno.kernels.jit import kernel, load_fp32, program_id_64
 
 _BLOCK = 4096
 
@@ -55,7 +55,7 @@ def _rate(temperature: float | Tensor) -> float | Tensor:
 def _softmax_statistics_kernel(
     logits_ptr, targets_ptr, out_ptr, stride, n_rows, first, rate, PER_ROW: tl.constexpr, BLOCK: tl.constexpr
 ):
-    position = tl.program_id(0).to(tl.int64)
+    position = program_id_64(0)
     scale = tl.load(rate + position) if PER_ROW else rate
     base = logits_ptr + position * stride
     best = tl.full([], -1e30, tl.float32)  # finite, so that differences are not NaN if this rank has no rows
@@ -86,7 +86,7 @@ def _softmax_statistics_kernel(
 def _logprob_gradient_kernel(
     logits_ptr, lse_ptr, targets_ptr, out_ptr, stride, out_stride, n_rows, first, scale, BLOCK: tl.constexpr
 ):
-    position = tl.program_id(0).to(tl.int64)
+    position = program_id_64(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < n_rows
     x = load_fp32(logits_ptr + position * stride + column, inside) * scale
@@ -188,7 +188,7 @@ def _divergence_sums_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    position = tl.program_id(0).to(tl.int64)
+    position = program_id_64(0)
     n_positions = tl.num_programs(0)
     top, rest = tl.load(norm_ptr + position), tl.load(norm_ptr + n_positions + position)
     teacher_top, teacher_rest = tl.load(teacher_norm_ptr + position), tl.load(teacher_norm_ptr + n_positions + position)
@@ -236,7 +236,7 @@ def _divergence_gradient_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    position = tl.program_id(0).to(tl.int64)
+    position = program_id_64(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < n_rows
     x = load_fp32(logits_ptr + position * stride + column, inside)

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
-from areno.kernels.fixed_order.triton import heads_together
-from areno.kernels.jit import kernel, load_masked
+from areno.kernels.fixed_order.triton import empty_softmax, heads_together
+from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.gluon_splits import ROW_POINTERS, SPECIALISATION, compute_splits
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.paged.triton_fixed_order import paged_attention
@@ -236,9 +236,7 @@ def _split_kernel(
                     head = kv_head * HEADS_PER_KEY + cell % HEADS_PER_KEY
                     table_row = table_ptr + tl.load(slots_ptr + leader).to(tl.int64) * table_stride
                     real = (row >= 0)[:, None] & real_dim[None, :]
-                    best = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
-                    total = tl.zeros([GROUP_ROWS], tl.float32)
-                    acc = tl.zeros([GROUP_ROWS, PADDED_DIM], tl.float32)
+                    best, total, acc = empty_softmax(GROUP_ROWS, PADDED_DIM)
                     end = tl.minimum(start + span, length)
                     least = start
                     if WINDOW is not None:
@@ -288,9 +286,7 @@ def _split_kernel(
             if PDL:
                 jit.wait_for_previous()
             q = load_masked(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :], real)
-            best = tl.full([OWN_ROWS], float("-inf"), tl.float32)
-            total = tl.zeros([OWN_ROWS], tl.float32)
-            acc = tl.zeros([OWN_ROWS, PADDED_DIM], tl.float32)
+            best, total, acc = empty_softmax(OWN_ROWS, PADDED_DIM)
             if split == 0:
                 # Write the new token's key and value to the cache, and begin the softmax with them.
                 new_k = load_masked(new_k_ptr + row * new_k_stride + kv_head * HEAD_DIM + dim, real_dim)
@@ -351,7 +347,7 @@ def _combine_splits_kernel(
     JOIN_HEADS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     head = tl.program_id(1) * JOIN_HEADS + tl.arange(0, JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)
     real = head < n_heads
@@ -360,9 +356,7 @@ def _combine_splits_kernel(
     own = tl.load(lengths_ptr + row).to(tl.int32) - 1 - shared
     own_split_len = tl.load(split_lens_ptr).to(tl.int32)
     shared_split_len = tl.load(split_lens_ptr + 1).to(tl.int32)
-    best = tl.full([JOIN_HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([JOIN_HEADS], tl.float32)
-    acc = tl.zeros([JOIN_HEADS, PADDED_DIM], tl.float32)
+    best, total, acc = empty_softmax(JOIN_HEADS, PADDED_DIM)
     if PDL:
         jit.launch_dependents()
         jit.wait_for_previous()

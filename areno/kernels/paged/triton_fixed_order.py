@@ -14,8 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.fixed_order.reference import SPAN
-from areno.kernels.fixed_order.triton import LOG2_E, TILE, heads_together, join_spans, n_spans, rescale, span_start
-from areno.kernels.jit import kernel, load_masked
+from areno.kernels.fixed_order.triton import (
+    LOG2_E,
+    TILE,
+    empty_softmax,
+    heads_together,
+    join_spans,
+    n_spans,
+    rescale,
+    span_start,
+)
+from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.reference import PagedBatch
 
 _FIRST_OWN_SPLIT_LEN = tl.constexpr(SPAN)  # positions in the first part of a row without a prefix group
@@ -351,7 +360,7 @@ def _combine_splits_kernel(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     head = tl.program_id(1) * _JOIN_HEADS + tl.arange(0, _JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)
     real = head < n_heads
@@ -360,9 +369,7 @@ def _combine_splits_kernel(
     shared = tl.load(shared_ptr + row).to(tl.int32)
     n_joined = 1 + n_spans(length) - n_spans(_first_split_end(length, shared, tl.load(split_lens_ptr + 1).to(tl.int32)))
     mask = real[:, None] & (dim < DIM)[None, :]
-    best = tl.full([_JOIN_HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([_JOIN_HEADS], tl.float32)
-    acc = tl.zeros([_JOIN_HEADS, PADDED_DIM], tl.float32)
+    best, total, acc = empty_softmax(_JOIN_HEADS, PADDED_DIM)
     for index in range(n_joined):
         cell = head * n_parts + index
         part_acc = load_masked(sums_ptr + cell[:, None] * DIM + dim[None, :], mask)

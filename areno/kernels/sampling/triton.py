@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel, load_masked
+from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings
 from areno.kernels.sampling.triton_candidates import int_key_to_float, order_key
 from areno.kernels.sampling.triton_truncate import truncate
@@ -195,7 +195,7 @@ def _scan_kernel(
     HAS_TEXTS: tl.constexpr,
     STORES: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     span = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     index = span * SPAN + tl.arange(0, SPAN)
@@ -318,7 +318,7 @@ def _draw_kernel(
     FILTERED: tl.constexpr,
     HAS_TEXTS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     slot = tl.load(slots_ptr + row)
     temperature = tl.load(temperature_ptr + slot)
     rate = _LOG2_E / temperature

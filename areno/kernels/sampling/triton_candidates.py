@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel, load_masked
+from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.sampling.reference import SamplingSettings
 
 ROOM = 1024  # largest number of candidates that are stored for a span
@@ -156,7 +156,7 @@ def _bracket_kernel(
     PADDED_SPANS: tl.constexpr,
     SAMPLED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     rate, top_k, top_p, has_k = filters_of(slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
     low = tl.full([], float("inf"), tl.float32)
     high = tl.full([], float("inf"), tl.float32)
@@ -206,7 +206,7 @@ def _gather_kernel(
     SPAN: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     low = tl.load(bracket_ptr + row)
     high = tl.load(bracket_ptr + tl.num_programs(0) + row)
     if low < high:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel, load_masked
+from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.sampling.drafts import CONTEXT, KEPT, NgramTable
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton import _mixed_bits, _uniform
@@ -79,7 +79,7 @@ def _draft_tokens_kernel(
     N_LEVELS: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     back = tl.arange(0, PADDED_CONTEXT)
     exists = back < CONTEXT
     context = tl.load(contexts_ptr + back * context_stride + row, mask=exists, other=-1)

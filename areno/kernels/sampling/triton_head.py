@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from areno.kernels.backend import is_hopper
-from areno.kernels.jit import kernel, load_fp32, load_masked
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 from areno.kernels.matmul.triton import add_products
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton import _LOG2_E, _ROW_POINTERS, _first_above, _join, _uniform, has_text
@@ -186,7 +186,7 @@ def _draw_hidden_kernel(
     PADDED_SPANS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     slot = tl.load(slots_ptr + row)
     temperature = tl.load(temperature_ptr + slot)
     rate = _LOG2_E / temperature

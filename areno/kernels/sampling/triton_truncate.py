@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel, load_masked
+from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton_candidates import (
     filters_of,
@@ -209,7 +209,7 @@ def _truncate_kernel(
 
     The kernel is launched once for each range of sizes. The launch with FEWEST = 0 first marks every row as not found.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     rate, top_k, top_p, has_k = filters_of(slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
     if FEWEST == 0:
         tl.store(bounds_ptr + tl.num_programs(0) + row, -1)
@@ -265,7 +265,7 @@ def _keep_kernel(
     ROOM: tl.constexpr,
 ):
     """Compute `kept` and `equal` for rows whose smallest kept logit was found among the candidates."""
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     if tl.load(bounds_ptr + 2 * tl.num_programs(0) + row) > 0:
         span_S = tl.arange(0, PADDED_SPANS)
         tops = tl.load(tops_ptr + row * n_spans + span_S, mask=span_S < n_spans, other=float("-inf"))
@@ -345,7 +345,7 @@ def _truncate_row_kernel(
     PADDED_SPANS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = program_id_64(0)
     rate, top_k, top_p, has_k = filters_of(slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
     has_p = top_p < 1.0
     if (has_k | has_p) & (tl.load(bounds_ptr + 2 * tl.num_programs(0) + row) == 0):

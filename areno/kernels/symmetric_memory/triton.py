@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.elementwise.triton_norm import store_norm
-from areno.kernels.jit import kernel, load_fp32, load_masked
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 
 REGION = 16384  # bytes of the largest part of a tensor that one program handles
 PROGRAMS = 512  # largest number of programs in a launch
@@ -179,7 +179,7 @@ def _all_reduce_norm_kernel(
 ):
     column = tl.arange(0, BLOCK)
     inside = column < size
-    index = tl.program_id(0).to(tl.int64) * size + column
+    index = program_id_64(0) * size + column
     part = load_masked(part_ptr + index, inside)
     x = load_fp32(x_ptr + index, inside)
     weight = load_fp32(weight_ptr + column, inside)
