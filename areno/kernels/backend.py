@@ -27,6 +27,17 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+def to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Start copying to the host. Return the tensor there, and the event that marks the end of a copy from a GPU."""
+    if x.device.type != "cuda":
+        return x, None
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return host, ready
+
+
 def use_triton(x: Tensor) -> bool:
     return runs_triton(x.device)
 

@@ -20,6 +20,7 @@ from areno.config.layout import Layout
 from areno.cost.kv_cache import WantedCache
 from areno.cost.kv_layout import KVLayout
 from areno.errors import EngineError, Key
+from areno.kernels.backend import to_device, to_host
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.layers.routing import Routing
 from areno.models.parameters import kv_heads
@@ -123,7 +124,8 @@ class KVCache:
 
     def token_indices(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
         """Return the index of each of B tokens in a table of `tables`, (B,): block * block_size + offset."""
-        return _token_indices(table_TW, slots_B, positions_B, self.block_size)
+        blocks_B = table_TW[slots_B, positions_B // self.block_size].long()
+        return blocks_B * self.block_size + positions_B % self.block_size
 
     def table_of(self, layer: int) -> int:
         return self._places[layer][0]
@@ -193,11 +195,6 @@ def _zero_rows_unless(kept_R: Tensor, x: Tensor) -> Tensor:
     return torch.where(kept_R.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
-def _token_indices(table_TW: Tensor, slots_B: Tensor, positions_B: Tensor, block_size: int) -> Tensor:
-    blocks_B = table_TW[slots_B, positions_B // block_size].long()
-    return blocks_B * block_size + positions_B % block_size
-
-
 @dataclass(slots=True)
 class PendingRoutes:
     """The experts that a sample's tokens were routed to, while they are copied to the host."""
@@ -228,22 +225,11 @@ class RouteCache:
         recorded_NLk = self._routing.recorded()[: len(indices_N)]  # without padding
         self.routes.flatten(0, 1).index_copy_(0, indices_N, recorded_NLk)
 
-    def token_indices(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
-        return _token_indices(table_TW, slots_B, positions_B, self._block_size)
-
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         self.routes.index_copy_(0, targets, self.routes.index_select(0, sources))
 
     def read(self, blocks: Any, n_tokens: int) -> PendingRoutes:
         """Start copying the experts of a sequence's first `n_tokens` tokens to the host."""
         n_blocks = -(-n_tokens // self._block_size)
-        chosen = torch.tensor(blocks[:n_blocks], dtype=torch.int64)
-        if self._device.type != "cuda":
-            return PendingRoutes(self.routes[chosen].flatten(0, 1)[:n_tokens], None)
-        found = self.routes.index_select(0, chosen.pin_memory().to(self._device, non_blocking=True))
-        found = found.flatten(0, 1)[:n_tokens]
-        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        host.copy_(found, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return PendingRoutes(host, ready)
+        chosen = to_device(np.array(blocks[:n_blocks], dtype=np.int64), self._device)
+        return PendingRoutes(*to_host(self.routes.index_select(0, chosen).flatten(0, 1)[:n_tokens]))

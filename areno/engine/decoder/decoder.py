@@ -187,7 +187,7 @@ class Decoder:
         for output, routes in self._awaiting:
             output.routes = routes.wait()
             finished.append(output)
-        parked = [sequence.whole_output() for sequence in self._scheduler.waiting]
+        parked = [sequence.output(whole=True) for sequence in self._scheduler.waiting]
         self._scheduler.waiting.clear()
         self._outputs, self._awaiting, self.unfinished = [], [], {}
         return finished + parked
@@ -288,7 +288,9 @@ class Decoder:
             # While the blocks are theirs: what comes to the device later may write over them.
             routes = None
             if cache is not None:
-                routes = [cache.read(each.blocks, each.n_prompt + each.n_new - 1) for each in finished]
+                routes = [
+                    cache.read(each.block_tables.group_blocks[0], each.n_prompt + each.n_new - 1) for each in finished
+                ]
             self._scheduler.remove_finished()
             self._finish(finished, routes)
 
@@ -423,7 +425,7 @@ class Decoder:
         tokens_N, logprobs_N = pending.wait()
         tokens, logprobs, top, raw = tokens_N.tolist(), logprobs_N.tolist(), pending.top(), pending.raw()
         is_wanted_B = self._scheduler.table.owner[pending.slots_B] == pending.owners_B
-        finished, found, row = list[Sequence](), list[tuple[Sequence, int]](), 0
+        touched, found, row = dict[int, Sequence](), list[tuple[Sequence, int]](), 0
         for sequence, draft, is_wanted in zip(pending.sequences, drafts, is_wanted_B.tolist(), strict=True):
             first, row = row, row + 1 + len(draft)
             if not is_wanted:
@@ -436,15 +438,12 @@ class Decoder:
                     continue
                 break
             found.append((sequence, self._note_verified(sequence, draft, sequence.n_new - n_before)))
-            if sequence.finish_reason is not None:
-                finished.append(sequence)
-            elif streams.reports(sequence):
-                self._outputs.append(sequence.output())
+            touched[first] = sequence
         if self.drafter is not None:
             self.drafter.verified(found)
         # A rejected row may have left numbers in the cache that are not finite.
         self._has_bad_blocks |= not np.isfinite(logprobs_N).all()
-        return finished
+        return self._after_accepted(touched, streams)
 
     def _note_verified(self, sequence: Sequence, draft: list[int], n_new: int) -> int:
         n_right = n_right_tokens(sequence, draft, n_new)
@@ -454,8 +453,6 @@ class Decoder:
         self._scheduler.table.rewind(np.array([sequence.slot]))
         if n_new:
             self.runner.verified(sequence, n_new)
-        if self._scheduler.caches_early:
-            self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
         return n_right
 
     def _fail(self, sequence: Sequence) -> None:

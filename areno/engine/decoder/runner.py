@@ -30,7 +30,7 @@ from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
-from areno.kernels.backend import to_device, use_triton
+from areno.kernels.backend import to_device, to_host, use_triton
 from areno.kernels.delta import DeltaWeights, RowChunks
 from areno.kernels.paged import PagedBatch, decode_attention, max_group_rows
 from areno.kernels.sampling import SamplingFlags, can_sample_columns, can_sample_hidden
@@ -207,12 +207,12 @@ class Runner:
         if prefilled and logits_KV is not None:
             out = self._sample_first(scheduled, prefilled, slots_of_prefilled, logits_KV)
             owners_B = table.owner[slots_of_prefilled]
-            pending.append(PendingTokens(prefilled, slots_of_prefilled, owners_B, *self._download(out)))
+            pending.append(PendingTokens(prefilled, slots_of_prefilled, owners_B, *to_host(out)))
         if scheduled.decode:
             with phase("decode", samples=len(scheduled.decode)):
                 out = self._launch_decode(scheduled)
             owners_B = table.owner[scheduled.slots_B]
-            sampled = self._download(out)
+            sampled = to_host(out)
             pending.append(PendingTokens(scheduled.decode, scheduled.slots_B, owners_B, *sampled, scheduled.drafts))
         return pending
 
@@ -238,16 +238,6 @@ class Runner:
     def _upload_columns(self, rows: Collection[tuple[int, ...]]) -> tuple[Tensor, ...]:
         return self._upload(np.array(rows, dtype=np.int64).T.copy()).unbind()
 
-    def _download(self, out: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start copying to the host. Returns the host tensor and the event that marks the end of the copy."""
-        if self.device.type != "cuda":
-            return out, None
-        host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-        host.copy_(out, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return host, ready
-
     def _upload_slots(self, new: list[Sequence], slots_B: np.ndarray, scheduled: SchedulerOutput) -> None:
         if changed := [*new, *scheduled.grown]:
             slots = [each.slot for each in changed]
@@ -265,16 +255,15 @@ class Runner:
         """Run one forward pass over prompt chunks. Returns the logits of the K prompts that it completes, (K, V)."""
         # Spans of the exact attention are counted from the first token on.
         batch = PrefillBatch.from_chunks(chunks, self.blocks, from_the_first=self.fixed_order)
-        logits_KV = None
         if self.prefill_graphs is not None and not any(chunk.prefill.leader.scores_prompt for chunk in chunks):
             logits_KV = self.prefill_graphs.run(batch)
-        if logits_KV is None:
-            given = PrefillTensors.unpack(self._upload(batch.packed()), batch.shape)
-            attend = self._with_states_of(chunks, batch.cu_q, self._attend(given))
-            hidden_ND = self._forward(given.tokens_N, given.positions_N, attend, given.stored[0])
-            self._score_prompts(chunks, hidden_ND)
-            return self.model.logits(hidden_ND[given.last_K]) if len(batch.last) else None
-        return logits_KV
+            if logits_KV is not None:
+                return logits_KV
+        given = PrefillTensors.unpack(self._upload(batch.packed()), batch.shape)
+        attend = self._with_states_of(chunks, batch.cu_q, self._attend(given))
+        hidden_ND = self._forward(given.tokens_N, given.positions_N, attend, given.stored[0])
+        self._score_prompts(chunks, hidden_ND)
+        return self.model.logits(hidden_ND[given.last_K]) if len(batch.last) else None
 
     def _sample_first(
         self, scheduled: SchedulerOutput, prefilled: list[Sequence], slots_B: np.ndarray, logits_KV: Tensor
@@ -466,7 +455,7 @@ class Runner:
         mix: Attend = attend
         if (states := self.states) is not None:
             mix = CachedAttend(attend, lambda layer, given, weights: states.step(layer, given, weights, slots_B))
-        indices_B = None if self.routes is None else self.routes.token_indices(batch.table_TW, slots_B, positions_B)
+        indices_B = None if self.routes is None else self.cache.token_indices(batch.table_TW, slots_B, positions_B)
         tokens_B = self.sampler.tensors.last_token[slots_B] if of_rows is None else rows[4]
         hidden_BD = self._forward(tokens_B, positions_B, mix, indices_B)
         sampler = self.sampler if of_rows is None else of_rows

@@ -177,22 +177,10 @@ class Sequence:
         """Number of completion tokens sampled on the device, including tokens that have not arrived."""
         return self._n_sampled if self.table is None else int(self.table.n_sampled[self.slot])
 
-    @n_sampled.setter
-    def n_sampled(self, value: int) -> None:
-        if self.table is None:
-            self._n_sampled = value
-        else:
-            self.table.n_sampled[self.slot] = value
-
     @property
     def n_new(self) -> int:
         """Number of completion tokens that have arrived."""
         return len(self.logprobs) if self.table is None else int(self.table.n_new[self.slot])
-
-    @property
-    def blocks(self) -> list[int]:
-        """The KV blocks of the first group of layers: full attention, or else the longest sliding window."""
-        return self.block_tables.group_blocks[0]
 
     @property
     def n_prompt(self) -> int:
@@ -269,21 +257,15 @@ class Sequence:
         del self.block_tables
         return block_tables
 
-    def output(self) -> GenerationOutput:
-        """Return the completion of a finished sample, and otherwise the tokens since the previous call."""
+    def output(self, whole: bool = False) -> GenerationOutput:
+        """Return the completion if the sample has finished or `whole` is True, else the tokens since the last call."""
         if self.completion is None:
             self.settle()
-        if self.finish_reason is not None:
+        whole = whole or self.finish_reason is not None
+        if whole:
             self.enter_phase("end")
-        start = self.n_streamed if self.finish_reason is None else 0
+        start = 0 if whole else self.n_streamed
         self.n_streamed = len(self.logprobs)
-        return self._output(start, tuple(self.phases) if self.finish_reason is not None else ())
-
-    def whole_output(self) -> GenerationOutput:
-        self.enter_phase("end")
-        return self._output(0, tuple(self.phases))
-
-    def _output(self, start: int, phases: trace.Phases) -> GenerationOutput:
         numbers: Any = self.completion
         if numbers is None:
             numbers = self.tokens[self.n_prompt + start :], self.logprobs[start:], self.versions[start:]
@@ -300,6 +282,6 @@ class Sequence:
                 "prompt_logprobs": [] if start else self.prompt_logprobs,
                 "raw_logprobs": self.raw_logprobs[start:],
                 "routes": None,
-                "phases": phases,
+                "phases": tuple(self.phases) if whole else (),
             }
         )

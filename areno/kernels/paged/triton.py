@@ -40,10 +40,7 @@ def decode_attention(
     # The fastest on an H200. With 8 query heads for each key head, two warps spill many registers and take 47 us, and
     # four warps take 44 us. With 5 query heads, two warps take 43 us, and four warps take 54 us.
     n_warps, n_stages = (1, 2) if n_shared_heads <= 2 else (2, 3) if n_shared_heads < 8 else (4, 3)
-    own_splits, shared_splits = batch.splits
-    n_groups, group_size = (0, 1) if batch.prefix_groups_GR is None else batch.prefix_groups_GR.shape
-    if n_groups == 0:
-        shared_splits = 0
+    n_groups, group_size, own_splits, shared_splits = batch.sizes()
     n_parts = own_splits + shared_splits
     out = q_BHC.new_empty((n_rows, n_heads, head_dim))
     partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32) if n_parts > 1 else out

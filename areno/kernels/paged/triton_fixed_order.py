@@ -40,10 +40,7 @@ def paged_attention(
     k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
     _, block_size, n_kv_heads, _ = k_blocks.shape
     shared = n_heads // n_kv_heads
-    own_splits, shared_splits = batch.splits
-    n_groups, group_size = (0, 1) if batch.prefix_groups_GR is None else batch.prefix_groups_GR.shape
-    if n_groups == 0:
-        shared_splits = 0
+    n_groups, group_size, own_splits, shared_splits = batch.sizes()
     n_parts = own_splits + shared_splits
     shapes = {"DIM": dim, "PADDED_DIM": max(16, triton.next_power_of_2(dim))}
     out_BHC = q_BHC.new_empty((n_rows, n_heads, dim))

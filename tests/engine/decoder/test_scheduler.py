@@ -72,7 +72,7 @@ def test_samples_of_a_request_are_prefilled_once_and_share_full_blocks() -> None
     plan = scheduler.schedule()
     (chunk,) = plan.chunks
     assert (chunk.start, chunk.end, chunk.is_last, chunk.prefill.sequences) == (0, 10, True, samples)
-    first, second, third = (sequence.blocks for sequence in samples)
+    first, second, third = (sequence.block_tables.group_blocks[0] for sequence in samples)
     assert first[:2] == second[:2] == third[:2]
     assert len({first[2], second[2], third[2]}) == 3
     assert chunk.prefill.block_copies(scheduler.blocks) == [(first[2], second[2]), (first[2], third[2])]
@@ -143,8 +143,8 @@ def test_requests_that_differ_only_in_seeds_are_prefilled_once_like_samples_of_a
     first, second = scheduler.schedule().chunks
     assert (first.start, first.end, first.prefill.sequences) == (0, 10, [*requests[0], *requests[1]])
     assert second.prefill.sequences == requests[2]
-    assert len({tuple(sequence.blocks[:2]) for sequence in first.prefill.sequences}) == 1
-    assert len({sequence.blocks[2] for sequence in first.prefill.sequences}) == 3
+    assert len({tuple(sequence.block_tables.group_blocks[0][:2]) for sequence in first.prefill.sequences}) == 1
+    assert len({sequence.block_tables.group_blocks[0][2] for sequence in first.prefill.sequences}) == 3
     assert [sequence.n_cached for sequence in first.prefill.sequences] == [0, 8, 8]  # its two full blocks
     assert scheduler.n_cached_tokens == 16
 
