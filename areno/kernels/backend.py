@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -27,15 +28,28 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Start copying to the host. Return the tensor there, and the event that marks the end of a copy from a GPU."""
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A tensor on the host. The event marks the end of a copy from a GPU."""
+
+    tensor: Tensor
+    ready: torch.cuda.Event | None = None
+
+    def wait(self) -> np.ndarray:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return self.tensor.numpy()
+
+
+def to_host(x: Tensor) -> HostCopy:
+    """Start copying to the host. On a CPU, the result has the memory of the tensor."""
     if x.device.type != "cuda":
-        return x, None
+        return HostCopy(x)
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
     ready = torch.cuda.Event()
     ready.record()
-    return host, ready
+    return HostCopy(host, ready)
 
 
 def use_triton(x: Tensor) -> bool:
@@ -52,15 +66,18 @@ def implementation(x: Tensor, package: str) -> Any:
 
 
 def by_device(reference: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Return the function of a kernel package whose `reference` is given. It chooses by the device of its first tensor.
+    """Return a function that chooses between `reference` and a Triton kernel by the device of its first tensor.
 
-    The module `triton` of the package has a function with the same name and arguments.
+    A function with the same name and arguments is in the module `triton` beside `reference.py`, or in `triton_x` beside
+    another module `x`.
     """
-    package, name = reference.__module__.rpartition(".")[0], reference.__name__
+    module, name = reference.__module__, reference.__name__
+    package, _, own = module.rpartition(".")
+    kernels = f"{package}.triton" if own == "reference" else f"{package}.triton_{own}"
 
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        x: Any = args[0]
-        return vars(implementation(x, package))[name](*args, **kwargs)
+        x = next(each for each in args if isinstance(each, Tensor))
+        return vars(importlib.import_module(kernels if use_triton(x) else module))[name](*args, **kwargs)
 
     return call
 

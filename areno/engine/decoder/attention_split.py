@@ -89,14 +89,14 @@ def split_attention(
     n_multiprocessors: int,
     fixed_order: bool = False,
     has_windows: bool = False,
-    lengths_B: np.ndarray | None = None,
+    lengths_B: np.ndarray,
     groups: PrefixGroups | None = None,
 ) -> AttentionSplit:
     """Divide the attention of a decode step into splits, which the kernel computes in parallel.
 
     The kernel computes every split once for each of `n_heads` key heads. With `fixed_order`, splits have the fixed
-    borders of `kernels.fixed_order`, and `split_lens[1]` is the length of only the first split of a group. `lengths_B`
-    and `groups` may be given if they are known.
+    borders of `kernels.fixed_order`, and `split_lens[1]` is the length of only the first split of a group. `groups`
+    may be given if they are known.
     """
     if groups is None:
         groups = prefix_groups(
@@ -107,8 +107,6 @@ def split_attention(
             fixed_order=fixed_order,
             has_windows=has_windows,
         )
-    if lengths_B is None:
-        lengths_B = np.array([sequence.n_kv for sequence in sequences], dtype=np.int64)
     shared_lens_B, prefix_groups_GR, shared_lens = groups.shared_lens_B, groups.rows_GR, groups.shared_lens
     uses_groups = prefix_groups_GR is not None
     longest_shared = max(shared_lens) if uses_groups else 0

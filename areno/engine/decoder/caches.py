@@ -9,7 +9,6 @@ prefixes, chunked prefill and recomputation also cover the experts without extra
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from areno.config.layout import Layout
 from areno.cost.kv_cache import WantedCache
 from areno.cost.kv_layout import KVLayout
 from areno.errors import EngineError, Key
-from areno.kernels.backend import to_device, to_host
+from areno.kernels.backend import HostCopy, to_device, to_host
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.layers.routing import Routing
 from areno.models.parameters import kv_heads
@@ -195,20 +194,6 @@ def _zero_rows_unless(kept_R: Tensor, x: Tensor) -> Tensor:
     return torch.where(kept_R.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
-@dataclass(slots=True)
-class PendingRoutes:
-    """The experts that a sample's tokens were routed to, while they are copied to the host."""
-
-    routes: Tensor
-    ready: torch.cuda.Event | None
-
-    def wait(self) -> np.ndarray:
-        """Return the expert ids, (n tokens, layers with experts, experts per token)."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        return self.routes.numpy()
-
-
 class RouteCache:
     """The experts that all cached tokens were routed to, stored in the same blocks as keys and values.
 
@@ -228,8 +213,8 @@ class RouteCache:
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         self.routes.index_copy_(0, targets, self.routes.index_select(0, sources))
 
-    def read(self, blocks: Any, n_tokens: int) -> PendingRoutes:
-        """Start copying the experts of a sequence's first `n_tokens` tokens to the host."""
+    def read(self, blocks: Any, n_tokens: int) -> HostCopy:
+        """Start copying the experts of a sequence's first `n_tokens` tokens to the host, (n_tokens, L, k)."""
         n_blocks = -(-n_tokens // self._block_size)
         chosen = to_device(np.array(blocks[:n_blocks], dtype=np.int64), self._device)
-        return PendingRoutes(*to_host(self.routes.index_select(0, chosen).flatten(0, 1)[:n_tokens]))
+        return to_host(self.routes.index_select(0, chosen).flatten(0, 1)[:n_tokens])

@@ -10,7 +10,6 @@ import numpy as np
 
 from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.block_manager import BlockManager
-from areno.engine.decoder.caches import PendingRoutes
 from areno.engine.decoder.draft_verification import Drafter, Drafts, TableDrafts, accepted_rows, n_right_tokens
 from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.decoder.ngram_drafts import NgramDrafter
@@ -22,6 +21,7 @@ from areno.engine.decoder.slots import STAGED
 from areno.engine.reports import RolloutStats
 from areno.engine.requests import RequestLimits
 from areno.errors import EngineError, non_finite_logits
+from areno.kernels.backend import HostCopy
 from areno.kernels.sampling import sample_keys
 from areno.models.transformer import Transformer
 from areno.specs.engine import EngineSpec
@@ -93,7 +93,7 @@ class Decoder:
         self._in_flight: list[PendingTokens] = []
         self._in_flight_version = 0
         self._outputs: list[GenerationOutput] = []
-        self._awaiting: list[tuple[GenerationOutput, PendingRoutes]] = []  # finished, until their routes have arrived
+        self._awaiting: list[tuple[GenerationOutput, HostCopy]] = []  # finished, until their routes have arrived
         self.unfinished: dict[int, int] = {}
         self._finite_version: int | None = None  # of weights that were looked through
         self._has_bad_blocks = False  # the cache may hold numbers that are not finite
@@ -466,7 +466,7 @@ class Decoder:
         sequence.settle()
         sequence.finish_reason, self._has_bad_blocks = "error", True
 
-    def _finish(self, sequences: list[Sequence], routes: list[PendingRoutes] | None = None) -> None:
+    def _finish(self, sequences: list[Sequence], routes: list[HostCopy] | None = None) -> None:
         """Queue outputs. `routes` are the pending copies of the experts that the sequences were routed to."""
         for index, sequence in enumerate(sequences):
             if routes is None:

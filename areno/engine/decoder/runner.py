@@ -207,13 +207,13 @@ class Runner:
         if prefilled and logits_KV is not None:
             out = self._sample_first(scheduled, prefilled, slots_of_prefilled, logits_KV)
             owners_B = table.owner[slots_of_prefilled]
-            pending.append(PendingTokens(prefilled, slots_of_prefilled, owners_B, *to_host(out)))
+            pending.append(PendingTokens(prefilled, slots_of_prefilled, owners_B, to_host(out)))
         if scheduled.decode:
             with phase("decode", samples=len(scheduled.decode)):
                 out = self._launch_decode(scheduled)
             owners_B = table.owner[scheduled.slots_B]
             sampled = to_host(out)
-            pending.append(PendingTokens(scheduled.decode, scheduled.slots_B, owners_B, *sampled, scheduled.drafts))
+            pending.append(PendingTokens(scheduled.decode, scheduled.slots_B, owners_B, sampled, scheduled.drafts))
         return pending
 
     def verified(self, sequence: Sequence, n_accepted: int) -> None:

@@ -26,6 +26,7 @@ from areno.engine.decoder.draft_verification import Drafts
 from areno.engine.decoder.grammar import masks
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
+from areno.kernels.backend import HostCopy
 from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.sampling import SamplingFlags, SamplingSettings, TextIds, sample_slots
 from areno.kernels.sampling.reference import COLUMNS, apply_masks, policy_logprobs, without_banned
@@ -357,34 +358,33 @@ def token_scores(top: np.ndarray, n: int) -> list[TokenScores]:
 class PendingTokens:
     """The sampled tokens of one forward pass, while they are copied to the host.
 
-    `owners_B` are the owners of the slots at the launch. `sampled` is the result of `sample` or `sample_edited`. With
+    `owners_B` are the owners of the slots at the launch. `copy` is the result of `sample` or `sample_edited`. With
     `drafts` it has a column for each row of a DraftedRows. With TableDrafts, it is that of `NgramSteps.launch`.
     """
 
     sequences: list[Sequence]
     slots_B: np.ndarray
     owners_B: np.ndarray
-    sampled: Tensor
-    ready: torch.cuda.Event | None
+    copy: HostCopy
     drafts: Drafts | None = None
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the copy, and return the sampled tokens and their log-probabilities, (B,) each."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        sampled = self.sampled.numpy()
+        sampled = self.copy.wait()
         return sampled[0].astype(np.int64), sampled[1]
 
     def rows(self, n_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Wait for a pass with TableDrafts. Returns tokens, log-probabilities and input tokens, (B, R) each."""
         tokens_N, logprobs_N = self.wait()
-        inputs_N = self.sampled.numpy()[2].astype(np.int64)
+        inputs_N = self.copy.wait()[2].astype(np.int64)
         return tokens_N.reshape(-1, n_rows), logprobs_N.reshape(-1, n_rows), inputs_N.reshape(-1, n_rows)
 
     def top(self) -> list[TokenScores]:
-        """Return the most likely tokens at each position, after `wait`. Empty if not requested."""
-        return token_scores(self.sampled.numpy()[3:], self.sampled.shape[1])
+        """Wait, and return the most likely tokens at each position. Empty if not requested."""
+        sampled = self.copy.wait()
+        return token_scores(sampled[3:], sampled.shape[1])
 
     def raw(self) -> list[float]:
-        """Return the log-probabilities without the temperature, after `wait`."""
-        return self.sampled.numpy()[2 if len(self.sampled) > 2 else 1].tolist()
+        """Wait, and return the log-probabilities without the temperature."""
+        sampled = self.copy.wait()
+        return sampled[2 if len(sampled) > 2 else 1].tolist()

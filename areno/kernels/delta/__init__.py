@@ -26,10 +26,7 @@ P = X + I + 2 H projections of a token, side by side: channels of the convolutio
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from areno.kernels.backend import by_device, implementation
+from areno.kernels.backend import by_device
 from areno.kernels.delta import reference
 from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights, RowChunks
 
@@ -44,19 +41,8 @@ __all__ = [
 ]
 
 
-def delta_rows(
-    proj_NP: Tensor,
-    weights: DeltaWeights,
-    chunks: RowChunks,
-    initial: DeltaStates | None = None,
-    return_states: bool = False,
-) -> tuple[Tensor, DeltaStates | None]:
-    """Return the output (N, I), and the states after the last tokens of the R rows (None unless `return_states`)."""
-    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (proj_NP, *weights[:4]))
-    rows = reference.delta_rows if recorded else implementation(proj_NP, __name__).delta_rows
-    return rows(proj_NP, weights, chunks, initial, return_states)
-
-
+delta_rows = by_device(reference.delta_rows)
+"""Return the output (N, I), and the states after the last tokens of the R rows (None unless `return_states`)."""
 delta_rows_backward = by_device(reference.delta_rows_backward)
 """Return the gradients with respect to projections and weights. The latter are None unless `of_weights`."""
 delta_step = by_device(reference.delta_step)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
+from areno.kernels.delta import reference
 from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights, RowChunks
 from areno.kernels.delta.triton_chunks import chunks_forward
 from areno.kernels.delta.triton_chunks_backward import chunks_backward
@@ -160,6 +161,8 @@ def delta_rows(
     initial: DeltaStates | None = None,
     return_states: bool = False,
 ) -> tuple[Tensor, DeltaStates | None]:
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (proj_NP, *weights[:4])):
+        return reference.delta_rows(proj_NP, weights, chunks, initial, return_states)
     proj_NP = proj_NP.contiguous()
     inputs_RXw, matrices_RHKV = (None, None) if initial is None else initial
     mixed = conv_and_gates(proj_NP, weights, chunks, inputs_RXw)

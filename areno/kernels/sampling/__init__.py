@@ -61,28 +61,15 @@ def can_sample_columns(logits_BV: Tensor, flags: SamplingFlags) -> bool:
     return use_triton(logits_BV) and not (flags.filtered or flags.penalized or flags.masked)
 
 
-def draft_tokens(
-    table: NgramTable,
-    contexts_WB: Tensor,
-    scopes_B: Tensor,
-    slots_B: Tensor,
-    positions_B: Tensor,
-    settings: SamplingSettings,
-    n_tokens: int,
-) -> Tensor:
-    """Draft the next J = `n_tokens` tokens of each row, (B, J) int64, for speculative decoding.
+draft_tokens = by_device(drafts.draft_tokens)
+"""Draft the next J = `n_tokens` tokens of each row, (B, J) int64, for speculative decoding.
 
-    Each token is drafted from the entry of one suffix of the row: the first suffix in the order of LEVELS that has an
-    entry in the table. The entry lists tokens that followed this suffix before. One of the listed tokens is drawn by
-    inverse CDF, in the order of token ids, with the random number that `sample_slots` uses at this position. If the
-    listed tokens resemble the policy's distribution, the drafted and the sampled token mostly agree, also where the
-    policy is undecided. A greedy row gets the most frequent of the listed tokens.
+Each token is drafted from the entry of one suffix of the row: the first suffix in the order of LEVELS that has an
+entry in the table. The entry lists tokens that followed this suffix before. One of the listed tokens is drawn by
+inverse CDF, in the order of token ids, with the random number that `sample_slots` uses at this position. If the
+listed tokens resemble the policy's distribution, the drafted and the sampled token mostly agree, also where the
+policy is undecided. A greedy row gets the most frequent of the listed tokens.
 
-    `contexts_WB` are the last CONTEXT tokens of each row, the last one first, and -1 before the text begins. Drafts are
-    -1 from the first token on for which the table has no entry.
-    """
-    if use_triton(contexts_WB):
-        from areno.kernels.sampling import triton_drafts
-
-        return triton_drafts.draft_tokens(table, contexts_WB, scopes_B, slots_B, positions_B, settings, n_tokens)
-    return drafts.draft_tokens(table, contexts_WB, scopes_B, slots_B, positions_B, settings, n_tokens)
+`contexts_WB` are the last CONTEXT tokens of each row, the last one first, and -1 before the text begins. Drafts are
+-1 from the first token on for which the table has no entry.
+"""

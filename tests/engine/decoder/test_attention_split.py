@@ -51,6 +51,7 @@ def split(sequences: list[Sequence], max_groups: int = 64, n_multiprocessors: in
         n_heads=2,
         n_multiprocessors=n_multiprocessors,
         fixed_order=fixed_order,
+        lengths_B=np.array([sequence.n_kv for sequence in sequences]),
     )
 
 

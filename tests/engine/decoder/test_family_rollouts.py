@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -133,7 +134,7 @@ def test_blocks_behind_the_window_are_released() -> None:
         advance(scheduler)
         for each in (first, second):  # what lies behind is released when the next block is taken
             assert each.block_tables.n_skipped[0] >= min((each.n_kv - 9) // 4, each.block_tables.n_registered) - 1
-            assert len(each.blocks) - each.block_tables.n_skipped[0] <= 4
+            assert len(each.block_tables.group_blocks[0]) - each.block_tables.n_skipped[0] <= 4
     assert blocks.n_available >= 40 - 2 * 4  # a window of nine positions lies in four blocks at most
     scheduler.abort(0)
     assert blocks.n_available == 40
@@ -147,6 +148,7 @@ def test_a_released_block_groups_nobody() -> None:
         each.block_tables, each.n_kv = BlockTables(BlockManager(17, 4)), 65
         each.block_tables.group_blocks = [list(range(17))]
     options: dict[str, Any] = {"group_size": 8, "max_groups": 2, "n_heads": 2, "n_multiprocessors": 1}
+    options["lengths_B"] = np.full(3, 65)
     assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 64, 64]
     rows[1].block_tables.n_skipped = [16]
     assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 0, 64]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areno.cost.kv_layout import KVGroup, KVLayout
@@ -196,6 +197,7 @@ class Device:
         if not sequences:
             return
         options: dict[str, Any] = {"max_groups": 4, "n_heads": 1, "n_multiprocessors": 1}
+        options["lengths_B"] = np.array([sequence.n_kv for sequence in sequences])
         windows = self.blocks.has_windows
         made = split_attention(sequences, self.blocks.block_size, group_size=3, has_windows=windows, **options)
         for group in [] if made.prefix_groups_GR is None else made.prefix_groups_GR:

@@ -174,8 +174,8 @@ def test_an_equal_prompt_with_other_settings_shares_too_but_its_last_token_is_co
     add(scheduler, [first], [second])
     chunks = scheduler.schedule().chunks
     assert [(chunk.start, chunk.end) for chunk in chunks] == [(0, 8), (4, 8)]
-    assert first.blocks[0] == second.blocks[0]
-    assert first.blocks[1] != second.blocks[1]
+    assert first.block_tables.group_blocks[0][0] == second.block_tables.group_blocks[0][0]
+    assert first.block_tables.group_blocks[0][1] != second.block_tables.group_blocks[0][1]
 
 
 def test_the_next_turn_finds_the_blocks_of_the_turn_before() -> None:
@@ -239,7 +239,7 @@ def test_the_last_token_by_length_needs_no_further_step_or_block() -> None:
     steps = [scheduler.schedule() for _ in range(7)]  # no token arrives: the device runs ahead
     assert [len(plan.decode) for plan in steps] == [0, 1, 1, 1, 1, 0, 0]
     assert not scheduler.is_short_of_blocks()
-    assert len(sequence.blocks) == 2
+    assert len(sequence.block_tables.group_blocks[0]) == 2
 
 
 def test_abort_finds_sequences_wherever_they_are() -> None:
