@@ -53,8 +53,9 @@ def prefix_groups(
     *,
     group_size: int,
     max_groups: int,
-    fixed_order: bool = False,
-    has_windows: bool = False,
+    lengths_B: np.ndarray,
+    fixed_order: bool,
+    has_windows: bool,
 ) -> PrefixGroups:
     """Find the shared-prefix groups of a batch. `has_windows`: sequences may have freed blocks."""
     shareable = partial(_whole_spans if fixed_order else _whole_blocks, block_size)
@@ -64,7 +65,7 @@ def prefix_groups(
     n_saved = 0
     for rows in _rows_by_prompt(sequences, shareable, block_size) if max_groups else ():
         if has_windows:  # the first row's blocks serve the group; the shortest row has all blocks that others see
-            rows.sort(key=lambda row: sequences[row].n_kv)
+            rows.sort(key=lambda row: lengths_B[row])
         n_shared = shareable(sequences[rows[0]].n_prompt)
         for start in range(0, len(rows), group_size):
             group = rows[start : start + group_size]
@@ -104,6 +105,7 @@ def split_attention(
             block_size,
             group_size=group_size,
             max_groups=max_groups,
+            lengths_B=lengths_B,
             fixed_order=fixed_order,
             has_windows=has_windows,
         )

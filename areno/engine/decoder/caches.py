@@ -32,8 +32,8 @@ def kv_cache_blocks(
     engine: EngineSpec,
     wanted: WantedCache,
     free_bytes: Callable[[], int],
-    reserved: int = 0,
-    beside_actor: bool = False,
+    reserved: int,
+    beside_actor: bool,
 ) -> int:
     """Choose the number of blocks in the KV cache of a rollout: those of `wanted` if they fit in memory.
 

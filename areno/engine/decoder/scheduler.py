@@ -473,8 +473,8 @@ class Scheduler:
     def _preempt_youngest(self) -> None:
         victims = self.prefilling.pop().sequences if self.prefilling else [self.running.pop()]
         self._running_slots = None
-        for sequence in victims:
-            assert sequence.n_sampled == sequence.n_new, "preempted with a token in flight"
+        table, slots = self.table, [sequence.slot for sequence in victims]
+        assert (table.n_sampled[slots] == table.n_new[slots]).all(), "preempted with a token in flight"
         self._release(victims[::-1])
         self._requeue(victims)
         self.n_preemptions += len(victims)
@@ -492,9 +492,8 @@ class Scheduler:
         table.owner[slots] = 0
         self._slots += slots
         keeps, released = self.reuses_prefixes and not self.caches_early, list[BlockTables]()
-        columns = zip(sequences, n_tokens_B.tolist(), table.n_sampled[slots].tolist(), strict=True)
-        for sequence, n_tokens, n_sampled in columns:
-            block_tables = sequence.leave_cache(n_sampled)
+        for sequence, n_tokens in zip(sequences, n_tokens_B.tolist(), strict=True):
+            block_tables = sequence.leave_cache()
             if keeps and sequence.finish_reason != "error":
                 self._departed.append((block_tables, sequence, n_tokens))
             else:
@@ -508,8 +507,7 @@ class Scheduler:
 
     def cache_departed(self) -> None:
         """Add the blocks of sequences that have left the batch to the prefix cache, and release them."""
-        departed, self._departed = self._departed, []
-        for block_tables, sequence, n_tokens in departed:
+        for block_tables, sequence, n_tokens in self._departed:
             sequence.settle()
             block_tables.register(sequence.tokens, n_tokens)
-        BlockTables.release([block_tables for block_tables, _, _ in departed])
+        self.release_departed()

@@ -92,8 +92,6 @@ class Sequence:
 
     slot: int = -1  # its row in the device's tables, -1 while waiting
     table: SlotTable | None = None
-    _n_kv: int = field(default=0, init=False)
-    _n_sampled: int = field(default=0, init=False)
     block_tables: BlockTables = field(init=False)  # its blocks, there while it has a slot
     # set when a sample finishes with all its tokens in the slot table, until `settle`
     completion: tuple[np.ndarray, np.ndarray, np.ndarray] | None = field(default=None, init=False)
@@ -107,7 +105,7 @@ class Sequence:
 
     def join(self, table: SlotTable, slot: int) -> None:
         table.take(slot, self.stop_ids)
-        table.n_kv[slot], table.n_sampled[slot], table.n_new[slot] = self._n_kv, self._n_sampled, len(self.logprobs)
+        table.n_kv[slot], table.n_sampled[slot], table.n_new[slot] = 0, len(self.logprobs), len(self.logprobs)
         table.n_prompt[slot], table.max_new[slot], table.min_new[slot] = self.n_prompt, self.max_new, self.min_new
         table.is_filtered[slot], table.is_penalized[slot] = self.is_filtered, self.is_penalized
         table.has_grammar[slot], table.needs_edits[slot] = self.grammar is not None, self.needs_edits
@@ -155,7 +153,6 @@ class Sequence:
         self.tokens += begun.tokens
         self.logprobs += begun.logprobs
         self.versions += begun.versions
-        self._n_sampled = len(begun.tokens)
         if self.grammar is not None:
             for token in begun.tokens:
                 self.grammar.accept(token)
@@ -163,19 +160,12 @@ class Sequence:
     @property
     def n_kv(self) -> int:
         """Number of positions whose keys and values are in the cache after the planned step."""
-        return self._n_kv if self.table is None else int(self.table.n_kv[self.slot])
+        return 0 if self.table is None else int(self.table.n_kv[self.slot])
 
     @n_kv.setter
     def n_kv(self, value: int) -> None:
-        if self.table is None:
-            self._n_kv = value
-        else:
-            self.table.n_kv[self.slot] = value
-
-    @property
-    def n_sampled(self) -> int:
-        """Number of completion tokens sampled on the device, including tokens that have not arrived."""
-        return self._n_sampled if self.table is None else int(self.table.n_sampled[self.slot])
+        assert self.table is not None
+        self.table.n_kv[self.slot] = value
 
     @property
     def n_new(self) -> int:
@@ -246,11 +236,11 @@ class Sequence:
             return False
         return stop_strings.are_in(self.tokens[self.n_prompt :])
 
-    def leave_cache(self, n_sampled: int) -> BlockTables:
+    def leave_cache(self) -> BlockTables:
         """Leave the batch, and return the KV blocks, which the caller releases. Arrived tokens stay."""
         if self.completion is None:
             self.settle()
-        self.table, self.slot, self._n_kv, self._n_sampled = None, -1, 0, n_sampled
+        self.table, self.slot = None, -1
         if self.is_fresh:  # its prompt will be scored again from the first token on, maybe for other samples, too
             self.prompt_logprobs = []
         block_tables = self.block_tables

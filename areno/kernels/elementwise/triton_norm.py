@@ -64,7 +64,7 @@ def rms_norm_backward(
     weight_D: Tensor,
     eps: float,
     weight_grad_D: Tensor | None,
-    plus_one: bool = False,
+    plus_one: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the residual stream twice: in the dtype of `sum_ND`, and in the dtype of `grad_ND`.
 

@@ -24,7 +24,7 @@ def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
     return out_NI
 
 
-def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor, gelu: bool = False) -> tuple[Tensor, Tensor]:
+def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
     """Return the gradient of gate and up, side by side, and silu(gate) * up again, in one pass over memory."""
     n, inner = grad_NI.shape
     grad_gate_up_N2I = torch.empty_like(gate_up_N2I)

@@ -50,9 +50,7 @@ def packed_attention(
     return by_padding(q_NHC, k_MKC, v_MKC, borders, partial(causal, window=window)), None
 
 
-def causal(
-    q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, firsts_B: Tensor | None = None, window: int | None = None
-) -> Tensor:
+def causal(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, firsts_B: Tensor | None, window: int | None) -> Tensor:
     """Compute attention of padded rows, whose first queries are at the positions `firsts_B`. None means 0."""
     positions_BL = torch.arange(q_BHLC.shape[2]).expand(len(q_BHLC), -1)
     if firsts_B is not None:
@@ -61,7 +59,7 @@ def causal(
 
 
 def padded_attention(
-    q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tensor, window: int | None = None
+    q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tensor, window: int | None
 ) -> Tensor:
     """Compute attention of the queries at `positions_BL` of padded rows.
 

@@ -10,6 +10,7 @@ import pytest
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager, BlockTables
 from areno.engine.decoder.sequence import Sequence
+from areno.engine.decoder.slots import SlotTable
 from areno.kernels.fixed_order import SPAN, span_start
 from areno.kernels.paged import max_group_rows
 from areno.types import GenerationRequest
@@ -30,6 +31,7 @@ def samples(n_prompt: int, own_lens: list[int], first_block: int, own_block: int
             stop_ids=frozenset(),
             tokens=[],
         )
+        sequence.join(SlotTable(1), 0)
         sequence.n_kv = n_prompt + own
         n_own = -(-sequence.n_kv // SIZE) - n_shared
         sequence.block_tables = BlockTables(BlockManager(1, SIZE))

@@ -145,7 +145,7 @@ def test_a_released_block_groups_nobody() -> None:
     request = GenerationRequest(request_id=0, prompt=prompt(0, 64), n_samples=2, seed=0, params=SamplingParams())
     rows = [sequence(request, sample) for sample in range(3)]
     for each in rows:
-        each.block_tables, each.n_kv = BlockTables(BlockManager(17, 4)), 65
+        each.block_tables = BlockTables(BlockManager(17, 4))
         each.block_tables.group_blocks = [list(range(17))]
     options: dict[str, Any] = {"group_size": 8, "max_groups": 2, "n_heads": 2, "n_multiprocessors": 1}
     options["lengths_B"] = np.full(3, 65)
