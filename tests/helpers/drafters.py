@@ -16,6 +16,8 @@ class KnownDrafter:
     wrong: Probability that a proposed token is another one.
     """
 
+    table = None
+
     def __init__(self, completions: Completions, vocab_size: int, wrong: float = 0.0, most: int = 5, seed: int = 0):
         self.completions, self.vocab_size, self.wrong, self.most = completions, vocab_size, wrong, most
         self.rng = random.Random(seed)

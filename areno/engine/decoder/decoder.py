@@ -10,7 +10,7 @@ import numpy as np
 
 from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.block_manager import BlockManager
-from areno.engine.decoder.draft_verification import Drafter, Drafts, TableDrafts, accepted_rows, n_right_tokens
+from areno.engine.decoder.draft_verification import Drafts, TableDrafts, accepted_rows, n_right_tokens
 from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.decoder.ngram_drafts import NgramDrafter
 from areno.engine.decoder.runner import Runner
@@ -88,7 +88,7 @@ class Decoder:
             cache_tokens=n_blocks * block_size,
         )
         self.weights_version, self._runs_ahead = 0, runs_ahead
-        self.drafter: Drafter | None = None
+        self.drafter: NgramDrafter | None = None
         self._n_generated = self._n_drafted = self._n_accepted = self._n_decode_steps = self._n_draft_steps = 0
         self._in_flight: list[PendingTokens] = []
         self._in_flight_version = 0
@@ -119,10 +119,10 @@ class Decoder:
             draft_steps=self._n_draft_steps,
         )
 
-    def use_drafter(self, drafter: Drafter | None) -> None:
+    def use_drafter(self, drafter: NgramDrafter | None) -> None:
         """Set what proposes the next tokens of sequences. Models with recurrent states do without."""
         self.drafter = drafter if self.runner.model.config.delta is None else None
-        if isinstance(self.drafter, NgramDrafter):
+        if self.drafter is not None:
             self.runner.ngrams.use(self.drafter.table)
 
     def submit(self, request: GenerationRequest) -> None:

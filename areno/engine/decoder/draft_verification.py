@@ -61,32 +61,6 @@ Drafts = list[list[int]] | TableDrafts
 """The drafted tokens of each sequence as lists, or TableDrafts, which the device looks up."""
 
 
-class Drafter(Protocol):
-    """Proposes the next tokens of sequences. Wrong proposals cost time, but never change a token."""
-
-    def is_due(self, n_running: int) -> bool: ...
-
-    def propose(self, sequences: list[Sequence]) -> Drafts:
-        """Return a draft for each sequence: the tokens that may follow. Empty for no draft.
-
-        All tokens have arrived, except those of a step with TableDrafts in flight. Call `settle` before reading
-        `tokens`.
-        """
-        ...
-
-    def prepare(self, sequences: list[Sequence]) -> None:
-        """Prepare later drafts of these sequences, while the device computes the step that was just launched."""
-        ...
-
-    def verified(self, found: list[tuple[Sequence, int]]) -> None:
-        """Learn how many leading tokens of each draft were right. TableDrafts have their own function for this."""
-        ...
-
-    def finished(self, sequences: list[Sequence]) -> None:
-        """Learn completions that have ended. The sequences are still in the batch."""
-        ...
-
-
 def n_right_tokens(sequence: Sequence, draft: list[int], n_new: int) -> int:
     """Return how many leading tokens of a draft became tokens of the sequence, which got `n_new` in all."""
     if sequence.finish_reason is not None and 0 < n_new <= len(draft) and sequence.tokens[-1] == draft[n_new - 1]:

@@ -138,7 +138,7 @@ class _SlotTexts:
 
 
 class NgramDrafter:
-    """Drafts from the table of n-grams.
+    """Drafts from the table of n-grams. Wrong drafts cost time, but never change a token.
 
     Before a step with drafts, the table gets the finished samples of all scopes, and the prompts of the running
     sequences. It also gets earlier samples in the scopes of the running sequences, if it may have replaced them. Each
@@ -219,6 +219,7 @@ class NgramDrafter:
         self._is_prepared = is_done or self._n_preparations >= _MOST_PREPARATIONS
 
     def finished(self, sequences: list[Sequence]) -> None:
+        """Learn completions that have ended. The sequences are still in the batch."""
         slots, slots_B = _slots_of(sequences)
         n_known_B = np.zeros(len(sequences), dtype=np.int64)
         if (texts := self._texts) is not None:
@@ -245,6 +246,7 @@ class NgramDrafter:
         return n_taken
 
     def propose(self, sequences: list[Sequence]) -> TableDrafts:
+        """Draft for sequences whose tokens have arrived, except those of a step with TableDrafts in flight."""
         slots, slots_B = _slots_of(sequences)
         texts, self._n_proposed = self._slot_texts(slots), self._n_tokens
         self._take_finished()

@@ -43,18 +43,14 @@ class PrefillIndices:
     cu_k: np.ndarray
 
 
-def prefill_indices(chunks: list[Chunk], blocks: BlockManager, *, from_the_first: bool) -> list[PrefillIndices]:
-    """Return the cache indices of each group of layers.
+def _group_indices(
+    chunks: list[Chunk], blocks: BlockManager, index: int, group: KVGroup, from_the_first: bool
+) -> PrefillIndices:
+    """Return the cache indices of a group of layers.
 
     With `from_the_first`, layers with a sliding window also read all earlier tokens of a prompt. Tokens before the
     window no longer have a block, so their indices point to the scratch block.
     """
-    return [_group_indices(chunks, blocks, index, group, from_the_first) for index, group in enumerate(blocks.groups)]
-
-
-def _group_indices(
-    chunks: list[Chunk], blocks: BlockManager, index: int, group: KVGroup, from_the_first: bool
-) -> PrefillIndices:
     size = blocks.block_size
     stored, keys = [], []
     for chunk in chunks:
@@ -150,7 +146,10 @@ class PrefillBatch:
             positions=np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks]),
             cu_q=cu_q,
             last=cu_q[1:][[chunk.is_last for chunk in chunks]] - 1,
-            indices=prefill_indices(chunks, blocks, from_the_first=from_the_first),
+            indices=[
+                _group_indices(chunks, blocks, index, group, from_the_first)
+                for index, group in enumerate(blocks.groups)
+            ],
         )
 
     @property
@@ -176,11 +175,11 @@ class PrefillBatch:
         """Return an equal prefill of a size for which there can be a CUDA graph, and this size.
 
         The chunks are followed by a row of padding tokens, a row that has no queries and the padding of the keys, and
-        empty rows. `last` is padded with the first token, whose logits are not read. None if the prefill is too large,
-        or if layers have sliding windows.
+        empty rows. `last` is padded with the first token, whose logits are not read. None if the prefill is too large.
+        Layers with sliding windows are not supported.
         """
         n_tokens, n_rows = len(self.tokens), len(self.cu_q) - 1
-        if n_tokens > most_tokens or n_rows > _ROWS or len(self.indices) > 1:
+        if n_tokens > most_tokens or n_rows > _ROWS:
             return None
         size, [place] = next(each for each in _TOKENS if each >= n_tokens), self.indices
         more, n_keys, keys = size - n_tokens, size, place.keys_TM

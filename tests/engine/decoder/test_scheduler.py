@@ -279,7 +279,7 @@ def test_random_work_ends_with_every_token_drawn_and_no_block_or_slot_lost(seed:
         plan = scheduler.schedule()
         assert len({sequence.slot for sequence in plan.decode}) == len(plan.decode)
         assert all(0 <= sequence.slot < 5 for sequence in plan.decode)
-        assert all(len(s.blocks) * scheduler.blocks.block_size >= s.n_kv for s in plan.decode)
+        assert all(len(s.block_tables.group_blocks[0]) * scheduler.blocks.block_size >= s.n_kv for s in plan.decode)
         if in_flight is not None:
             arrive_unfinished(scheduler, in_flight)
         in_flight = plan
