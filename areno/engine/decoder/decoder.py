@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from dataclasses import dataclass, replace
@@ -72,7 +73,8 @@ class Decoder:
         runs_ahead: bool,
     ):
         self._vocabulary, self._eos = vocabulary, frozenset(vocabulary.eos_token_ids)
-        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # kept: results for tokens serve later requests
+        # Kept, because the results for tokens serve later requests.
+        self._stop_strings = functools.lru_cache(MAX_STOP_STRINGS)(StopStrings)
         config = model.config
         # Routes are kept in the blocks of the first group, and a sample's are read when it ends.
         context_len, by_window = config.max_position_embeddings, not spec.keeps_routes(rollout.role)
@@ -134,11 +136,7 @@ class Decoder:
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
         stop_strings: StopStrings | None = None
         if params.stop:
-            strings = tuple(params.stop)
-            if len(self._stop_strings) > MAX_STOP_STRINGS:
-                self._stop_strings.clear()
-            detokenize = self._vocabulary.tokenizer.decode
-            stop_strings = self._stop_strings.setdefault(strings, StopStrings(strings, detokenize))
+            stop_strings = self._stop_strings(tuple(params.stop), self._vocabulary.tokenizer.decode)
         grammar = None if request.grammar is None else self._vocabulary.grammars.compile(request.grammar)
         self.unfinished[request.request_id] = request.n_samples
         samples = range(request.first_sample, request.first_sample + request.n_samples)

@@ -8,7 +8,6 @@ allows only such a token.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -104,13 +103,10 @@ class GrammarCompiler:
             raise GrammarError("a grammar needs an end-of-sequence token, and the tokenizer has none")
         self.vocab_size = max(vocab_size, len(tokenizer))
         self.ll_tokenizer = _ll_tokenizer(tokenizer, self.vocab_size, sorted(self._eos))
-        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
-
-    def compile(self, text: str) -> Grammar:
+        self.compile = lru_cache(MAX_GRAMMARS)(self._compile)
         """Compile a grammar in Lark syntax, or a JSON object of llguidance. The last 128 results are kept."""
-        if text in self._grammars:
-            self._grammars.move_to_end(text)
-            return self._grammars[text]
+
+    def _compile(self, text: str) -> Grammar:
         matcher = matcher_of(self.ll_tokenizer, text)
         if matcher.is_error():
             raise GrammarError("the grammar cannot be compiled: {}", _reason(matcher.get_error()))
@@ -120,9 +116,6 @@ class GrammarCompiler:
         if start.matcher.is_error():
             why = _reason(start.matcher.get_error())
             raise GrammarError("the grammar allows no token of this tokenizer at the start of an answer ({})", why)
-        self._grammars[text] = grammar
-        if len(self._grammars) > MAX_GRAMMARS:
-            self._grammars.popitem(last=False)
         return grammar
 
     def can_write(self, grammar: Grammar, text: str) -> bool:
