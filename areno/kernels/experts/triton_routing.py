@@ -117,8 +117,8 @@ def _sort_kernel(
         is_mine = _local_expert(chosen_ptr, copy, n_copies, first, n_experts) == mine
         count = is_mine.to(tl.int32)
         place = (at + tl.cumsum(count, 0) - 1).to(tl.int64)
-        tl.store(tokens_ptr + place, copy // top_k, mask=is_mine)
-        tl.store(choices_ptr + place, copy, mask=is_mine)
+        tl.store(tokens_ptr + place, (copy // top_k).to(tl.int64), mask=is_mine)
+        tl.store(choices_ptr + place, copy.to(tl.int64), mask=is_mine)
         tl.store(places_ptr + copy, place, mask=is_mine)
         at += tl.sum(count, 0)
     tl.store(ends_ptr + mine, at, mask=mine < n_experts)

@@ -17,7 +17,7 @@ from torch import Tensor
 from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import n_multiprocessors
 from areno.kernels.elementwise.triton_swiglu import activated
-from areno.kernels.jit import HAS_GLUON, rounded
+from areno.kernels.jit import HAS_GLUON
 
 if HAS_GLUON:
     from areno.kernels.jit import copy_tile, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -154,9 +154,12 @@ if HAS_GLUON:
             total = warpgroup_mma_wait(0, deps=(total,))
         row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         column += gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        dtype: gl.constexpr = out_ptr.dtype.element_ty
         if bias_ptr is not None:
             total += gl.load(bias_ptr + column).to(gl.float32)[None, :]
         if IS_GATED:  # rounded as by a product without activation
-            total = activated(rounded(total, out_ptr), rounded(up_total, out_ptr), out_ptr, GELU)
+            y = activated(total.to(dtype).to(gl.float32), up_total.to(dtype).to(gl.float32), out_ptr, GELU)
+        else:
+            y = total.to(dtype)
         place = out_ptr + (part * n_rows + row).to(gl.int64)[:, None] * n_columns + column[None, :]
-        gl.store(place, total, mask=(row < n_rows)[:, None])
+        gl.store(place, y, mask=(row < n_rows)[:, None])

@@ -22,7 +22,7 @@ from torch import Tensor
 from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import n_multiprocessors
 from areno.kernels.elementwise.triton_swiglu import activated
-from areno.kernels.jit import kernel, load_fp32, load_masked, rounded
+from areno.kernels.jit import kernel, load_fp32, rounded
 from areno.kernels.matmul.gluon_few_rows import FEW_ROWS_KERNEL, LEAST_INPUTS, few_rows_product
 
 MOST_ROWS = 64
@@ -150,18 +150,18 @@ def _few_rows_kernel(
     for start in range(part * span, tl.minimum((part + 1) * span, n_inputs), INPUTS):
         at = start + tl.arange(0, INPUTS)
         if IS_EVEN:
-            x = load_masked(x_place + at[None, :], real_row)
+            x = tl.load(x_place + at[None, :], mask=real_row, other=0.0)
             weight = tl.load(weight_place + at[:, None])
         else:
             inside = at < n_inputs
-            x = load_masked(x_place + at[None, :], real_row & inside[None, :])
-            weight = load_masked(weight_place + at[:, None], real_column & inside[:, None])
+            x = tl.load(x_place + at[None, :], mask=real_row & inside[None, :], other=0.0)
+            weight = tl.load(weight_place + at[:, None], mask=real_column & inside[:, None], other=0.0)
         total = tl.dot(x, weight, acc=total, input_precision="ieee")
         if IS_GATED:
             if IS_EVEN:
                 up = tl.load(up_place + at[:, None])
             else:
-                up = load_masked(up_place + at[:, None], real_column & (at < n_inputs)[:, None])
+                up = tl.load(up_place + at[:, None], mask=real_column & (at < n_inputs)[:, None], other=0.0)
             up_total = tl.dot(x, up, acc=up_total, input_precision="ieee")
     place = out_ptr + (part * n_rows + row).to(tl.int64)[:, None] * n_columns + column[None, :]
     if bias_ptr is not None:

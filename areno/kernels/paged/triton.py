@@ -146,7 +146,7 @@ def _attend(
         else:
             block = load_masked(table_row + position // BLOCK_SIZE, inside).to(tl.int64)
             base = block * (BLOCK_SIZE * stride) + (position % BLOCK_SIZE) * stride
-        k = load_masked(k_ptr + base[None, :] + dim[:, None], inside[None, :] & real_dim[:, None])
+        k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
         if WINDOW is not None:
@@ -157,7 +157,7 @@ def _attend(
             origin = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores - origin[:, None])
         decay = tl.exp2(best - origin)
-        v = load_masked(v_ptr + base[:, None] + dim[None, :], inside[:, None] & real_dim[None, :])
+        v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * decay + tl.sum(weights, axis=1)
         best = new_best
