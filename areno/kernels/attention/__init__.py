@@ -260,7 +260,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        given, found = (grads[0], *ctx.saved_tensors[:3]), ctx.saved_tensors[3:]
+        q_NHD, k_MKD, v_MKD, *found = ctx.saved_tensors
+        given = grads[0], q_NHD, k_MKD, v_MKD
         if found:
             rest = ctx.borders, ctx.backend, ctx.window
             return *varlen_backward(*given, found[0], found[1:], *rest), None, None, None

@@ -60,6 +60,8 @@ def column(*declared: Any) -> Any:
 class SamplingSettings:
     """The sampling settings of all slots, one entry per slot. A slot belongs to one sample at a time."""
 
+    banned: Tensor  # int64 (S, n_banned), padded with -1
+    counts: Tensor | None  # int32 (S, V), occurrences in the completion; None until some slot has a penalty
     key: Tensor = column(torch.int64, 0)  # from `sample_keys`
     min_new: Tensor = column(torch.int64, 0)  # length of the completion below which `banned` tokens are not sampled
     last_token: Tensor = column(torch.int64, 0)
@@ -70,8 +72,6 @@ class SamplingSettings:
     top_p: Tensor = column(torch.float32, 1, lambda params: 1 if params.is_greedy else params.top_p)
     # subtracted from a token's logit for each occurrence in the completion
     penalty: Tensor = column(torch.float32, 0, lambda params: params.frequency_penalty)
-    banned: Tensor  # int64 (S, n_banned), padded with -1
-    counts: Tensor | None  # int32 (S, V), occurrences in the completion; None until some slot has a penalty
     texts: TextIds | None = None  # None means all ids
 
     def overwrites(self, flags: SamplingFlags) -> bool:
