@@ -379,12 +379,12 @@ def compare_interpreted() -> None:
 
     x, weight = torch.randn(37, 50), torch.randn(70, 50)
     torch.testing.assert_close(fixed_order_matmul(x, weight, torch.float32), x @ weight.T, rtol=1e-5, atol=1e-5)
-    from areno.kernels.logprobs import sampled_logprobs, selected_logprobs
+    from areno.kernels.logprobs import Head, sampled_logprobs, selected_logprobs
 
     targets, temperature = torch.randint(70, (37,)), 0.6
     logits = x @ weight.T
     found = sampled_logprobs(logits, targets, torch.full((37,), temperature))
-    there = selected_logprobs(x, weight, targets, temperature=temperature, logits=lambda hidden: logits)[0]
+    there = selected_logprobs(x, weight, targets, Head(temperature=temperature, own_logits=lambda hidden: logits))[0]
     assert torch.equal(found, there)
 
 

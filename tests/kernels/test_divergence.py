@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from areno.config.teacher import Divergence
-from areno.kernels.logprobs import selected_logprobs
+from areno.kernels.logprobs import Head, selected_logprobs
 from areno.kernels.logprobs.divergence import CommonIds, ListedTeacher, WholeTeacher
 from areno.kernels.matmul import float32_matmul
 from tests.helpers.interpreted import run_interpreted
@@ -86,7 +86,7 @@ def compare(dtype, tol, divergence, n_listed=None, keep=10**9, chunk=5, temperat
     hidden, weight = made["hidden"].requires_grad_(), made["weight"].requires_grad_()
     teacher = teacher_of({name: x.detach() for name, x in made.items()}, divergence, temperature, listed)
     how = {"temperature": temperature, "chunk": chunk, "keep_bytes": keep}
-    logprobs, entropy, found = selected_logprobs(hidden, weight, targets, teacher, **how)
+    logprobs, entropy, found = selected_logprobs(hidden, weight, targets, Head(**how), teacher)
     (logprobs * upstream[0].to(logprobs.dtype) + found * upstream[1].to(found.dtype)).sum().backward()
     for got, wanted in zip((logprobs, found, hidden.grad, weight.grad), want, strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=tol, rtol=tol)
@@ -123,7 +123,7 @@ def compare_common(dtype, tol, divergence, ranges, keep, n_ranks=1):
         how = {"temperature": 0.7, "chunk": 5, "keep_bytes": keep, "first": first, "most_rows": per_rank}
         if n_ranks > 1:
             how["all_reduce"] = ThreadRanks(rank, shared).all_reduce
-        logprobs, _, found = selected_logprobs(hidden, weight, targets, teacher, **how)
+        logprobs, _, found = selected_logprobs(hidden, weight, targets, Head(**how), teacher)
         (logprobs * upstream[0].to(logprobs.dtype) + found * upstream[1].to(found.dtype)).sum().backward()
         results[rank] = (logprobs.detach(), found.detach(), hidden.grad, weight.grad)
 
@@ -165,7 +165,7 @@ def compare_accuracy(divergence, n=32, n_ids=600, deviations=(1, 22, 135)):
         identity, targets = torch.eye(n_ids), torch.zeros(n, dtype=torch.int64)
 
         def ours(a, b, teacher=teacher, identity=identity, targets=targets):
-            return selected_logprobs(a, identity, targets, teacher, logits=torch.Tensor.clone)[2]
+            return selected_logprobs(a, identity, targets, Head(own_logits=torch.Tensor.clone), teacher)[2]
 
         by_torch, found = partial(plainly, kind=divergence.kind, beta=divergence.beta), []
         for function, dtype in ((by_torch, torch.float64), (by_torch, torch.float32), (ours, torch.float32)):
@@ -208,7 +208,7 @@ def test_worked_example(kind, n_listed, value):
         listed = torch.tensor([[0]])
         teacher = ListedTeacher(listed, p.log()[:, :1], divergence)
         want = formula(bucketed(p, listed), bucketed(q, listed), kind, 0.5)
-    found = selected_logprobs(q.log(), identity, torch.tensor([0]), teacher)[2]
+    found = selected_logprobs(q.log(), identity, torch.tensor([0]), None, teacher)[2]
     assert found.item() == pytest.approx(want.item(), abs=1e-12)
     assert round(found.item(), 6) == value
 
@@ -220,7 +220,7 @@ def test_equal_models_have_no_divergence_and_no_gradient(divergence, keep):
     hidden, weight = made["hidden"].requires_grad_(), made["weight"].requires_grad_()
     same = partial(float32_matmul, weight_OI=weight.detach())
     teacher = WholeTeacher(hidden.detach(), same, divergence)
-    found = selected_logprobs(hidden, weight, targets, teacher, temperature=0.7, keep_bytes=keep)[2]
+    found = selected_logprobs(hidden, weight, targets, Head(temperature=0.7, keep_bytes=keep), teacher)[2]
     found.sum().backward()
     assert not found.any()
     assert not hidden.grad.any()
@@ -235,9 +235,9 @@ def test_logprobs_have_the_bits_of_the_head_without_a_teacher():
         how = {"temperature": 0.7, "chunk": 4}
         if with_teacher:
             teacher = teacher_of(made, KINDS[0], 0.7)
-            logprobs, entropy, _ = selected_logprobs(hidden, made["weight"], targets, teacher, **how)
+            logprobs, entropy, _ = selected_logprobs(hidden, made["weight"], targets, Head(**how), teacher)
         else:
-            logprobs, entropy = selected_logprobs(hidden, made["weight"], targets, **how)
+            logprobs, entropy = selected_logprobs(hidden, made["weight"], targets, Head(**how))
         (logprobs * of_logprob).sum().backward()
         found.append((logprobs, entropy, hidden.grad))
     for one, other in zip(*found, strict=True):
@@ -251,7 +251,7 @@ def test_models_that_disagree_entirely_stay_finite():
             hidden = (made["hidden"] * 1e3).requires_grad_()
             theirs = {**made, "their_hidden": made["their_hidden"] * -1e3}
             teacher = teacher_of(theirs, divergence, 1.0, listed)
-            found = selected_logprobs(hidden, made["weight"], targets, teacher)[2]
+            found = selected_logprobs(hidden, made["weight"], targets, None, teacher)[2]
             found.sum().backward()
             assert torch.isfinite(found).all()
             assert torch.isfinite(hidden.grad).all()
@@ -279,7 +279,7 @@ def test_divided_and_padded_vocabulary(size, vocab_size, n_listed, divergence):
         teacher = teacher_of(mine, divergence, 0.8) if listed is None else teacher_of(made, divergence, 0.8, listed)
         how = {"temperature": 0.8, "chunk": 6, "first": first, "all_reduce": ThreadRanks(rank, shared).all_reduce}
         how |= {"keep_bytes": 9 * 16 * per_rank, "most_rows": per_rank}
-        logprobs, _, found = selected_logprobs(hidden, weight, targets, teacher, **how)
+        logprobs, _, found = selected_logprobs(hidden, weight, targets, Head(**how), teacher)
         (logprobs * upstream[0] + found * upstream[1]).sum().backward()
         results[rank] = (logprobs.detach(), found.detach(), hidden.grad, weight.grad)
 
@@ -333,14 +333,14 @@ def test_bf16_models_on_cuda(divergence, keep):
     buffer = torch.zeros(V, D, device="cuda")
     teacher = teacher_of({name: x.detach() for name, x in made.items()}, divergence, 0.7)
     how = {"temperature": 0.7, "chunk": 9, "keep_bytes": keep, "weight_grad": buffer}
-    logprobs, _, found = selected_logprobs(hidden, weight, targets.cuda(), teacher, **how)
+    logprobs, _, found = selected_logprobs(hidden, weight, targets.cuda(), Head(**how), teacher)
     (logprobs * upstream[0].cuda().float() + found * upstream[1].cuda().float()).sum().backward()
     results = (logprobs, found, hidden.grad, buffer)
     for got, wanted, tol in zip(results, want, (1e-3, 1e-3, 0.3, 0.3), strict=True):
         torch.testing.assert_close(got.double().cpu(), wanted, atol=tol, rtol=tol)
     same = WholeTeacher(hidden.detach(), partial(float32_matmul, weight_OI=weight.detach()), divergence)
     hidden.grad = None
-    equal = selected_logprobs(hidden, weight.detach(), targets.cuda(), same, temperature=0.7)[2]
+    equal = selected_logprobs(hidden, weight.detach(), targets.cuda(), Head(temperature=0.7), same)[2]
     equal.sum().backward()
     assert not equal.any()
     assert not hidden.grad.any()

@@ -38,7 +38,7 @@ from areno.engine.train.teacher import TeacherPasses, Teachers, listed_teacher
 from areno.engine.train.zero_buffers import ALIGN, FlatParameters, flatten
 from areno.errors import EngineError, Key
 from areno.kernels.backend import to_device
-from areno.kernels.logprobs import KEEP_BYTES, Teacher, selected_logprobs
+from areno.kernels.logprobs import KEEP_BYTES, Head, Teacher, selected_logprobs
 from areno.kernels.logprobs.divergence import CommonIds
 from areno.layers.attention import PrefixKeys
 from areno.loss_fns.pack import DataPack, checked_result
@@ -331,19 +331,17 @@ class TrainBackend:
             teacher = listed_teacher(packed, pack, indices_T, divergence)
         # None if the head is frozen or the model only scores. While a model scores, its gradients may have no memory.
         grad_VD = head.weight.grad if torch.is_grad_enabled() else None
-        found = selected_logprobs(
-            hidden_TD,
-            head.weight[: head.n_valid],
-            packed.tokens_N[indices_T],
-            teacher,
+        softmax = Head(
             temperature=sampling.logprob_temperature,
             first=head.first,
             all_reduce=tp.all_reduce if tp.size > 1 else None,
             weight_grad=None if grad_VD is None else grad_VD[: head.n_valid],
             keep_bytes=LOGITS_KEPT if self.device.type == "cuda" else KEEP_BYTES,
-            logits=self.model.local_logits,
+            own_logits=self.model.local_logits,
             most_rows=len(head.weight),
         )
+        weight_VD, targets_T = head.weight[: head.n_valid], packed.tokens_N[indices_T]
+        found = selected_logprobs(hidden_TD, weight_VD, targets_T, softmax, teacher)
         return tuple(share.aligned(indices_T, each_T) for each_T in found)
 
     def _step(

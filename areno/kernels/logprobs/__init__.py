@@ -35,39 +35,18 @@ def selected_logprobs(
     hidden_KD: Tensor,
     weight_VD: Tensor,
     targets_K: Tensor,
+    head: Head | None = None,
     teacher: Teacher | None = None,
-    *,
-    temperature: float = 1.0,
-    chunk: int | None = None,
-    first: int = 0,
-    all_reduce: Callable[..., Tensor] | None = None,
-    weight_grad: Tensor | None = None,
-    keep_bytes: int = KEEP_BYTES,
-    logits: Callable[[Tensor], Tensor] | None = None,
-    most_rows: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the log-probability of each position's target token, and the entropy (detached), (K,) each.
 
     With a teacher, the divergence from it follows, which is differentiable with respect to the student alone.
 
     Chunks of positions are computed one after the other. The gradient is onehot - softmax, times 1 / temperature. The
-    forward pass keeps onehot - softmax, and the gradient of the divergence, for as many positions as `keep_bytes`
-    allows. For all other positions, the backward pass computes the logits again.
-
-    Args:
-        temperature: divides the logits, those of a teacher, too, whose vocabulary is divided over the ranks in the
-            same way.
-        chunk: number of positions computed at once. None means CHUNK, or FUSED_CHUNK with Triton.
-        weight_grad: float32 buffer (V, D), to which the weight's gradient is added. Autograd then gets
-            None for the weight, which saves two copies of it.
-        logits: function that computes hidden W^T in fp32, (C, V), outside autograd. None means `float32_matmul`.
-        most_rows: number of vocabulary rows of the rank that has most, if ranks have different numbers. All ranks
-            then keep the same positions, and so call `all_reduce` for the same chunks.
+    forward pass keeps onehot - softmax, and the gradient of the divergence, for as many positions as
+    `head.keep_bytes` allows. For all other positions, the backward pass computes the logits again.
     """
-    kernels = kernels_for(hidden_KD)
-    chunk = chunk or (CHUNK if kernels is reference else FUSED_CHUNK)
-    head = Head(kernels, temperature, chunk, first, all_reduce, weight_grad, keep_bytes, logits, most_rows)
-    return _SelectedLogprobs.apply(hidden_KD, weight_VD, targets_K, head, teacher)  # type: ignore[return-value]
+    return _SelectedLogprobs.apply(hidden_KD, weight_VD, targets_K, head or Head(), teacher)  # type: ignore[return-value]
 
 
 def sampled_logprobs(
@@ -79,8 +58,7 @@ def sampled_logprobs(
     all_reduce: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Return the log-probability of each sampled token, exactly as `selected_logprobs` computes it."""
-    kernels = kernels_for(logits_BV)
-    return log_softmax(kernels, logits_BV, tokens_B, first, temperature_B, all_reduce)[0]
+    return log_softmax(logits_BV, tokens_B, first, temperature_B, all_reduce)[0]
 
 
 def kernels_for(x: Tensor) -> Any:
@@ -88,7 +66,6 @@ def kernels_for(x: Tensor) -> Any:
 
 
 def log_softmax(
-    kernels: Any,
     logits_CV: Tensor,
     targets_C: Tensor,
     first: int,
@@ -100,7 +77,7 @@ def log_softmax(
     The norm has the maximum, and the log-sum-exp of the differences from it. To subtract first one and then the other
     from logits is as exact as log_softmax of torch. Their sum would be rounded at the size of the logits.
     """
-    stats = kernels.softmax_statistics(logits_CV, targets_C, first, temperature)
+    stats = kernels_for(logits_CV).softmax_statistics(logits_CV, targets_C, first, temperature)
     top_C, sums_3C = stats[0], stats[1:]
     if all_reduce is not None:
         mine_C = top_C.clone()
@@ -121,17 +98,30 @@ def log_softmax(
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The arguments of `selected_logprobs`, and the module that computes the softmax."""
+    """How the softmax over the vocabulary is computed.
 
-    kernels: Any
-    temperature: float
-    chunk: int
-    first: int
-    all_reduce: Callable[..., Tensor] | None
-    weight_grad: Tensor | None
-    keep_bytes: int
-    own_logits: Callable[[Tensor], Tensor] | None
+    Attributes:
+        temperature: divides the logits, those of a teacher, too, whose vocabulary is divided over the ranks in the
+            same way.
+        chunk: number of positions computed at once. None means CHUNK, or FUSED_CHUNK with Triton.
+        weight_grad: float32 buffer (V, D), to which the weight's gradient is added. Autograd then gets None for the
+            weight, which saves two copies of it.
+        own_logits: function that computes hidden W^T in fp32, (C, V), outside autograd. None means `float32_matmul`.
+        most_rows: number of vocabulary rows of the rank that has most, if ranks have different numbers. All ranks then
+            keep the same positions, and so call `all_reduce` for the same chunks.
+    """
+
+    temperature: float = 1.0
+    chunk: int | None = None
+    first: int = 0
+    all_reduce: Callable[..., Tensor] | None = None
+    weight_grad: Tensor | None = None
+    keep_bytes: int = KEEP_BYTES
+    own_logits: Callable[[Tensor], Tensor] | None = None
     most_rows: int | None = None
+
+    def chunk_size(self, hidden_KD: Tensor) -> int:
+        return self.chunk or (CHUNK if kernels_for(hidden_KD) is reference else FUSED_CHUNK)
 
     def n_kept(self, hidden_KD: Tensor, weight_VD: Tensor, n_matrices: int) -> int:
         """Return the number of positions of which `n_matrices` gradients of logits are kept for the backward pass."""
@@ -142,12 +132,12 @@ class Head:
         return float32_matmul(hidden_CD, weight_VD) if self.own_logits is None else self.own_logits(hidden_CD)
 
     def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return log_softmax(self.kernels, logits_CV, targets_C, self.first, self.temperature, self.all_reduce)
+        return log_softmax(logits_CV, targets_C, self.first, self.temperature, self.all_reduce)
 
     def gradient(self, logits_CV: Tensor, norm_2C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
         """Write onehot - softmax, temperature times the log-probability's gradient. Logits may be overwritten."""
         lse_C = norm_2C[0] + norm_2C[1]
-        self.kernels.logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
+        kernels_for(logits_CV).logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
 
 
 class Teacher(Protocol):
@@ -183,9 +173,9 @@ class _SelectedLogprobs(torch.autograd.Function):
         logprobs_K, entropy_K, divergence_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(3))
         norm_2K = hidden_KD.new_empty((2, n), dtype=dtype)
         saved_KS = hidden_KD.new_empty((n, n_saved), dtype=dtype)
-        n_kept = head.n_kept(hidden_KD, weight_VD, n_matrices)
+        n_kept, chunk = head.n_kept(hidden_KD, weight_VD, n_matrices), head.chunk_size(hidden_KD)
         # The same chunks with and without gradients, so that both give exactly the same numbers.
-        parts = chunks(0, n_kept, head.chunk) + chunks(n_kept, n, head.chunk)
+        parts = chunks(0, n_kept, chunk) + chunks(n_kept, n, chunk)
         n_kept = n_kept if any(ctx.needs_input_grad) else 0
         kept_GCV = hidden_KD.new_empty((n_matrices, n_kept, len(weight_VD)))
         for part in parts:
@@ -209,15 +199,15 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_KD, weight_VD, _, norm_2K, _, kept_GCV = ctx.saved_tensors
         head: Head = ctx.head
-        n, n_kept = len(hidden_KD), kept_GCV.shape[1]
+        n, n_kept, chunk = len(hidden_KD), kept_GCV.shape[1], head.chunk_size(hidden_KD)
         grads_K = grads[::2]  # without that of the entropy
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         grad_hidden_KD = torch.zeros_like(hidden_KD) if want_hidden else None
         grad_weight_VD = head.weight_grad
         if grad_weight_VD is None and want_weight:
             grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_2K.dtype)
-        kept_at_once = max(1, n_kept) if ctx.teacher is None else head.chunk
-        for part in chunks(0, n_kept, kept_at_once) + chunks(n_kept, n, head.chunk):
+        kept_at_once = max(1, n_kept) if ctx.teacher is None else chunk
+        for part in chunks(0, n_kept, kept_at_once) + chunks(n_kept, n, chunk):
             made_GCV = list(kept_GCV[:, part]) if part.stop <= n_kept else _gradients_again(ctx, part, grads_K)
             grad_CV, factor_C1 = _weighted(
                 made_GCV, [each_K if each_K is None else each_K[part, None] for each_K in grads_K]

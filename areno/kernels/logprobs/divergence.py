@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from areno.config.teacher import Divergence
-from areno.kernels.logprobs import Head, reference
+from areno.kernels.logprobs import Head, kernels_for, reference
 
 LEAST_TAIL = -30.0
 """Log-probability that the tail of a listed distribution has at least, so that no divergence is infinite."""
@@ -79,7 +79,7 @@ class WholeTeacher:
             logits_CV, teacher_CV = self.common.select(logits_CV), self.common.select(teacher_CV)
             norm_2C = head.softmax(logits_CV, first_C)[2]
         teacher_norm_2C = head.softmax(teacher_CV, first_C)[2]
-        sums_2C = head.kernels.divergence_sums(
+        sums_2C = kernels_for(logits_CV).divergence_sums(
             logits_CV,
             teacher_CV,
             norm_2C,
@@ -104,7 +104,7 @@ class WholeTeacher:
         saved_5C = saved_CS.t().contiguous()  # kernels read rows with stride 1
         kind, beta = self.divergence.kind, self.divergence.beta
         args = (logits_CV, teacher_CV, saved_5C[:2], saved_5C[2:4], saved_5C[4], head.temperature, kind, beta)
-        head.kernels.divergence_gradient(*args, out_CV)
+        kernels_for(logits_CV).divergence_gradient(*args, out_CV)
 
 
 @dataclass(frozen=True, slots=True)
