@@ -74,10 +74,11 @@ class PrefixKeys:
         self._of_layer: dict[int, tuple[Tensor, Tensor]] = {}
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def store(self, layer: int, *keys_values: Tensor) -> None:
-        """Store the keys and values of a layer, which may end with padding."""
+    def store(self, layer: int, *keys_values: Tensor) -> tuple[Tensor, ...]:
+        """Store the keys and values of a layer, which may end with padding, and return views of them."""
         k_NKD, v_NKD = (x.detach()[: self.n_tokens].contiguous() for x in keys_values)
         self._of_layer[layer] = k_NKD, v_NKD
+        return tuple(x.view_as(x) for x in keys_values)
 
     def join(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the prefixes followed by the given ones."""
@@ -104,28 +105,17 @@ class PrefixKeys:
         return joined[0], joined[1]
 
 
-class _JoinPrefixKeys(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, k_NKD: Tensor, v_NKD: Tensor, prefix: PrefixKeys, layer: int) -> tuple[Tensor, Tensor]:
-        ctx.prefix, ctx.layer = prefix, layer
-        return prefix.join(layer, k_NKD, v_NKD)
+class _WithPrefix(torch.autograd.Function):
+    """Applies a method of `PrefixKeys` to keys and values, and another one to their gradients."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return *ctx.prefix.add_gradients(ctx.layer, *grads), None, None
-
-
-class _StorePrefixKeys(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, k_NKD: Tensor, v_NKD: Tensor, prefix: PrefixKeys, layer: int) -> tuple[Tensor, Tensor]:
-        ctx.prefix, ctx.layer = prefix, layer
-        prefix.store(layer, k_NKD, v_NKD)
-        return k_NKD.view_as(k_NKD), v_NKD.view_as(v_NKD)
+    def forward(ctx: Any, k_NKD: Tensor, v_NKD: Tensor, layer: int, forward: Any, backward: Any) -> Any:
+        ctx.layer, ctx.inverse = layer, backward
+        return forward(layer, k_NKD, v_NKD)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        grad_k, grad_v = grads
-        return *ctx.prefix.with_gradients(ctx.layer, grad_k, grad_v), None, None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return *ctx.inverse(ctx.layer, *grads), None, None, None
 
 
 @dataclass(frozen=True)
@@ -167,9 +157,11 @@ class PackedAttend:
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         k_MKD, v_MKD = k_NKD, v_NKD
         if self.stores is not None:
-            k_MKD, v_MKD = _StorePrefixKeys.apply(k_MKD, v_MKD, self.stores, layer)  # type: ignore[misc]
+            how = layer, self.stores.store, self.stores.with_gradients
+            k_MKD, v_MKD = _WithPrefix.apply(k_MKD, v_MKD, *how)  # type: ignore[misc]
         if self.prefix is not None:
-            k_MKD, v_MKD = _JoinPrefixKeys.apply(k_MKD, v_MKD, self.prefix, layer)  # type: ignore[misc]
+            how = layer, self.prefix.join, self.prefix.add_gradients
+            k_MKD, v_MKD = _WithPrefix.apply(k_MKD, v_MKD, *how)  # type: ignore[misc]
         if self.keys is not None:
             k_MKD, v_MKD = self.keys.gather(k_MKD), self.keys.gather(v_MKD)
         out_NHD = varlen_attention(q_NHD, k_MKD, v_MKD, self._borders, self.backend, window)

@@ -5,7 +5,7 @@ Shape letters as in `areno.kernels.delta`, for the heads of this rank; D hidden 
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,14 +14,7 @@ from areno.layers.attention import PackedAttend
 from areno.layers.config import Delta
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.norm import RMSNorm
-from areno.layers.shard import Layout, Part, WeightSpec
-
-
-@runtime_checkable
-class RecurrentAttend(Protocol):
-    """Protocol of an `attend` that can also compute recurrent layers, because it has the states of the sequences."""
-
-    def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor: ...
+from areno.layers.shard import Layout, Part, WeightSpec, stacked_parts
 
 
 class RowConvolution(nn.Module):
@@ -31,11 +24,8 @@ class RowConvolution(nn.Module):
         super().__init__()
         local_sizes = [spec.tp.shard(size, "channels of a convolution") for size in out_sizes]
         self.weight = spec.empty(sum(local_sizes), 1, width)
-        parts, offset = [], 0
-        for full, local in zip(out_sizes, local_sizes, strict=True):
-            parts.append(Part((full, 1, width), offset=offset, dim=0, start=spec.tp.rank * local, size=local))
-            offset += local
-        self.layout: Layout = {"weight": tuple(parts)}
+        shapes = [(size, 1, width) for size in out_sizes]
+        self.layout: Layout = {"weight": stacked_parts(shapes, local_sizes, spec.tp, [1] * len(shapes))}
 
 
 class GatedDelta(nn.Module):
@@ -58,7 +48,7 @@ class GatedDelta(nn.Module):
         self.norm = RMSNorm(delta.value_dim, eps, spec, own_data=True)
         self.out = RowParallelLinear(inner, hidden_size, spec, bias=False)
 
-    def forward(self, x_ND: Tensor, attend: object, split: bool = False) -> Tensor:
+    def forward(self, x_ND: Tensor, attend: Any, split: bool = False) -> Tensor:
         """Compute the layer, differentiable, with `recur` of `attend`. `split` is explained in `linear.py`."""
         norm_V = self.norm.tp.copy_in(self.norm.weight)
         return self.out(self.mixed(self.in_proj(x_ND, split), attend, self.weights(norm_V)), split)
@@ -68,9 +58,8 @@ class GatedDelta(nn.Module):
         conv_XW = self.conv.weight.squeeze(1)
         return DeltaWeights(conv_XW, self.A_log, self.dt_bias, norm_V, self.norm.eps, self.n_key_heads)
 
-    def mixed(self, proj_NP: Tensor, attend: object, weights: DeltaWeights) -> Tensor:
+    def mixed(self, proj_NP: Tensor, attend: Any, weights: DeltaWeights) -> Tensor:
         """Return the result of the delta rule, (N, I), which is the input of the output projection."""
-        assert isinstance(attend, RecurrentAttend), "`attend` has no `recur`, which layers with a state call"
         return attend.recur(self.index, proj_NP, weights)
 
     def mixed_backward(self, grad_NI: Tensor, proj_NP: Tensor, attend: PackedAttend) -> Tensor:

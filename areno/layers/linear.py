@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from areno.kernels.matmul import FixedOrderMatmul, add_matmul
 from areno.layers.adapter import Adapter
 from areno.layers.config import AdapterSpec
-from areno.layers.shard import Layout, Part, WeightSpec
+from areno.layers.shard import Layout, Part, WeightSpec, stacked_parts
 
 
 class Linear(nn.Module):
@@ -98,13 +98,8 @@ class ColumnParallelLinear(Linear):
         )
         super().__init__(sum(local_sizes), in_size, spec, bias=bias)
         self.local_sizes = local_sizes
-        weights, biases, offset = [], [], 0
-        for full, local, n in zip(out_sizes, self.local_sizes, copies, strict=True):
-            place = {"offset": offset, "dim": 0, "start": self.tp.rank // n * local, "size": local, "copies": n}
-            weights.append(Part((full, in_size), **place))
-            biases.append(Part((full,), **place))
-            offset += local
-        self.layout = {"weight": tuple(weights), "bias": tuple(biases)}
+        shapes = {"weight": [(size, in_size) for size in out_sizes], "bias": [(size,) for size in out_sizes]}
+        self.layout = {name: stacked_parts(each, local_sizes, self.tp, copies) for name, each in shapes.items()}
 
     def forward(self, x_NI: Tensor, split: bool = False) -> Tensor:
         x_NI = self.tp.gather_rows(x_NI) if split else self.tp.copy_in(x_NI)

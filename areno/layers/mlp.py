@@ -54,9 +54,7 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_up(x_ND, split).chunk(2, dim=-1)
         return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up, split)
 
-    def fused_forward(
-        self, x_ND: Tensor, split: bool = False, whole: bool = True
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def fused_forward(self, x_ND: Tensor, split: bool, whole: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Return the result of `Adapter.stacked_product` as `kept` while sampling with a stacked LoRA adapter."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
@@ -72,8 +70,8 @@ class GatedMLP(nn.Module):
         grad_ND: Tensor,
         x_ND: Tensor,
         kept: Tensor | None,
-        saved: tuple[Tensor, ...] = (),
-        split: bool = False,
+        saved: tuple[Tensor, ...],
+        split: bool,
     ) -> Tensor:
         from areno.kernels.elementwise.triton_swiglu import swiglu_backward
 
@@ -182,9 +180,7 @@ class ExpertMLP(nn.Module):
         weights_Nk = probs_NE.gather(1, chosen_Nk)
         return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.experts.normalised else weights_Nk
 
-    def fused_forward(
-        self, x_ND: Tensor, split: bool = False, whole: bool = True
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def fused_forward(self, x_ND: Tensor, split: bool, whole: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         if split:
@@ -207,7 +203,7 @@ class ExpertMLP(nn.Module):
         return out_ND, gate_up_M2I, (chosen_Nk.to(routing.dtype),)
 
     def fused_backward(
-        self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...], split: bool = False
+        self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...], split: bool
     ) -> Tensor:
         if split:
             grad_ND, x_ND = self.tp.all_gather_rows(grad_ND), self.tp.all_gather_rows(x_ND)

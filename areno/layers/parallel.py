@@ -65,18 +65,13 @@ class ParallelGroup:
         """Start to sum, in place, the n elements that each rank owns. Return a handle. Others become undefined."""
         if self.size == 1:
             return _CompletedWork()
-        return _reduce_scatter(self._owned(x), x, group=self.group, async_op=True)  # type: ignore[misc]
+        return _reduce_scatter(self.own_rows(x), x, group=self.group, async_op=True)  # type: ignore[misc]
 
     def all_gather(self, x: Tensor) -> Any:
         """Start to fill x in place with the n elements that each rank owns, and return a handle."""
         if self.size == 1:
             return _CompletedWork()
-        return _all_gather(x, self._owned(x), group=self.group, async_op=True)  # type: ignore[misc]
-
-    def _owned(self, x: Tensor) -> Tensor:
-        """Return the view of the n elements of a vector (N,) that this rank owns, rank r those from r * n."""
-        n = x.numel() // self.size
-        return x[self.rank * n : (self.rank + 1) * n]
+        return _all_gather(x, self.own_rows(x), group=self.group, async_op=True)  # type: ignore[misc]
 
     def gather_copies(self, x: Tensor, n: int) -> Tensor:
         """Gather vectors from the `n` neighbouring ranks that hold copies of the same weights, (n, x.numel()).
@@ -98,7 +93,9 @@ class ParallelGroup:
 
     def copy_in(self, x: Tensor) -> Tensor:
         """Return x. The backward pass sums the gradients over the ranks. Used before a column-parallel layer."""
-        return x if self.size == 1 else _CopyIn.apply(x, self)  # type: ignore[return-value]
+        if self.size == 1:
+            return x
+        return _Exchange.apply(x, lambda x: x.view_as(x), lambda grad: self.all_reduce(grad.contiguous().clone()))  # type: ignore[return-value]
 
     def reduce_out(self, x: Tensor) -> Tensor:
         """Return the sum of x (maybe in place). The backward pass is the identity. Used after a row-parallel layer."""
@@ -212,17 +209,6 @@ def wait_for(work: Any) -> None:
     work.wait()
 
 
-class _CopyIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: ParallelGroup) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.tp.all_reduce(grads[0].contiguous().clone()), None
-
-
 class _ReduceOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: ParallelGroup) -> Tensor:
@@ -235,7 +221,7 @@ class _ReduceOut(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Applies one collective in the forward pass, and another one to the gradient in the backward pass."""
+    """Applies one function in the forward pass, and another one to the gradient in the backward pass."""
 
     @staticmethod
     def forward(

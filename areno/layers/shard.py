@@ -6,7 +6,9 @@ each.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +105,20 @@ class Part:
                 else:
                     place = out[row : row + len(sent), rank * share : (rank + 1) * share]
                 place.copy_(block[: len(place)], non_blocking=True)
+
+
+def stacked_parts(
+    shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], tp: ParallelGroup, copies: Sequence[int]
+) -> tuple[Part, ...]:
+    """Return the parts of checkpoint tensors that are stacked, each with a slice of its rows on every rank.
+
+    `sizes` are the numbers of rows in a slice, and `copies` as in `Part`.
+    """
+    offsets = itertools.accumulate(sizes[:-1], initial=0)
+    return tuple(
+        Part(shape, offset=offset, dim=0, start=tp.rank // n * size, size=size, copies=n)
+        for shape, offset, size, n in zip(shapes, offsets, sizes, copies, strict=True)
+    )
 
 
 Layout = dict[str, tuple[Part, ...]]  # name of a parameter in its layer -> its parts, from the first row

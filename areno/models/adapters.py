@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from areno.errors import CheckpointError
-from areno.files.durable import sync, sync_tree
 from areno.layers.adapter import Adapter
 from areno.layers.config import AdapterSpec
 from areno.layers.linear import Linear
@@ -44,6 +43,7 @@ from areno.models.weights import (
     gather_tensors,
     load_shard,
     module_head_order,
+    sync_written,
     write_tensors,
 )
 
@@ -63,32 +63,30 @@ def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
 def init_adapters(model: Transformer, seed: int) -> None:
     """Initialise the adapters, independently of ranks and device, so that the model computes the same as its base."""
     generator = torch.Generator().manual_seed(seed)
-    for _, adapter in _adapters(model):
+    for _, _, adapter in _adapted(model):
         adapter.init(generator)
 
 
 def stack_adapters(model: Transformer) -> None:
     """Make room for a copy of A below the weight of each adapted layer; see `Adapter.stack`. The weights move."""
-    for _, module in _adapted(model):
-        assert module.adapter is not None
-        module.adapter.stack(module.weight, module.bias)
+    for _, module, adapter in _adapted(model):
+        adapter.stack(module.weight, module.bias)
 
 
 def refresh_adapters(model: Transformer) -> None:
     """Copy each A below its layer's weight before sampling, because training may have changed A."""
-    for _, adapter in _adapters(model):
+    for _, _, adapter in _adapted(model):
         adapter.refresh_stacked()
 
 
 def adapter_weights(model: Transformer) -> list[torch.Tensor]:
     """Return copies of this rank's adapter matrices, for `set_adapter_weights`."""
-    return [matrix.detach().clone() for _, adapter in _adapters(model) for matrix in (adapter.a, adapter.b)]
+    return [matrix.detach().clone() for matrix in _matrices(model)]
 
 
 @torch.no_grad()
 def set_adapter_weights(model: Transformer, weights: Sequence[torch.Tensor]) -> None:
-    matrices = [matrix for _, adapter in _adapters(model) for matrix in (adapter.a, adapter.b)]
-    for matrix, values in zip(matrices, weights, strict=True):
+    for matrix, values in zip(_matrices(model), weights, strict=True):
         matrix.copy_(values)
     refresh_adapters(model)
 
@@ -101,7 +99,7 @@ def adapter_table(model: Transformer) -> list[Entry]:
     tensor.
     """
     found = []
-    for name, adapter in _adapters(model):
+    for name, _, adapter in _adapted(model):
         names = [f"{PREFIX}{each}" for each in module_names(name, model.config)]
         of_a = [f"{names[first]}.lora_A.weight" for first, *_ in adapter.groups]
         of_b = [f"{names[index]}.lora_B.weight" for group in adapter.groups for index in group]
@@ -127,7 +125,7 @@ def stored_adapters(model: Transformer) -> dict[str, Stored]:
 @contextmanager
 def without_adapters(model: Transformer) -> Iterator[None]:
     """Disable all adapters within this context. CUDA graphs that were captured before keep using the adapters."""
-    adapters = [adapter for _, adapter in _adapters(model)]
+    adapters = [adapter for _, _, adapter in _adapted(model)]
     try:
         for adapter in adapters:
             adapter.on = False
@@ -137,16 +135,15 @@ def without_adapters(model: Transformer) -> Iterator[None]:
             adapter.on = True
 
 
-def _adapters(model: Transformer) -> Iterator[tuple[str, Adapter]]:
-    for name, module in _adapted(model):
-        assert module.adapter is not None
-        yield name, module.adapter
+def _matrices(model: Transformer) -> Iterator[torch.Tensor]:
+    for _, _, adapter in _adapted(model):
+        yield from (adapter.a, adapter.b)
 
 
-def _adapted(model: Transformer) -> Iterator[tuple[str, Linear]]:
+def _adapted(model: Transformer) -> Iterator[tuple[str, Linear, Adapter]]:
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.adapter is not None:
-            yield name, module
+            yield name, module, module.adapter
 
 
 WEIGHTS = "adapter_model.safetensors"
@@ -328,7 +325,7 @@ def adapter_writes(
         return
     folder = Path(folder)
     table = stored_adapters(model)
-    tensors = gather_tensors(table, model, 0, model.embed.weight.dtype, pin_memory)
+    tensors = gather_tensors(table, model, 0, pin_memory)
     if model.tp.rank == 0:
         yield partial(_write_other_files, folder, source, _config(adapters, base))
         yield partial(write_tensors, tensors, table, folder / WEIGHTS, copies_event(model.device))
@@ -355,6 +352,4 @@ def _write_other_files(folder: Path, source: Sequence[str | Path], config: dict[
     folder.mkdir(parents=True, exist_ok=True)
     written = copy_tokenizer_files([resolve(path) for path in source], folder, (TOKENIZER,))
     written.append(write_json(folder / ADAPTER_CONFIG, config))
-    for path in written:
-        sync_tree(path) if path.is_dir() else sync(path)
-    sync(folder)
+    sync_written(folder, written)

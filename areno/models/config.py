@@ -152,7 +152,8 @@ class Family:
     Attributes:
         name: The `model_type` in `config.json`.
         architecture: The causal language model class of transformers.
-        value_architecture: The sequence classification class of transformers, whose head gives a value.
+        value_architecture: The sequence classification class of transformers, whose head gives a value. "": the name of
+            `architecture` with ForSequenceClassification.
         read: Function that reads the shape of a model from `config.json`. It calls `read_decoder` first.
         has_step_class: Whether transformers has a token classification class for the family, whose head gives scores of
             labels for each token.
@@ -173,8 +174,8 @@ class Family:
 
     name: str
     architecture: str
-    value_architecture: str
     read: Callable[[RawConfig], TransformerConfig]
+    value_architecture: str = ""
     has_step_class: bool = True
     unused: frozenset[str] = frozenset()
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -189,9 +190,10 @@ class Family:
     @property
     def classes(self) -> dict[HeadName, str]:
         """Kind of head -> class of transformers."""
-        found: dict[HeadName, str] = {"lm": self.architecture, "value": self.value_architecture}
+        value = self.value_architecture or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+        found: dict[HeadName, str] = {"lm": self.architecture, "value": value}
         if self.has_step_class:
-            found["step"] = self.value_architecture.replace("ForSequence", "ForToken")
+            found["step"] = value.replace("ForSequence", "ForToken")
         return found
 
 
@@ -204,6 +206,7 @@ def read_decoder(
     interleaved: bool = False,
     may_slide: bool = False,
     may_recur: bool = False,
+    may_bias: bool = False,
     rope: Rope | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> TransformerConfig:
@@ -219,6 +222,7 @@ def read_decoder(
             apart.
         may_slide: Whether the family supports layers with a window, see `with_windows`.
         may_recur: Whether the family supports layers with a recurrent state.
+        may_bias: Whether `attention_bias` sets the biases of q, k, v and o.
         rope: The rotary positions, if the family has read them.
         activation: The field that names the activation, and its only supported value.
     """
@@ -231,6 +235,7 @@ def read_decoder(
     num_kv_heads = raw.get("num_key_value_heads", int, num_heads, ge=1)
     max_positions = raw.get("max_position_embeddings", int, ge=1)
     rope = rope or read_rope(raw, max_positions, partial=partial_rotary, interleaved=interleaved)
+    biased = may_bias and raw.get("attention_bias", bool, False)
     if rope.kind == "longrope":  # longer texts would rotate all keys in another way
         max_positions = min(max_positions, rope.original_max_positions)
     config = TransformerConfig(
@@ -246,6 +251,8 @@ def read_decoder(
         rope=rope,
         max_position_embeddings=max_positions,
         tie_word_embeddings=raw.get("tie_word_embeddings", bool, False),
+        qkv_bias=biased,
+        o_bias=biased,
         initializer_range=raw.get("initializer_range", float, 0.02, ge=0, le=1e3),
         hf=raw.values,
     )

@@ -34,7 +34,7 @@ Forward = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 Angles = tuple[Tensor, Tensor]
 
 
-def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool = True) -> Forward:
+def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
     """Compute attention or the gated delta rule of a layer, outside autograd.
 
     Return the output, or this rank's partial sum unless `whole`; the output of the input projection, which may be
@@ -164,8 +164,8 @@ def fused_layer(
     sin: Tensor,
     attend: Attend,
     keep: bool,
-    split: bool = False,
-    memory: SymmetricMemory | None = None,
+    split: bool,
+    memory: SymmetricMemory | None,
 ) -> tuple[Tensor, Tensor]:
     """Run a layer on the residual stream plus the output of the previous MLP.
 
@@ -177,7 +177,7 @@ def fused_layer(
     return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, memory)  # type: ignore[return-value]
 
 
-def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: SymmetricMemory | None = None) -> Tensor:
+def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: SymmetricMemory | None) -> Tensor:
     """Return the norm of the residual stream plus the last MLP's output."""
     if memory is not None:
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)[1]

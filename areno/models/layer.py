@@ -130,7 +130,7 @@ class Layer(nn.Module):
     `delta` in place of `attention`. All layers with experts share one `routing`.
     """
 
-    def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None = None):
+    def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None):
         super().__init__()
 
         def norm(*where: str) -> RMSNorm | None:

@@ -32,12 +32,10 @@ def read_rope(
     rather than elements half a head apart.
     """
     scaling, parameters = raw.section("rope_scaling"), raw.section("rope_parameters")
-    if not scaling.values:
-        rope = _read_section(parameters, raw, max_positions, partial, unused=unused)
-        return replace(rope, interleaved=interleaved)
-    rope = _read_section(scaling, raw, max_positions, partial, unused=unused)
-    if parameters.values:
-        other = _read_section(parameters, raw, max_positions, partial, unused=unused)
+    how = raw, max_positions, partial, None, unused
+    rope = _read_section(scaling if scaling.values else parameters, *how)
+    if scaling.values and parameters.values:
+        other = _read_section(parameters, *how)
         if other.theta != rope.theta or (other.kind != "default" and other != rope):
             expected = "expected one of them, with rope_theta in it"
             raw.wrong(f"rope_scaling says {_rope_text(rope)}, and rope_parameters says {_rope_text(other)}; {expected}")

@@ -189,49 +189,28 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
         raise CheckpointError(wrong + "expected finite weights: download or save the model again")
 
 
-def save_weights(
-    model: Transformer,
-    folder: str | Path,
-    *,
-    source: str | Path | Sequence[str | Path] = (),
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    dp: ParallelGroup | None = None,
-) -> None:
-    """Write a folder that `transformers` loads, with adapters merged into the weights. A collective call.
-
-    Every rank writes its share of the files and syncs them to disk. The folder is incomplete until all ranks have
-    returned, so a caller that needs atomic replacement must write to a temporary folder and rename it.
-
-    Args:
-        source: folders or hub ids to copy tokenizer, chat template and generation settings from. Of several, the first
-            that has such files is used.
-        dtype: the dtype of the written weights. None: the model's.
-        max_shard_bytes: the largest size of a file with several tensors.
-        dp: the ranks with copies of the model, which share the work. None: only the ranks of `model.tp` call this.
-    """
-    write_all(folder, file_writes(model, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes, dp=dp))
-
-
 def file_writes(
     model: Transformer,
     folder: str | Path,
     *,
-    source: str | Path | Sequence[str | Path] = (),
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    source: Sequence[str | Path] = (),
     dp: ParallelGroup | None = None,
     pin_memory: bool = False,
     ends: Collection[int] = (),
 ) -> Iterator[Callable[[], None]]:
-    """Yield the functions that write this rank's share of the files of `save_weights`, for `write_all`.
+    """Yield the functions that write this rank's files of a folder that `transformers` loads, for `write_all`.
+
+    Adapters are merged into the weights. The ranks of `dp` have copies of the model and share the work. The folder is
+    incomplete until all ranks have written, so a caller that needs atomic replacement must write to a temporary folder
+    and rename it. Tokenizer, chat template and generation settings come from the first folder or hub id of `source`
+    that has any.
 
     Taking a function from the iterator is a collective call, and copies the weights of one file to host memory. Calling
-    the function writes the file. If all functions are taken before the next update of the weights, they may be called
-    later, in any thread. generation_config.json lists the token ids `ends` as ends of completions.
+    the function writes the file and syncs it to disk. If all functions are taken before the next update of the weights,
+    they may be called later, in any thread. generation_config.json lists the token ids `ends` as ends of completions.
     """
     folder, dp = Path(folder), dp or ParallelGroup()
-    dtype = dtype or model.embed.weight.dtype
+    dtype = model.embed.weight.dtype
     table = stored_tensors(model)
     sizes = {name: math.prod(stored.shape) * dtype.itemsize for name, stored in table.items()}
     n_ranks, total = dp.size * model.tp.size, sum(sizes.values())
@@ -240,10 +219,10 @@ def file_writes(
         sizes,
         get_storage_size=lambda size: size,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=min(max_shard_bytes, -(-total // n_files)),
+        max_shard_size=min(MAX_SHARD_BYTES, -(-total // n_files)),
     )
     if dp.rank == model.tp.rank == 0:
-        yield partial(_write_other_files, model, folder, source, dtype, plan, ends)
+        yield partial(_write_other_files, model, folder, source, plan, ends)
     shares = _divide_files(
         {file: sum(sizes[n] for n in names) for file, names in plan.filename_to_tensors.items()}, n_ranks
     )
@@ -253,7 +232,7 @@ def file_writes(
         for owner, file in enumerate(files):
             if file is not None:
                 named = {name: table[name] for name in plan.filename_to_tensors[file]}
-                tensors = gather_tensors(named, model, owner, dtype, pin_memory)
+                tensors = gather_tensors(named, model, owner, pin_memory)
                 if owner == model.tp.rank:
                     write = partial(write_tensors, tensors, named, folder / file, copies_event(model.device))
                 del tensors  # only `write` holds them, as long as the caller holds `write`
@@ -291,9 +270,7 @@ def _divide_files(sizes: dict[str, int], n: int) -> list[list[str]]:
     return shares
 
 
-def gather_tensors(
-    named: Mapping[str, Stored], model: Transformer, owner: int, dtype: torch.dtype, pin_memory: bool
-) -> dict[str, Tensor]:
+def gather_tensors(named: Mapping[str, Stored], model: Transformer, owner: int, pin_memory: bool) -> dict[str, Tensor]:
     """Gather tensors into host memory of the tensor-parallel rank `owner`, others get none. A collective call.
 
     Adapters are merged. The rows of heads are in the model's order; `write_tensors` changes them to the file's order.
@@ -306,7 +283,7 @@ def gather_tensors(
     if owner == model.tp.rank:
         counts = [math.prod(shape) for shape in shapes]
         # One buffer for the file, as pinned memory is allocated in powers of two.
-        buffer = torch.empty(sum(counts), dtype=dtype, pin_memory=pin_memory)
+        buffer = torch.empty(sum(counts), dtype=model.embed.weight.dtype, pin_memory=pin_memory)
         outs = [flat.view(shape) for flat, shape in zip(buffer.split(counts), shapes, strict=True)]
     adapted = {id(module.weight): module for module in model.modules() if isinstance(module, Linear)}
     before = whole = entries[0].parameter if entries else model.embed.weight
@@ -347,26 +324,25 @@ def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file:
 
 
 def _write_other_files(
-    model: Transformer,
-    folder: Path,
-    source: str | Path | Sequence[str | Path],
-    dtype: torch.dtype,
-    plan: Any,
-    ends: Collection[int],
+    model: Transformer, folder: Path, source: Sequence[str | Path], plan: Any, ends: Collection[int]
 ) -> None:
     """Write config.json, tokenizer files and, for several weight files, the index. Sync them to disk.
 
     `plan` is the division of the tensors into weight files, by huggingface_hub.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    sources = [source] if isinstance(source, str | Path) else source
-    written = copy_tokenizer_files([resolve(path) for path in sources], folder)
-    written.append(write_json(folder / "config.json", _saved_config(model, dtype)))
+    written = copy_tokenizer_files([resolve(path) for path in source], folder)
+    written.append(write_json(folder / "config.json", _saved_config(model)))
     if listing_ends := add_ends(folder, model.config.eos_token_ids, ends):
         written.append(listing_ends)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         written.append(write_json(folder / INDEX, index))
+    sync_written(folder, written)
+
+
+def sync_written(folder: Path, written: Iterable[Path]) -> None:
+    """Sync files and folders, and the list of entries of the folder that they are in, to disk."""
     for path in written:
         sync_tree(path) if path.is_dir() else sync(path)
     sync(folder)
@@ -429,10 +405,10 @@ def _is_harmless(name: str, model: Transformer) -> bool:
     return is_unread or name.endswith("rotary_emb.inv_freq") or (model.head is None and name == "lm_head.weight")
 
 
-def _saved_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any]:
-    """Return config.json as it was read, with the written dtype and the architecture of the model's head."""
+def _saved_config(model: Transformer) -> dict[str, Any]:
+    """Return config.json as it was read, with the dtype of the weights and the architecture of the model's head."""
     family, values = FAMILIES[model.config.family], dict(model.config.hf)
-    values["dtype" if "dtype" in values else "torch_dtype"] = DTYPE_NAMES[dtype]
+    values["dtype" if "dtype" in values else "torch_dtype"] = DTYPE_NAMES[model.embed.weight.dtype]
     if model.score is None:
         values.setdefault("architectures", [family.architecture])
     elif not model.config.has_head:

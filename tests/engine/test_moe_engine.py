@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from areno.config.models import MicroBatchSpec, ModelConfig, PolicyConfig
+from areno.config.experiments import ExperimentConfig
+from areno.config.models import MicroBatchSpec, PolicyConfig
 from areno.config.rollout import DecoderConfig
-from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
 from areno.errors import DataError, EngineError
 from areno.layers.config import Experts
@@ -23,7 +23,7 @@ from areno.layers.routing import Routing
 from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.registry import load_config
-from areno.plan.plan import expert_problems
+from areno.plan.plan import engine_problems
 from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
@@ -224,11 +224,13 @@ def test_settings_without_experts_or_that_experts_cannot_have(folder: Path, tmp_
     from tests.helpers.tiny_engine import model_folder
 
     plain, sparse = load_config(model_folder(tmp_path / "plain")), load_config(folder)
-    actor = ModelConfig(path="x", router_aux_loss_coef=0.1)
-    found = [*expert_problems(plain, actor, EngineConfig(), True, "cpu")]
+    actor = PolicyConfig(path="x", router_aux_loss_coef=0.1, routing_replay=True)
+    config = ExperimentConfig(experiment_name="e", actor=actor)
+    found = [*engine_problems(config, plain, "cpu")]
     assert [problem.key for problem in found] == ["actor.routing_replay", "actor.router_aux_loss_coef"]
-    assert not [*expert_problems(sparse, actor, EngineConfig(exact=True), True, "cpu")]
-    [problem] = expert_problems(sparse, PolicyConfig(path="x"), EngineConfig(exact=True), False, "cuda:0")
+    config.engine.exact = True
+    assert not [*engine_problems(config, sparse, "cpu")]
+    [problem] = engine_problems(config, sparse, "cuda:0")
     assert problem.key == "engine.exact"
 
 

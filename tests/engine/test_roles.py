@@ -25,6 +25,7 @@ from areno.specs.role import RoleSpec
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.critics import OPTIMIZER, ROWS, critic, critic_rows, reference
+from tests.helpers.saving import save_weights
 from tests.helpers.tiny_engine import ROLLOUT, VOCAB, model_folder, rollout, scored, spec, train_rows, values
 
 FORMS = {"inline": {}, "spawned": {}, "tp": {"devices": 2, "tp_size": 2}, "dp": {"devices": 2}}
@@ -264,7 +265,7 @@ def test_a_role_that_one_rank_cannot_load_is_absent_on_all(form: str, folder: Pa
     first = model_folder(tmp_path / "first")
     model = build_model(load_config(first), dtype=torch.float32, device="cpu")
     model.init_weights(2)
-    weights.save_weights(model, first)
+    save_weights(model, first)
     fails_once = partial(_fails_on_rank_1, str(first))
     with engine_of(form, folder) as engine:
         engine.train([TrainSequence([True, False], [3, 4])] * 2, fails_once)

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from areno.models.transformer import Transformer
-from areno.models.weights import save_weights
 from tests.helpers import tiny_shape
+from tests.helpers.saving import save_weights
 from tests.helpers.two_ranks import load, packed
 
 SHAPE = {**tiny_shape.SHAPE, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 3}

@@ -20,13 +20,13 @@ from areno.engine.train.backend import TrainBackend
 from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import share_steps
 from areno.models.registry import build_model, load_config
-from areno.models.weights import save_weights
 from areno.schema.fields import settings
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
 from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams, TrainSequence
+from tests.helpers.saving import save_weights
 from tests.helpers.waiting import until
 
 VOCAB, EOS, CONTEXT = 64, 1, 512

@@ -14,8 +14,9 @@ from areno.layers.parallel import ParallelGroup
 from areno.models.config import HeadName
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
-from areno.models.weights import load_weights, save_weights
+from areno.models.weights import load_weights
 from tests.helpers import warm
+from tests.helpers.saving import save_weights
 
 if TYPE_CHECKING:
     import transformers

@@ -14,9 +14,9 @@ import transformers
 from areno.errors import CheckpointError
 from areno.models.families import FAMILIES
 from areno.models.registry import load_config
-from areno.models.weights import save_weights
 from tests.helpers.family_cases import CASES, SHAPE, logits_of, random_model, read_and_saved_as_text
 from tests.helpers.in_float64 import InFloat64
+from tests.helpers.saving import save_weights
 from tests.helpers.two_ranks import (
     assert_saved_alike,
     compare_models,

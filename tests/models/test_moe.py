@@ -18,8 +18,9 @@ from areno.errors import CheckpointError, ConfigError
 from areno.layers.parallel import ParallelGroup
 from areno.models.registry import build_model, layout_problems, load_config
 from areno.models.transformer import Transformer
-from areno.models.weights import checkpoint_table, save_weights
+from areno.models.weights import checkpoint_table
 from tests.helpers.moe_models import CASES, SHAPE, random_reference
+from tests.helpers.saving import save_weights
 from tests.helpers.two_ranks import assert_saved_alike, compare_models, load, on_two_ranks, packed, random_rows
 
 

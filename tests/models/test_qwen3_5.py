@@ -14,16 +14,16 @@ import transformers
 
 from areno.bench.device import decode_s, prefill_s
 from areno.bench.work import Work, model_folder
+from areno.config.experiments import ExperimentConfig
 from areno.config.layout import Layout
-from areno.config.models import OptimizerConfig
-from areno.config.run import EngineConfig
+from areno.config.models import ModelConfig, OptimizerConfig
 from areno.cost.flops import Cost
 from areno.cost.time import Rates
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.models.registry import layout_problems, load_config
-from areno.plan.plan import state_problems
+from areno.plan.plan import engine_problems
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.delta_loop import random_tokens, random_weights
 from tests.helpers.family_cases import CASES, SHAPE, random_model, read_and_saved_as_text
@@ -190,8 +190,10 @@ def test_what_states_do_not_allow_is_refused(folder: Path) -> None:
     assert str(problem).startswith("engine.cp_size: is 2, but the model has layers with a recurrent state")
     [problem] = layout_problems(config, Layout.one_copy(4))
     assert "2 (linear key heads)" in str(problem)
-    assert not [*state_problems(config, EngineConfig())]
-    [problem] = state_problems(config, EngineConfig(exact=True))
+    experiment = ExperimentConfig(experiment_name="e", actor=ModelConfig(path="x"))
+    assert not [*engine_problems(experiment, config, "cpu")]
+    experiment.engine.exact = True
+    [problem] = engine_problems(experiment, config, "cpu")
     assert str(problem).startswith("engine.exact: is true, but training and decoding compute the recurrent states")
     with pytest.raises(EngineError, match=r"engine\.exact is not supported for a model with recurrent states"):
         Engine(spec(folder, random_init=False, exact=True), "inline")

@@ -27,10 +27,10 @@ from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models import weights
 from areno.models.registry import build_model, load_config
-from areno.models.weights import save_weights
 from areno.types import TrainSequence
 from tests.helpers import warm
 from tests.helpers.processes import worker_pids
+from tests.helpers.saving import save_weights
 from tests.helpers.tiny_engine import model_folder, saved_tensors, scored, spec, wait_saved
 
 ROW = list(range(3, 40))

@@ -15,9 +15,10 @@ from areno.errors import CheckpointError
 from areno.models.parameters import parameters
 from areno.models.registry import build_model, head_of, load_config
 from areno.models.transformer import Transformer
-from areno.models.weights import checkpoint_table, load_weights, save_weights
+from areno.models.weights import checkpoint_table, load_weights
 from tests.helpers.dense_models import CASES, random_reference
 from tests.helpers.family_cases import CASES as FAMILY_CASES
+from tests.helpers.saving import save_weights
 from tests.helpers.tiny_engine import saved_tensors
 from tests.helpers.tiny_shape import SHAPE, random_model
 from tests.helpers.train_backend import train_backend

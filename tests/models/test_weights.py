@@ -23,8 +23,9 @@ from areno.models import folder as hub
 from areno.models.folder import add_ends
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
-from areno.models.weights import load_weights, save_weights, write_tensors
+from areno.models.weights import load_weights, write_tensors
 from tests.helpers import tiny_shape
+from tests.helpers.saving import save_weights
 
 SHAPE = {**tiny_shape.SHAPE, "vocab_size": 64, "head_dim": 16}
 KINDS = {
@@ -134,7 +135,7 @@ def test_dtype_of_the_saved_folder(key: str | None, tmp_path: Path) -> None:
         values[key] = "float32"
     values["unsloth_version"] = "1.2"  # a field that nothing reads
     (tmp_path / "in/config.json").write_text(json.dumps(values))
-    save_weights(load(tmp_path / "in"), tmp_path / "out", dtype=torch.bfloat16)
+    save_weights(load(tmp_path / "in", torch.bfloat16), tmp_path / "out")
     saved = json.loads((tmp_path / "out/config.json").read_text())
     assert saved == {**values, key or "torch_dtype": "bfloat16"}
     assert {tensor.dtype for tensor in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}

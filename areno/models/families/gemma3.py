@@ -31,15 +31,20 @@ def read(raw: RawConfig) -> TransformerConfig:
     # Attention divides scores by the root of head_dim. Queries and keys carry the root of the remaining factor each.
     more = (head_dim / raw.get("query_pre_attn_scalar", float, 256.0, gt=0)) ** 0.25
     rope, local = (replace(rope, attention_factor=rope.attention_factor * more) for rope in ropes)
-    activation = ("hidden_activation", "gelu_pytorch_tanh")
-    config = read_decoder(raw, "gemma3_text", default_head_dim=256, may_slide=True, rope=rope, activation=activation)
+    config = read_decoder(
+        raw,
+        "gemma3_text",
+        default_head_dim=256,
+        may_slide=True,
+        may_bias=True,
+        rope=rope,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+    )
     config = replace(config, kinds=(LayerKind(rope),) * config.num_layers)
-    pattern, bias = raw.get("sliding_window_pattern", int, 6, ge=1), raw.get("attention_bias", bool, False)
+    pattern = raw.get("sliding_window_pattern", int, 6, ge=1)
     config = with_windows(raw, config, lambda layer: (layer + 1) % pattern != 0, local)
     return replace(
         config,
-        qkv_bias=bias,
-        o_bias=bias,
         qk_norm=True,
         norms="both",
         norm_plus_one=True,

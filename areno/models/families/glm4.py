@@ -18,7 +18,6 @@ def read(raw: RawConfig) -> TransformerConfig:
 GLM4 = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
-    value_architecture="Glm4ForSequenceClassification",
     read=read,
     names={
         "post_attention_norm": ("post_self_attn_layernorm",),

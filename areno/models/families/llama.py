@@ -17,15 +17,13 @@ from areno.models.folder import RawConfig
 
 
 def read_llama(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a Llama model. `attention_bias` sets the biases of q, k, v and o."""
-    bias, mlp_bias = raw.get("attention_bias", bool, False), raw.get("mlp_bias", bool, False)
-    return replace(read_decoder(raw, "llama"), qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    mlp_bias = raw.get("mlp_bias", bool, False)
+    return replace(read_decoder(raw, "llama", may_bias=True), mlp_bias=mlp_bias)
 
 
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
-    value_architecture="LlamaForSequenceClassification",
     read=read_llama,
     unused=frozenset({"pretraining_tp"}),
 )
@@ -50,7 +48,6 @@ def with_window(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
 MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
-    value_architecture="MistralForSequenceClassification",
     read=read_mistral,
 )
 
@@ -71,7 +68,6 @@ def read_phi3(raw: RawConfig) -> TransformerConfig:
 PHI3 = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
-    value_architecture="Phi3ForSequenceClassification",
     read=read_phi3,
     unused=frozenset({"attention_bias"}),  # the family has no biases
     stacked={
@@ -88,8 +84,8 @@ def read_smollm3(raw: RawConfig) -> TransformerConfig:
     absent, every `no_rope_layer_interval`-th layer has none (default: every fourth).
     """
     raw.assume(rope_theta=2e6, tie_word_embeddings=True, num_key_value_heads=4)
-    config = read_decoder(raw, "smollm3", may_slide=True)
-    bias, mlp_bias = raw.get("attention_bias", bool, False), raw.get("mlp_bias", bool, False)
+    config = read_decoder(raw, "smollm3", may_slide=True, may_bias=True)
+    mlp_bias = raw.get("mlp_bias", bool, False)
     interval = raw.get("no_rope_layer_interval", int, 4, ge=1)
     rotated = raw.get("no_rope_layers", list, [int((n + 1) % interval != 0) for n in range(config.num_layers)])
     if len(rotated) < config.num_layers or not all(flag in (0, 1) for flag in rotated):
@@ -97,7 +93,7 @@ def read_smollm3(raw: RawConfig) -> TransformerConfig:
         return config
     nope = Rope(config.rope.theta, "none")
     kinds = tuple(LayerKind(config.rope if flag else nope) for flag in rotated[: config.num_layers])
-    config = replace(config, kinds=kinds, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    config = replace(config, kinds=kinds, mlp_bias=mlp_bias)
     if raw.get("use_sliding_window", bool, False) and raw.get("sliding_window", int, 0, ge=1):
         config = with_windows(raw, config, lambda layer: not rotated[layer])
     return config
@@ -106,7 +102,6 @@ def read_smollm3(raw: RawConfig) -> TransformerConfig:
 SMOLLM3 = Family(
     name="smollm3",
     architecture="SmolLM3ForCausalLM",
-    value_architecture="SmolLM3ForSequenceClassification",
     read=read_smollm3,
     unused=UNUSED_WINDOW | {"pretraining_tp"},
 )

@@ -20,8 +20,8 @@ def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
 
     A layer has experts if its index + 1 is a multiple of `decoder_sparse_step` and `mlp_only_layers` does not list it.
     """
-    config = read_decoder(raw, "qwen3_moe")
-    bias, step = raw.get("attention_bias", bool, False), raw.get("decoder_sparse_step", int, 1, ge=1)
+    config = read_decoder(raw, "qwen3_moe", may_bias=True)
+    step = raw.get("decoder_sparse_step", int, 1, ge=1)
     if raw.get("use_sliding_window", bool, False):
         raw.refuse("use_sliding_window", "false, since sliding-window attention is not implemented")
     plain = _layers(raw, "mlp_only_layers", config.num_layers)
@@ -35,7 +35,7 @@ def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
         normalised=raw.get("norm_topk_prob", bool, False),
         dense_layers=frozenset(plain),
     )
-    return replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True, experts=experts)
+    return replace(config, qk_norm=True, experts=experts)
 
 
 def read_mixtral(raw: RawConfig) -> TransformerConfig:
@@ -80,7 +80,6 @@ _ROUTER_LOSS = {"router_aux_loss_coef", "output_router_logits"}  # a run has a s
 QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    value_architecture="Qwen3MoeForSequenceClassification",
     read=read_qwen3_moe,
     unused=UNUSED_WINDOW | _ROUTER_LOSS,
     expert_names={
@@ -92,7 +91,6 @@ QWEN3_MOE = Family(
 MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
-    value_architecture="MixtralForSequenceClassification",
     read=read_mixtral,
     unused=frozenset(_ROUTER_LOSS),
     expert_names={

@@ -18,28 +18,22 @@ _NORMS = {"post_attention_norm": ("post_attention_layernorm",), "post_mlp_norm":
 def read_olmo2(raw: RawConfig) -> TransformerConfig:
     """Read the shape of an OLMo 2 model. No layer has a window."""
     raw.assume(rms_norm_eps=1e-5)
-    return _with_norms(raw, read_decoder(raw, "olmo2"))
+    return replace(read_decoder(raw, "olmo2", may_bias=True), qk_norm_whole=True, norms="after")
 
 
 def read_olmo3(raw: RawConfig) -> TransformerConfig:
     """Read the shape of an OLMo 3 model. Without `layer_types`, three of four layers have a window."""
     raw.assume(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=5e5)
     rope, local = read_two_ropes(raw, raw.get("max_position_embeddings", int, ge=1), "rope_theta")
-    config = read_decoder(raw, "olmo3", may_slide=True, rope=rope)
+    config = read_decoder(raw, "olmo3", may_slide=True, may_bias=True, rope=rope)
     config = replace(config, kinds=(LayerKind(rope),) * config.num_layers)
     config = with_windows(raw, config, lambda layer: (layer + 1) % 4 != 0, local)
-    return _with_norms(raw, config)
-
-
-def _with_norms(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
-    bias = raw.get("attention_bias", bool, False)
-    return replace(config, qkv_bias=bias, o_bias=bias, qk_norm_whole=True, norms="after")
+    return replace(config, qk_norm_whole=True, norms="after")
 
 
 OLMO2 = Family(
     name="olmo2",
     architecture="Olmo2ForCausalLM",
-    value_architecture="Olmo2ForSequenceClassification",
     has_step_class=False,
     read=read_olmo2,
     names=_NORMS,
@@ -47,7 +41,6 @@ OLMO2 = Family(
 OLMO3 = Family(
     name="olmo3",
     architecture="Olmo3ForCausalLM",
-    value_architecture="Olmo3ForSequenceClassification",
     has_step_class=False,
     read=read_olmo3,
     names=_NORMS,

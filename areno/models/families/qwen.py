@@ -44,7 +44,6 @@ def with_late_windows(raw: RawConfig, config: TransformerConfig) -> TransformerC
 QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    value_architecture="Qwen2ForSequenceClassification",
     read=read_qwen2,
     unused=UNUSED_WINDOW | {"attention_bias"},  # q, k and v have biases whatever it says
 )
@@ -52,15 +51,13 @@ QWEN2 = Family(
 
 def read_qwen3(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a Qwen3 model. An absent `head_dim` is 128, whatever the hidden size."""
-    bias = raw.get("attention_bias", bool, False)
-    config = read_decoder(raw, "qwen3", default_head_dim=128, may_slide=True)
-    return with_late_windows(raw, replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True))
+    config = read_decoder(raw, "qwen3", default_head_dim=128, may_slide=True, may_bias=True)
+    return with_late_windows(raw, replace(config, qk_norm=True))
 
 
 QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
-    value_architecture="Qwen3ForSequenceClassification",
     read=read_qwen3,
     unused=UNUSED_WINDOW,
 )
@@ -77,13 +74,12 @@ def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
 
     Without `layer_types`, every `full_attention_interval`-th layer has attention.
     """
-    bias = raw.get("attention_bias", bool, False)
     if not raw.get("attn_output_gate", bool, True):
         raw.refuse("attn_output_gate", "true")
     if raw.get("output_gate_type", str, "swish") not in ("swish", "silu"):  # Qwen3.6 says it of the delta rule
         raw.refuse("output_gate_type", "'swish'")
     rope = read_rope(raw, raw.get("max_position_embeddings", int, ge=1), partial=0.25, unused=_OF_IMAGES)
-    config = read_decoder(raw, "qwen3_5_text", default_head_dim=256, may_recur=True, rope=rope)
+    config = read_decoder(raw, "qwen3_5_text", default_head_dim=256, may_recur=True, may_bias=True, rope=rope)
     interval = raw.get("full_attention_interval", int, 4, ge=1)
     types = raw.get("layer_types", list, [])
     recurs = [kind == "linear_attention" for kind in types] or [
@@ -103,8 +99,6 @@ def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
         raw.refuse("layer_types", "'full_attention' in one layer at least")
     return replace(
         config,
-        qkv_bias=bias,
-        o_bias=bias,
         qk_norm=True,
         norm_plus_one=True,
         attention_gate=True,
