@@ -1,6 +1,6 @@
 """Compare the settings that `tune.enabled` chooses with a grid of settings.
 
-`run_grid` lets `areno/run/tuning_trials.py` choose the number of samples at once, the size of micro-batches and the
+`run_grid` lets `areno/run/tuning.py` choose the number of samples at once, the size of micro-batches and the
 recomputation of a GRPO step. Then it measures whole steps with these settings and with each point of a grid, all with
 the same drawn lengths. A point that runs out of memory is reported as such.
 """
@@ -27,7 +27,7 @@ from areno.errors import EngineError
 from areno.files.paths import find_file
 from areno.plan.tuning_candidates import AT_ONCE, BATCH, BUDGET, DROP, RECOMPUTE
 from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
-from areno.run.tuning_trials import choose
+from areno.run.tuning import choose
 from areno.specs.rollout import RolloutSpec
 
 BUDGETS = (4096, 8192, 16384, 32768, 65536)

@@ -391,11 +391,11 @@ def _tune(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextli
     if not (isinstance(config, PolicyExperimentConfig) and config.tune.enabled):
         return
     try:
-        from areno.run import tuning_trials
+        from areno.run import tuning
         from areno.tracking.run_log import RunLog
 
         logs.enter_context(RunLog(own_process=True))
-        tuning_trials.write(job.run_dir, tuning_trials.tune(config, job.composition.given, job.task))
+        tuning.write(job.run_dir, tuning.tune(config, job.composition.given, job.task))
     except BaseException:
         folder.discard()
         raise
@@ -403,9 +403,9 @@ def _tune(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextli
 
 def _restore_tuned(config: ExperimentConfig, job: Job) -> None:
     if (job.run_dir / TUNED).exists():
-        from areno.run import tuning_trials
+        from areno.run import tuning
 
-        tuning_trials.restore(config, job.run_dir, job.composition.given)
+        tuning.restore(config, job.run_dir, job.composition.given)
 
 
 def _separate_outputs(config: ExperimentConfig, number: int) -> None:

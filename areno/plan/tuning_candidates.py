@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.cost.footprint import gib
 from areno.errors import ConfigError, Problem
 from areno.models.known_shapes import shape_of
@@ -88,7 +88,6 @@ class Candidate:
 
     def __str__(self) -> str:
         config = self.config
-        at_once = config.rollout.max_concurrent_rollouts or config.rows_per_step
         spec, size = config.actor.mb_spec, "automatic micro-batches"
         if spec.max_tokens_per_mb is not None:
             size = f"micro-batches of {spec.max_tokens_per_mb:,} tokens"
@@ -96,7 +95,7 @@ class Candidate:
             size = f"micro-batches of {spec.mini_bs:,} rows"
         recomputed = "with" if config.actor.gradient_checkpointing else "without"
         dropped = ", the KV cache dropped" if config.rollout.drop_rollout_state else ""
-        return f"{at_once:,} samples at once, {size}, {recomputed} recomputation{dropped}"
+        return f"{config.samples_at_once:,} samples at once, {size}, {recomputed} recomputation{dropped}"
 
 
 def given_settings(keys: Collection[str]) -> set[str]:
@@ -214,7 +213,7 @@ def _combinations(
         if is_free[BUDGET]:
             settings[BUDGET] = budget
         if is_free[BATCH]:
-            together = n or config.rollout.max_concurrent_rollouts or config.rows_per_step
+            together = n or config.samples_at_once
             settings[BATCH] = _batch_size(config, together)
         yield settings
 
@@ -232,9 +231,7 @@ def _numbers_at_once(config: PolicyExperimentConfig, chooses_batch: bool) -> Ite
 
 def _batch_size(config: PolicyExperimentConfig, at_once: int) -> int:
     """Return the number of prompts of a step whose samples are decoded at once, with equally large updates."""
-    n, updates = config.gconfig.n_samples, [config.actor.ppo_n_minibatches]
-    if isinstance(config, CriticExperimentConfig):
-        updates.append(config.critic.ppo_n_minibatches)
+    n, updates = config.gconfig.n_samples, [model.ppo_n_minibatches for model in config.trained_models().values()]
     most = max(1, min(at_once, config.tune.max_samples) // n)
     even = (size for size in range(most, 0, -1) if not any(size * n % update for update in updates))
     return next(even, config.train_dataset.batch_size)

@@ -31,19 +31,16 @@ from areno.files.paths import model_setting
 from areno.models.folder import same_weights
 from areno.models.registry import load_config
 from areno.plan.devices import n_workers_here
+from areno.plan.folders import load_tokenizer, whole_model
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import gpu_called, this_cpu
 from areno.plan.lr_schedule import device_warnings, schedule_warnings, staleness_warnings, with_schedules
 from areno.plan.phases import shared_decoder
-from areno.plan.plan import (
-    TrainerPlan,
-    load_tokenizer,
-    plan_of_experiment,
-    whole_model,
-)
-from areno.plan.roles import check_plan, experiment_roles
+from areno.plan.plan import TrainerPlan, check_copies, plan_of_experiment
+from areno.plan.roles import experiment_roles
 from areno.plan.startup_log import facts, without_answers
-from areno.run import tuning_trials
+from areno.plan.vocabularies import complete_roles
+from areno.run import tuning
 from areno.run.agents_across_steps import LiveAgents
 from areno.run.evaluator import Evaluator
 from areno.run.outputs import RunTexts
@@ -149,7 +146,7 @@ class Setup(Generic[Config]):
         self._loop, self._trackers = loop, trackers
         with ExitStack() as stack:
             stack.enter_context(RunLog())
-            tuned = tuning_trials.tune_for_script(config, run_dir) if loop.trains else None
+            tuned = tuning.tune_for_script(config, run_dir) if loop.trains else None
             # Processes start first, so that they import the user's code while plan and data are read.
             self.rewards, self.agents, plan, roles, self.judge, *_ = all_of(
                 partial(_open_rewards, config, reward_fn, stack),
@@ -161,13 +158,13 @@ class Setup(Generic[Config]):
                 partial(check_services, config.stats_logger),
             )
             if loop.trains:
-                roles = check_plan(config, plan, roles)
+                check_copies(config, plan.spec)
+                self.roles = complete_roles(roles, plan)
             else:
                 plan = replace(plan, spec=plan.spec.frozen())
-                roles = {name: role for name, role in roles.items() if name in ("reward", "judge")}
+                self.roles = {name: role for name, role in roles.items() if name in ("reward", "judge")}
             self.tokenizer = plan.tokenizer
-            self.steps = _step_reader(config, roles, plan)
-            self.roles = {name: replace(role, path=role.path or plan.spec.actor.path) for name, role in roles.items()}
+            self.steps = _step_reader(config, self.roles, plan)
             plan = self._open_valid_sets(plan, valid_dataset)
             if loop.trains:
                 self.loader = self._open_loader(plan, config.train_dataset, train_dataset, "train_dataset")
@@ -180,7 +177,7 @@ class Setup(Generic[Config]):
             models = SavedModels(config, loop.also_saved)
             self.run = self._open_run(plan, run_dir, models)
             stack.callback(self.run.close)
-            tuning_trials.write(self.run.folder, tuned)
+            tuning.write(self.run.folder, tuned)
 
             plan, self.roles = with_schedules(config, plan, self.roles, self.run.progress.total_steps)
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}

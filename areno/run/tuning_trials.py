@@ -1,62 +1,34 @@
-"""Chooses settings of memory and speed by a trial before a run, see the section `tune` of the settings.
-
-`areno/plan/tuning_candidates.py` lists candidates from a forecast. `choose` tries the best ones in worker processes of
-their own, with random weights and made-up rows, and ends these processes before it returns. The chosen settings are
-written to tuned.yaml in the folder of the run. A resumed run takes them from its folder, and is not tuned again.
-"""
+"""Tries candidates in worker processes, with random weights and made-up rows, before a run."""
 
 from __future__ import annotations
 
-import logging
 import random
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
-from areno.config.experiments import ExperimentConfig
 from areno.config.models import MicroBatchSpec
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.rollout import DecoderConfig
 from areno.config.teacher import Divergence
-from areno.cost.footprint import GIB, gib
+from areno.cost.footprint import GIB
 from areno.engine.engine import Engine
-from areno.errors import ConfigError, EngineError, Problem
-from areno.files.durable import atomic_write_text
 from areno.loss_fns import distillation_loss_fn, gspo_loss_fn, value_loss_fn
 from areno.plan.forecast import Forecast, forecast
-from areno.plan.hardware import Hardware, devices_here, this_cpu
 from areno.plan.lr_schedule import with_schedules
 from areno.plan.phases import Phase
-from areno.plan.plan import TrainerPlan, plan_of_experiment, sampling_params
-from areno.plan.roles import experiment_roles, with_common_ids
-from areno.plan.settings_that_fit import set_values, shown
-from areno.plan.tuning_candidates import (
-    AT_ONCE,
-    BATCH,
-    CHOSEN,
-    Candidate,
-    Limits,
-    candidates,
-    given_settings,
-    nothing_fits,
-    shortlist,
-)
-from areno.schema.fields import changed
-from areno.schema.values import value_at
-from areno.specs.engine import EngineSpec
+from areno.plan.plan import TrainerPlan, sampling_params
+from areno.plan.roles import experiment_roles
+from areno.plan.tuning_candidates import Candidate, Limits
+from areno.plan.vocabularies import complete_roles
 from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
-from areno.tracking.run_folder import TUNED, folder_of, is_described, settings_of
 from areno.types import GenerationRequest, TrainSequence
-
-logger = logging.getLogger("areno")
 
 LIMIT_S = 90.0
 """Seconds of all trials together. No trial begins whose expected end is later."""
@@ -71,132 +43,6 @@ class Measured:
 
     step_s: float  # of a whole step: the forecast times the ratio of measured to predicted time
     peak: int  # of a device's memory in bytes, with the CUDA context
-    seconds: float  # duration of the trial
-
-
-def tune(config: ExperimentConfig, given: Collection[str], reuse: str = "") -> str | None:
-    """Choose the settings of a new run that the user has not given, if tune.enabled is true, and set them in `config`.
-
-    Returns the content of tuned.yaml, based on the task `reuse` so that it can be given as --config-name, or None if
-    nothing was chosen. `given` has dotted names of settings. Raises EngineError if each trial has failed.
-    """
-    if not isinstance(config, PolicyExperimentConfig) or not config.tune.enabled:
-        return None
-    began = time.monotonic()
-    chosen = choose(config, given_settings(given))
-    if not chosen:
-        logger.info("tune: no setting is left to choose, so that nothing is tried")
-        return None
-    if BATCH in chosen:
-        text = "tune: %s=%d is chosen, since it was not given; unlike the other settings, it changes what is learned"
-        logger.info(text, BATCH, chosen[BATCH])
-    set_values(config, chosen)
-    logger.info("tune: in %.0f s, chosen: %s", time.monotonic() - began, shown(chosen))
-    return _tuned_yaml(chosen, reuse)
-
-
-def _tuned_yaml(chosen: Mapping[str, Any], base: str) -> str:
-    nested = OmegaConf.create({"defaults": [base or "recipe", "_self_"]})
-    for key, value in chosen.items():
-        OmegaConf.update(nested, key, value)
-    lines = [
-        "# Settings of memory and speed that tune.enabled=true has chosen. To start another run with them, add",
-        f"#   {shown(chosen)}",
-        f"# or name the folder of this file: --config-dir=FOLDER --config-name={Path(TUNED).stem}",
-    ]
-    return "\n".join([*lines, OmegaConf.to_yaml(nested)])
-
-
-def restore(config: ExperimentConfig, folder: Path, given: Collection[str] = ()) -> None:
-    """Set the settings that were chosen before an earlier process of a run, unless the user gives others now.
-
-    They are set even if tune.enabled is now false, because the run continues with the settings that it began with.
-    """
-    if not isinstance(config, PolicyExperimentConfig):  # another algorithm, with which the run cannot be resumed
-        return
-    before, kept = settings_of(folder, TUNED), given_settings(given)
-    found = {key: value_at(before, key) for key in CHOSEN if key not in kept}
-    set_values(config, {key: value for key, value in found.items() if value is not None})
-
-
-def tune_for_script(config: ExperimentConfig, run_dir: str | Path | None) -> str | None:
-    """Tune a run that a script starts, or restore the settings of the run that it resumes.
-
-    Settings that differ from their defaults count as given. Does nothing if a command has tuned the run before.
-    """
-    if run_dir is not None and is_described(Path(run_dir)):
-        return None
-    given = [key for key, _ in changed(config)]
-    folder = folder_of(config, config.trial_name) if run_dir is None and config.trial_name else run_dir
-    if folder is not None and (Path(folder) / TUNED).exists():
-        restore(config, Path(folder), given)
-        return None
-    return tune(config, given)
-
-
-def write(folder: Path, text: str | None) -> None:
-    if text is None:
-        return
-    try:
-        atomic_write_text(folder / TUNED, text)
-    except OSError as error:
-        raise ConfigError(Problem("cluster.fileroot", "cannot write to {}: {}", folder, error.strerror)) from error
-
-
-def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, Any]:
-    """Try the best candidates for a run, and return the settings of the fastest one that fits."""
-    plan = plan_of_experiment(config)
-    hardware, n_devices = _hardware(plan.spec), len(plan.spec.devices)
-    found = candidates(config, hardware, n_devices, given)
-    if not found[0].settings:
-        return {}
-    most = int(config.tune.mem_frac * hardware.memory)
-    fitting: list[tuple[Candidate, Measured]] = []
-    least: int | None = None  # peak of a candidate that is too large
-    error: EngineError | None = None
-    with Trials(plan, probes_rollout=AT_ONCE not in given) as trials:
-        smallest = min(found, key=lambda candidate: candidate.peak)
-        for number, candidate in enumerate([*(tried := shortlist(found)), smallest]):
-            is_last_resort = number == len(tried)
-            if number and (not trials.may_begin(candidate) or (is_last_resort and fitting)):
-                break
-            try:
-                measured = trials.run(candidate)
-            except EngineError as failure:
-                error = failure
-                logger.warning("tune: %s: discarded, %s", candidate, str(failure).partition("\n")[0])
-                continue
-            is_too_large = f"; discarded, more than {gib(most)} GiB" if measured.peak > most else ""
-            logger.info("tune: %s: %s%s", candidate, _predicted_and_measured(candidate, measured), is_too_large)
-            if is_too_large:
-                least = min(measured.peak, least or measured.peak)
-            else:
-                fitting.append((candidate, measured))
-    if fitting:
-        best, _ = min(fitting, key=lambda result: (-result[0].n_rows, result[0].price(result[1].step_s)))
-        return dict(best.settings)
-    if least is None and error is not None:
-        raise error
-    raise nothing_fits(config, hardware, n_devices, least)
-
-
-def _predicted_and_measured(candidate: Candidate, measured: Measured) -> str:
-    return (
-        f"{candidate.usual.seconds:.2f} s a step predicted, {measured.step_s:.2f} s measured; "
-        f"{gib(candidate.peak)} GiB predicted, {gib(measured.peak)} GiB measured"
-    )
-
-
-def _hardware(spec: EngineSpec) -> Hardware:
-    """Return the device that each worker of an engine has. The memory of a CPU is divided by the number of workers."""
-    if spec.devices[0].startswith("cuda"):
-        here = devices_here()[0]
-        if not here.is_cuda:
-            text = "needs the command nvidia-smi, which is not there or finds no GPU; set it to false"
-            raise ConfigError(Problem("tune.enabled", text))
-        return here
-    cpu = this_cpu()
-    return replace(cpu, memory=cpu.memory // spec.world_size)
 
 
 class Trials(AbstractContextManager["Trials"]):
@@ -245,7 +91,7 @@ class Trials(AbstractContextManager["Trials"]):
             self._close()
             raise
         self._longest_s = max(self._longest_s, time.monotonic() - began)
-        return Measured(step_s=step_s, peak=peak, seconds=time.monotonic() - began)
+        return Measured(step_s=step_s, peak=peak)
 
     def _engine_for(self, config: PolicyExperimentConfig) -> Engine:
         recomputes = config.actor.gradient_checkpointing
@@ -253,12 +99,11 @@ class Trials(AbstractContextManager["Trials"]):
             return self._engine
         self._close()
         began = time.monotonic()
-        plan, roles = with_schedules(config, self._plan, with_common_ids(experiment_roles(config), self._plan), 1000)
+        plan, roles = with_schedules(config, self._plan, complete_roles(experiment_roles(config), self._plan), 1000)
         spec = plan.spec
         actor = replace(spec.actor, gradient_checkpointing=recomputes)
         if actor.lora is not None:
             actor = replace(actor, lora=replace(actor.lora, init_from=""))
-        roles = {name: replace(role, path=role.path or actor.path) for name, role in roles.items()}
         spec = replace(spec, actor=actor, planned=roles, engine=replace(spec.engine, dummy_load=True))
         self._engine, self._recomputes = Engine(spec, "spawn"), recomputes
         self._is_new, self._cache_of = True, None
@@ -328,17 +173,14 @@ class _Trial:
         usual, found = self._limits.usual, self.candidate.usual
         data = replace(self.config.train_dataset, batch_size=n_prompts)
         rollout = replace(self.config.rollout, max_concurrent_rollouts=self._at_once)
-        n_minibatches = {"ppo_n_minibatches": 1}  # a part of the rows need not divide into the updates of a step
-        config = replace(
-            self.config, train_dataset=data, rollout=rollout, actor=replace(self.config.actor, **n_minibatches)
-        )
-        if isinstance(config, CriticExperimentConfig):
-            config = replace(config, critic=replace(config.critic, **n_minibatches))
+        # A part of the rows need not divide into the updates of a step.
+        trained = {name: replace(model, ppo_n_minibatches=1) for name, model in self.config.trained_models().items()}
+        config = replace(self.config, train_dataset=data, rollout=rollout, **trained)
         return forecast(config, found.hardware, found.n_devices, prompt or usual.prompt, answer or usual.answer)
 
     @property
     def _at_once(self) -> int:
-        return self.config.rollout.max_concurrent_rollouts or self.config.rows_per_step
+        return self.config.samples_at_once
 
     # -- rollout ---------------------------------------------------------------------------------------------------
 
@@ -415,21 +257,11 @@ class _Trial:
             for _ in range(n_prompts * self._n_samples)
         ]
         lengths[0] = (self._limits.prompt, self._limits.answer)
-        return [self._random_row(*pair, index) for index, pair in enumerate(lengths)], n_prompts
-
-    def _random_row(self, prompt: int, answer: int, index: int) -> TrainSequence:
-        n, advantage = prompt + answer, 1.0 if index % 2 else -1.0
-        zeros = [0.0] * n
-        return TrainSequence(
-            prompt_mask=[True] * prompt + [False] * answer,
-            tokens=self._random_tokens(n),
-            logprobs=[0.0] * prompt + [_RANDOM_LOGPROB] * answer,
-            advantages=[0.0] * prompt + [advantage] * answer,
-            returns=zeros,
-            values=zeros,
-            ref_logprobs=zeros,
-            staleness=1,  # engine.exact compares the log-probabilities of newer rows with the rollout
-        )
+        rows = [
+            _made_up_row(prompt, self._random_tokens(prompt + answer), 1.0 if index % 2 else -1.0)
+            for index, (prompt, answer) in enumerate(lengths)
+        ]
+        return rows, n_prompts
 
     def _run_phase(self, phase: Phase, rows: list[TrainSequence]) -> None:
         """Run the phase "train ROLE", "score ROLE" or "score actor again" on made-up rows."""
@@ -468,6 +300,20 @@ def _loss_fn(divergence: Divergence | None) -> Any:
     return loss_fn if divergence is None else partial(distillation_loss_fn, policy_loss_fn=loss_fn)
 
 
+def _made_up_row(prompt: int, tokens: list[int], advantage: float) -> TrainSequence:
+    zeros, answer = [0.0] * len(tokens), len(tokens) - prompt
+    return TrainSequence(
+        prompt_mask=[True] * prompt + [False] * answer,
+        tokens=tokens,
+        logprobs=[0.0] * prompt + [_RANDOM_LOGPROB] * answer,
+        advantages=[0.0] * prompt + [advantage] * answer,
+        returns=zeros,
+        values=zeros,
+        ref_logprobs=zeros,
+        staleness=1,  # engine.exact compares the log-probabilities of newer rows with the rollout
+    )
+
+
 def _draw_length(draw: random.Random, mean: int) -> int:
     """Draw a length uniformly, from 1 on."""
     return draw.randint(1, 2 * mean - 1)
@@ -481,16 +327,7 @@ def _largest_within(most: int, seconds: Callable[[int], float], limit_s: float) 
 
 
 def _warm_up(engine: Engine, config: PolicyExperimentConfig) -> None:
-    n = 2 * _WARM_UP_TOKENS
-    row = TrainSequence(
-        prompt_mask=[True] * _WARM_UP_TOKENS + [False] * _WARM_UP_TOKENS,
-        tokens=[1] * n,
-        logprobs=[_RANDOM_LOGPROB] * n,
-        advantages=[1.0] * n,
-        returns=[0.0] * n,
-        values=[0.0] * n,
-        staleness=1,
-    )
+    row = _made_up_row(_WARM_UP_TOKENS, [1] * 2 * _WARM_UP_TOKENS, 1.0)
     rows, spec = [row] * engine.spec.layout.data_size, MicroBatchSpec(mini_bs=1)
     engine.train(rows, _loss_fn(config.divergence), UpdateSpec(spec, divergence=config.divergence))
     if isinstance(config, CriticExperimentConfig):

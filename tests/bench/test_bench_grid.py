@@ -18,7 +18,7 @@ TINY = "grid --shape tiny --device cpu --prompts 2 --samples 4 --prompt-len 16 -
 
 @pytest.fixture(autouse=True)
 def quickly_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areno.run.tuning_trials.shortlist", lambda found: found[:1])
+    monkeypatch.setattr("areno.run.tuning.shortlist", lambda found: found[:1])
     monkeypatch.setattr(grid, "BUDGETS", (64, 4096))
 
 

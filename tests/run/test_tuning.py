@@ -22,8 +22,9 @@ from areno.launch.command import run
 from areno.launch.compose import load
 from areno.plan.tuning_candidates import AT_ONCE, BATCH, BUDGET, DROP, RECOMPUTE, Candidate
 from areno.recipes.gspo import ALGORITHM
-from areno.run import tuning_trials
-from areno.run.tuning_trials import Measured, Trials, choose
+from areno.run import tuning, tuning_trials
+from areno.run.tuning import choose
+from areno.run.tuning_trials import Measured, Trials
 from areno.schema.values import value_at
 from areno.tracking.run_folder import settings_of
 from areno.trainers.policy_only import PolicyOnlyTrainer
@@ -72,7 +73,7 @@ def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return run_trial(trial, **how)
 
     monkeypatch.setattr(tuning_trials._Trial, "run", recorded)
-    monkeypatch.setattr(tuning_trials, "shortlist", lambda found: found[:2])
+    monkeypatch.setattr(tuning, "shortlist", lambda found: found[:2])
     return found
 
 
@@ -191,15 +192,15 @@ class MadeUp(Trials):
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> type[MadeUp]:
-    monkeypatch.setattr(tuning_trials, "Trials", MadeUp)
+    monkeypatch.setattr(tuning, "Trials", MadeUp)
     MadeUp.seconds = 0.0
-    MadeUp.result = staticmethod(lambda candidate: Measured(step_s=1.0, peak=0, seconds=0.0))
+    MadeUp.result = staticmethod(lambda candidate: Measured(step_s=1.0, peak=0))
     return MadeUp
 
 
 def test_the_fastest_candidate_is_chosen(made_up: type[MadeUp]) -> None:
     def result(candidate: Candidate) -> Measured:
-        return Measured(step_s=0.5 if len(made_up.tried) == 3 else 1.0, peak=0, seconds=0.0)
+        return Measured(step_s=0.5 if len(made_up.tried) == 3 else 1.0, peak=0)
 
     made_up.result = staticmethod(result)
     chosen = choose(config(), ())
@@ -238,7 +239,7 @@ def test_what_needs_least_memory_is_tried_last_and_only_if_nothing_else_fits(mad
     usual = len(made_up.tried)
 
     def result(candidate: Candidate) -> Measured:
-        return Measured(step_s=1.0, peak=2**60 if len(made_up.tried) <= usual else 0, seconds=0.0)
+        return Measured(step_s=1.0, peak=2**60 if len(made_up.tried) <= usual else 0)
 
     made_up.result = staticmethod(result)
     chosen = choose(config(), ())
@@ -249,7 +250,7 @@ def test_what_needs_least_memory_is_tried_last_and_only_if_nothing_else_fits(mad
 
 @pytest.mark.slow
 def test_nothing_fits(made_up: type[MadeUp]) -> None:
-    made_up.result = staticmethod(lambda candidate: Measured(step_s=1.0, peak=2**60, seconds=0.0))
+    made_up.result = staticmethod(lambda candidate: Measured(step_s=1.0, peak=2**60))
     with pytest.raises(ConfigError, match=r"tune.mem_frac: is 0.9, and no candidate fits into .* GiB of a device; "):
         choose(config(), ())
 
@@ -266,7 +267,7 @@ def test_a_rollout_is_not_tried_if_its_size_is_given(monkeypatch: pytest.MonkeyP
         raise AssertionError("decoded samples")
 
     monkeypatch.setattr(tuning_trials._Trial, "_generate", generate)
-    monkeypatch.setattr(tuning_trials, "shortlist", lambda found: found[:1])
+    monkeypatch.setattr(tuning, "shortlist", lambda found: found[:1])
     chosen = choose(config(f"{AT_ONCE}=24"), {AT_ONCE})
     assert AT_ONCE not in chosen
     assert chosen[BATCH] == 6
@@ -285,7 +286,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
         made = {AT_ONCE: 8, RECOMPUTE: False, BUDGET: 512, BATCH: 2}
         return {key: value for key, value in made.items() if key not in given}
 
-    monkeypatch.setattr(tuning_trials, "choose", choose_made_up)
+    monkeypatch.setattr(tuning, "choose", choose_made_up)
     return asked
 
 
@@ -341,7 +342,7 @@ def test_an_error_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> None:
         raise ConfigError("nothing fits")
 
-    monkeypatch.setattr(tuning_trials, "choose", fail)
+    monkeypatch.setattr(tuning, "choose", fail)
     with pytest.raises(SystemExit):
         start(tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
@@ -377,7 +378,7 @@ def test_a_script_is_tuned_too(tmp_path: Path, chosen: list[set[str]]) -> None:
 def test_a_tuned_run_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In exact mode, if no setting was chosen that changes what is learned."""
     exact = ["engine.deterministic=true", "engine.exact=true", f"{BATCH}=8"]
-    monkeypatch.setattr(tuning_trials, "shortlist", lambda found: [of for of in found if of.settings[AT_ONCE] < 32][:2])
+    monkeypatch.setattr(tuning, "shortlist", lambda found: [of for of in found if of.settings[AT_ONCE] < 32][:2])
     tuned, untuned = start(tmp_path, *exact), start(tmp_path, *exact, task=TASK, trial="u")
     assert value_at(settings_of(tuned), AT_ONCE) < 32
     assert value_at(settings_of(untuned), AT_ONCE) is None

@@ -1,0 +1,168 @@
+"""Chooses settings of memory and speed by a trial before a run, see the section `tune` of the settings.
+
+`areno/plan/tuning_candidates.py` lists candidates from a forecast, and `areno/run/tuning_trials.py` tries the best
+ones. The chosen settings are written to tuned.yaml in the folder of the run. A resumed run takes them from its folder,
+and is not tuned again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from areno.config.experiments import ExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.cost.footprint import gib
+from areno.errors import ConfigError, EngineError, Problem
+from areno.files.durable import atomic_write_text
+from areno.plan.hardware import Hardware, devices_here, this_cpu
+from areno.plan.plan import plan_of_experiment
+from areno.plan.settings_that_fit import set_values, shown
+from areno.plan.tuning_candidates import (
+    AT_ONCE,
+    BATCH,
+    CHOSEN,
+    Candidate,
+    candidates,
+    given_settings,
+    nothing_fits,
+    shortlist,
+)
+from areno.run.tuning_trials import Measured, Trials
+from areno.schema.fields import changed
+from areno.schema.values import value_at
+from areno.specs.engine import EngineSpec
+from areno.tracking.run_folder import TUNED, folder_of, is_described, settings_of
+
+logger = logging.getLogger("areno")
+
+
+def tune(config: ExperimentConfig, given: Collection[str], reuse: str = "") -> str | None:
+    """Choose the settings of a new run that the user has not given, if tune.enabled is true, and set them in `config`.
+
+    Returns the content of tuned.yaml, based on the task `reuse` so that it can be given as --config-name, or None if
+    nothing was chosen. `given` has dotted names of settings. Raises EngineError if each trial has failed.
+    """
+    if not isinstance(config, PolicyExperimentConfig) or not config.tune.enabled:
+        return None
+    began = time.monotonic()
+    chosen = choose(config, given_settings(given))
+    if not chosen:
+        logger.info("tune: no setting is left to choose, so that nothing is tried")
+        return None
+    if BATCH in chosen:
+        text = "tune: %s=%d is chosen, since it was not given; unlike the other settings, it changes what is learned"
+        logger.info(text, BATCH, chosen[BATCH])
+    set_values(config, chosen)
+    logger.info("tune: in %.0f s, chosen: %s", time.monotonic() - began, shown(chosen))
+    return _tuned_yaml(chosen, reuse)
+
+
+def _tuned_yaml(chosen: Mapping[str, Any], base: str) -> str:
+    nested = OmegaConf.create({"defaults": [base or "recipe", "_self_"]})
+    for key, value in chosen.items():
+        OmegaConf.update(nested, key, value)
+    lines = [
+        "# Settings of memory and speed that tune.enabled=true has chosen. To start another run with them, add",
+        f"#   {shown(chosen)}",
+        f"# or name the folder of this file: --config-dir=FOLDER --config-name={Path(TUNED).stem}",
+    ]
+    return "\n".join([*lines, OmegaConf.to_yaml(nested)])
+
+
+def restore(config: ExperimentConfig, folder: Path, given: Collection[str] = ()) -> None:
+    """Set the settings that were chosen before an earlier process of a run, unless the user gives others now.
+
+    They are set even if tune.enabled is now false, because the run continues with the settings that it began with.
+    """
+    if not isinstance(config, PolicyExperimentConfig):  # another algorithm, with which the run cannot be resumed
+        return
+    before, kept = settings_of(folder, TUNED), given_settings(given)
+    found = {key: value_at(before, key) for key in CHOSEN if key not in kept}
+    set_values(config, {key: value for key, value in found.items() if value is not None})
+
+
+def tune_for_script(config: ExperimentConfig, run_dir: str | Path | None) -> str | None:
+    """Tune a run that a script starts, or restore the settings of the run that it resumes.
+
+    Settings that differ from their defaults count as given. Does nothing if a command has tuned the run before.
+    """
+    if run_dir is not None and is_described(Path(run_dir)):
+        return None
+    given = [key for key, _ in changed(config)]
+    folder = folder_of(config, config.trial_name) if run_dir is None and config.trial_name else run_dir
+    if folder is not None and (Path(folder) / TUNED).exists():
+        restore(config, Path(folder), given)
+        return None
+    return tune(config, given)
+
+
+def write(folder: Path, text: str | None) -> None:
+    if text is None:
+        return
+    try:
+        atomic_write_text(folder / TUNED, text)
+    except OSError as error:
+        raise ConfigError(Problem("cluster.fileroot", "cannot write to {}: {}", folder, error.strerror)) from error
+
+
+def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, Any]:
+    """Try the best candidates for a run, and return the settings of the fastest one that fits."""
+    plan = plan_of_experiment(config)
+    hardware, n_devices = _hardware(plan.spec), len(plan.spec.devices)
+    found = candidates(config, hardware, n_devices, given)
+    if not found[0].settings:
+        return {}
+    most = int(config.tune.mem_frac * hardware.memory)
+    fitting: list[tuple[Candidate, Measured]] = []
+    least: int | None = None  # peak of a candidate that is too large
+    error: EngineError | None = None
+    with Trials(plan, probes_rollout=AT_ONCE not in given) as trials:
+        smallest = min(found, key=lambda candidate: candidate.peak)
+        for number, candidate in enumerate([*(tried := shortlist(found)), smallest]):
+            is_last_resort = number == len(tried)
+            if number and (not trials.may_begin(candidate) or (is_last_resort and fitting)):
+                break
+            try:
+                measured = trials.run(candidate)
+            except EngineError as failure:
+                error = failure
+                logger.warning("tune: %s: discarded, %s", candidate, str(failure).partition("\n")[0])
+                continue
+            is_too_large = f"; discarded, more than {gib(most)} GiB" if measured.peak > most else ""
+            logger.info("tune: %s: %s%s", candidate, _predicted_and_measured(candidate, measured), is_too_large)
+            if is_too_large:
+                least = min(measured.peak, least or measured.peak)
+            else:
+                fitting.append((candidate, measured))
+    if fitting:
+        best, _ = min(fitting, key=lambda result: (-result[0].n_rows, result[0].price(result[1].step_s)))
+        return dict(best.settings)
+    if least is None and error is not None:
+        raise error
+    raise nothing_fits(config, hardware, n_devices, least)
+
+
+def _predicted_and_measured(candidate: Candidate, measured: Measured) -> str:
+    return (
+        f"{candidate.usual.seconds:.2f} s a step predicted, {measured.step_s:.2f} s measured; "
+        f"{gib(candidate.peak)} GiB predicted, {gib(measured.peak)} GiB measured"
+    )
+
+
+def _hardware(spec: EngineSpec) -> Hardware:
+    """Return the device that each worker of an engine has. The memory of a CPU is divided by the number of workers."""
+    if spec.devices[0].startswith("cuda"):
+        here = devices_here()[0]
+        if not here.is_cuda:
+            text = "needs the command nvidia-smi, which is not there or finds no GPU; set it to false"
+            raise ConfigError(Problem("tune.enabled", text))
+        return here
+    cpu = this_cpu()
+    return replace(cpu, memory=cpu.memory // spec.world_size)
