@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -134,7 +134,7 @@ class RolloutSession:
         proxy: Settings of the HTTP server for agents. None starts no server.
 
     Attributes:
-        is_suspended: Whether the session is inside a block of `suspended`.
+        is_suspended: Whether the session is between `suspend` and `resume`.
     """
 
     def __init__(self, sessions: Sessions, max_running: int | None, proxy: ProxySettings | None = None):
@@ -166,23 +166,10 @@ class RolloutSession:
             raise EngineError("this rollout session serves nothing; use it in a `with` block, and with proxy=True")
         return self._proxy
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Interrupt all samples for the time of a `with` block, in which models can be trained, scored and saved.
-
-        Samples of the session's server and of `Engine.generate_stream` continue after the block, with the weights that
-        the actor then has. Requests that arrive during the block wait for its end. Time limits of requests do not count
-        the time of the block.
-        """
-        self.suspend()
-        try:
-            yield
-        finally:
-            self.resume()
-
     def suspend(self) -> list[int]:
-        """Interrupt all samples until `resume`. `suspended` does both around a `with` block.
+        """Interrupt all samples until `resume`. Meanwhile models can be trained, scored and saved.
 
+        Requests that arrive meanwhile wait for `resume`, and time limits of requests do not count the time until then.
         Returns the number of tokens of each sample that was interrupted after its first token.
         """
         self._check_open("suspend")

@@ -480,11 +480,12 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         settings. docs/sdk.md lists the roles. Raises EngineError if a role is loaded with other settings: release it
         first.
         """
-        from areno.plan.roles import script_roles, with_common_ids
+        from areno.plan.roles import script_roles
+        from areno.plan.vocabularies import complete_roles
 
         engine = self._outside_rollout("ensure_roles")
         with self._named(), log_memory_after(engine):
-            engine.ensure_roles(with_common_ids(script_roles(roles, engine.spec.actor), self._plan))
+            engine.ensure_roles(complete_roles(script_roles(roles, engine.spec.actor), self._plan))
 
     def release_role(self, role: str) -> None:
         """Unload the model of a role that ensure_roles loaded, and free its memory."""

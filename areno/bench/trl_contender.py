@@ -26,7 +26,7 @@ from areno.engine.train.learning_rate import learning_rate
 from areno.errors import ArenoError, ConfigError, DataError, Problem
 from areno.kernels.backend import default_dtype
 from areno.models.registry import load_config
-from areno.plan.plan import load_tokenizer
+from areno.plan.folders import load_tokenizer
 from areno.scoring.pool import RewardPool
 from areno.scoring.records import record_of_completion
 from areno.types import PromptItem

@@ -103,7 +103,7 @@ def _weights(folder: Path, config: list[TransformerConfig]) -> str:
 
 def _tokenizer(folder: Path) -> str:
     from areno.models.folder import TOKENIZER
-    from areno.plan.plan import load_tokenizer
+    from areno.plan.folders import load_tokenizer
 
     if not any((folder / name).is_file() for name in TOKENIZER):
         text = "{} has no tokenizer; download the model again, or set {} to a folder that has one"

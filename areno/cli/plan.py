@@ -280,7 +280,7 @@ def _print(algorithm: str, found: Forecast, ways: Sequence[Way], is_limit: bool)
 def _models(found: Forecast) -> str:
     names = []
     for model in found.footprint.models:
-        how = f"trained by {model.optimizer}" if model.optimizer else "scores"
+        how = f"trained by {model.optimizer.type}" if model.optimizer else "scores"
         names.append(f"{model.name} ({how}{', only adapters' if model.adapters else ''})")
     return ", ".join(names)
 

@@ -264,6 +264,7 @@ def _guard(arguments: argparse.Namespace) -> PageGuard | None:
 
 
 def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
+    from areno.config.experiments import ExperimentConfig
     from areno.config.models import ModelConfig
     from areno.config.rollout import DecoderConfig
     from areno.config.run import EngineConfig
@@ -279,9 +280,14 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
     engine_config = EngineConfig.of(arguments, dummy_load=arguments.random_weights)
     path = _model(arguments.folder)
     actor = with_model(ModelConfig(path=path, dtype=arguments.dtype), path)
-    devices = partial(find_devices, engine_config)
-    allowed = arguments.allow_control_tokens
-    plan = open_actor(actor, engine_config, devices, tokenizer_path=own_tokenizer(path), control_tokens=allowed)
+    config = ExperimentConfig(
+        experiment_name="serve",
+        actor=actor,
+        engine=engine_config,
+        tokenizer_path=own_tokenizer(path),
+        allow_control_tokens=arguments.allow_control_tokens,
+    )
+    plan = open_actor(config, partial(find_devices, engine_config))
     decoder = DecoderConfig.of(arguments)
     limits = _limits(arguments)
     with Engine(plan.spec.frozen(), plan.workers) as engine:

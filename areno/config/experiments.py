@@ -135,6 +135,11 @@ class ExperimentConfig(Section):
         """Return the number of training rows that stay together, such as 2 for a pair of answers."""
         return 1
 
+    @property
+    def units_per_step(self) -> int:
+        """Largest number of units that a step trains. A unit is a row, or a pair of rows (`rows_per_item`)."""
+        return self.train_dataset.batch_size
+
     def offloads(self, section: Any) -> bool:
         """Return whether a model is offloaded, by its own setting or by enable_offload.
 
@@ -164,14 +169,14 @@ class ExperimentConfig(Section):
         """Report that evaluator.metric or saver.best_metric names a metric that evaluation does not measure."""
         return iter(()) if self.valid_dataset is None else metric_problems(self, self.valid_dataset.by_name())
 
-    def optimizers(self) -> list[models.OptimizerConfig]:
-        """Return the optimizer settings of each trained model."""
-        return [self.actor.optimizer]
+    def trained_models(self) -> dict[str, Any]:
+        """Return role -> section of each trained model."""
+        return {"actor": self.actor}
 
     @check
     def states_of_no_moments(self) -> Iterator[Problem]:
         """Report settings about optimizer moments if every optimizer is SGD, which has no moments."""
-        if all(optimizer.type not in WITH_MOMENTS for optimizer in self.optimizers()):
+        if all(model.optimizer.type not in WITH_MOMENTS for model in self.trained_models().values()):
             for name in (name for name in ("no_save_optim", "no_load_optim") if vars(self.recover)[name]):
                 text = "is true, but {} is {}, which has no moments; leave it out"
                 yield Problem(f"recover.{name}", text, Key("actor.optimizer.type"), self.actor.optimizer.type)

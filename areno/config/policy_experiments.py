@@ -364,6 +364,11 @@ class PolicyExperimentConfig(ExperimentConfig):
         return self.train_dataset.batch_size * self.gconfig.n_samples
 
     @property
+    def samples_at_once(self) -> int:
+        """Largest number of samples that decode at the same time in training, over all devices."""
+        return self.rollout.max_concurrent_rollouts or self.rows_per_step
+
+    @property
     def trained_per_prompt(self) -> int:
         """Largest number of samples of a prompt that are trained. The others are only scored by the rewards."""
         return self.gconfig.n_samples
@@ -475,9 +480,9 @@ class CriticExperimentConfig(KLExperimentConfig):
 
     critic: models.CriticConfig = setting(factory=models.CriticConfig, help="The value function")
 
-    def optimizers(self) -> list[models.OptimizerConfig]:
-        """Return the optimizer settings of the actor and the critic."""
-        return [self.actor.optimizer, self.critic.optimizer]
+    def trained_models(self) -> dict[str, Any]:
+        """Return role -> section of the actor and the critic."""
+        return {"actor": self.actor, "critic": self.critic}
 
     @forbid(
         "critic.ppo_n_minibatches",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from areno.config.layout import ALONE, Layout
-from areno.config.optimizers import OPTIMIZERS, OptimizerType
 from areno.cost.memory import ModelBytes, PassBytes, kv_bytes, kv_bytes_of_row, model_bytes, state_bytes
-from areno.layers.config import AdapterSpec
 from areno.models.config import TransformerConfig
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
@@ -24,43 +22,12 @@ _MIN_TOKENS = 256  # of a micro-batch and of a KV cache that are of any use
 _MIN_SLOTS = 2  # of recurrent states: one sequence, and what pads a batch
 
 
-@dataclass(frozen=True)
-class Model:
-    """One model of the engine, with the facts that decide how much memory it takes."""
+@dataclass(kw_only=True)
+class Model(RoleSpec):
+    """A role with the shape of its model. On a CPU, `offload` is off, because it has no effect there."""
 
-    name: str  # of the role
+    name: str
     config: TransformerConfig
-    optimizer: OptimizerType | None  # None for a frozen model
-    key: str  # section of the configuration
-    offload: bool = False  # rests in host memory while not in use, see RoleSpec.offload
-    recompute: bool = True
-    adapters: AdapterSpec | None = None  # trained in place of the weights
-    path: str = ""
-    in_training: bool = False  # training passes of the actor use the model, as its teacher
-
-    @property
-    def smaller_optimizer(self) -> OptimizerType | None:
-        return None if self.optimizer is None else OPTIMIZERS[self.optimizer].smaller
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether the weights stay on the device while the model is not used."""
-        return not self.offload or self.key == "actor"
-
-    @property
-    def may_stream(self) -> bool:
-        """Whether actor.offload would free device memory."""
-        return self.key == "actor" and self.optimizer is not None and self.adapters is None and not self.offload
-
-    @staticmethod
-    def of(name: str, config: TransformerConfig, role: RoleSpec, can_offload: bool) -> Model:
-        kind = role.optimizer.type if role.optimizer else None
-        section = section_of(role.key)
-        adapters = role.lora.adapters if role.lora else None
-        away = role.offload and can_offload
-        return Model(
-            name, config, kind, section, away, role.gradient_checkpointing, adapters, role.path, role.in_training
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,22 +46,6 @@ class Footprint:
     host_bytes: int | None = None  # free host memory for each device; None: unknown
     share_prefixes: bool = False
 
-    @staticmethod
-    def of(spec: EngineSpec, itemsize: int, models: Sequence[Model], uses_triton: bool) -> Footprint:
-        engine, within = spec.engine, models[0].config.within if models else ""
-        return Footprint(
-            models=tuple(models),
-            itemsize=itemsize,
-            layout=spec.layout,
-            split=engine.sequence_parallel is not False and not engine.exact,
-            zero_stage=engine.zero_stage,
-            budget=spec.mb_spec.max_tokens_per_mb,
-            copies_a=uses_triton and not engine.exact,
-            on_cuda=spec.devices[0].startswith("cuda"),
-            may_adapt=may_have_adapters(spec, within),
-            share_prefixes=spec.share_prefixes != "off",
-        )
-
     @property
     def batch_tokens(self) -> int:
         """Largest number of tokens in a micro-batch, over all context-parallel ranks."""
@@ -105,7 +56,7 @@ class Footprint:
         return model_bytes(
             model.config,
             self.itemsize,
-            model.optimizer,
+            model.optimizer and model.optimizer.type,
             layout=self.layout,
             zero_stage=self.zero_stage,
             adapters=model.adapters,
@@ -121,7 +72,7 @@ class Footprint:
 
     def extra_in_use(self, model: Model, training: bool) -> int:
         """Return the additional bytes of a model on each device while it is used, without activations."""
-        teacher = self._teacher if training and model.key == "actor" else None
+        teacher = self._teacher if training and model.is_actor else None
         beside = 0 if teacher is None else self.extra_in_use(teacher, training=False)
         if not model.offload:
             return beside
@@ -170,9 +121,9 @@ class Footprint:
         return self.training_pass(model).total(-(-n_tokens // self.layout.cp_size))
 
     def training_pass(self, model: Model) -> PassBytes:
-        config, recompute = model.config, model.recompute
+        config, recompute = model.config, model.gradient_checkpointing
         found = PassBytes.of_training(config, self.itemsize, self.layout, recompute=recompute, split=self.split)
-        return found.with_two_heads() if model.key == "actor" and self._teacher is not None else found
+        return found.with_two_heads() if model.is_actor and self._teacher is not None else found
 
     def scoring_pass(self, model: Model) -> PassBytes:
         return PassBytes.of_scoring(model.config, self.itemsize, self.layout, split=self.split)
@@ -250,18 +201,27 @@ def footprint_of(
     itemsize: int,
     uses_triton: bool,
 ) -> Footprint:
-    on_cuda = spec.devices[0].startswith("cuda")
-    models = [Model.of(name, configs[name], role, on_cuda) for name, role in roles.items()]
-    return Footprint.of(spec, itemsize, models, uses_triton)
+    engine, on_cuda = spec.engine, spec.devices[0].startswith("cuda")
+    models = tuple(
+        Model(**{**vars(role), "offload": role.offload and on_cuda}, name=name, config=configs[name])
+        for name, role in roles.items()
+    )
+    return Footprint(
+        models=models,
+        itemsize=itemsize,
+        layout=spec.layout,
+        split=engine.sequence_parallel is not False and not engine.exact,
+        zero_stage=engine.zero_stage,
+        budget=spec.mb_spec.max_tokens_per_mb,
+        copies_a=uses_triton and not engine.exact,
+        on_cuda=on_cuda,
+        may_adapt=may_have_adapters(spec, models[0].config.within if models else ""),
+        share_prefixes=spec.share_prefixes != "off",
+    )
 
 
 def gib(n_bytes: float) -> str:
     return f"{n_bytes / GIB:.2f}" if n_bytes < 10 * GIB else f"{n_bytes / GIB:.1f}"
-
-
-def section_of(key: str) -> str:
-    """Return the section of a model's path: "teacher" for "teacher.path", and for "teacher.models.math"."""
-    return key.removesuffix(".path").partition(".models.")[0]
 
 
 def may_have_adapters(spec: EngineSpec, within: str = "") -> bool:

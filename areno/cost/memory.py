@@ -58,7 +58,7 @@ class ModelBytes:
 def model_bytes(
     config: TransformerConfig,
     itemsize: int,
-    optimizer: OptimizerType | None = None,
+    optimizer: OptimizerType | None,
     *,
     layout: Layout = ALONE,
     zero_stage: int = 0,

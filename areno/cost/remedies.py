@@ -9,15 +9,16 @@ from typing import Any
 
 from areno.config.lora import LoraConfig
 from areno.config.models import MicroBatchSpec
-from areno.config.optimizers import OPTIMIZERS
 from areno.config.rollout import DecoderConfig
-from areno.cost.footprint import RESERVE, RESTING, Footprint, gib, may_have_adapters, section_of
+from areno.cost.footprint import RESERVE, RESTING, Footprint, Model, gib, may_have_adapters
 from areno.cost.kv_cache import may_draft
 from areno.errors import EngineError, Key
 from areno.layers.config import AdapterSpec
 from areno.models.adapter_shapes import linear_shapes
 from areno.specs.engine import EngineSpec
-from areno.specs.role import RoleSpec
+from areno.specs.role import LoraSpec, RoleSpec
+
+_MOST_WAYS, _MOST_DEVICES = 4, 64
 
 Way = dict[str, Any]
 """Changed settings: name -> new value."""
@@ -47,7 +48,7 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
     if shrinkable:
         verb = "takes" if len(shrinkable) == 1 else "take"
         text += "; " + " and ".join(f"{{}}={model.smaller_optimizer}" for model in shrinkable) + f" {verb} less"
-        args += [Key(f"{model.key}.optimizer.type") for model in shrinkable]
+        args += [Key(f"{model.own_section}.optimizer.type") for model in shrinkable]
     raise EngineError(text, *args)
 
 
@@ -61,7 +62,7 @@ def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
     divides = any(model.optimizer for model in away) and footprint.layout.dp_size > 1 and footprint.zero_stage == 0
     ways = [f"set {{}}={model.smaller_optimizer}" for model in shrinkable]
     ways += ["set {}=1"] * divides + ["turn off {}"] * len(away)
-    keys = [f"{model.key}.optimizer.type" for model in shrinkable] + ["engine.zero_stage"] * divides
+    keys = [f"{model.own_section}.optimizer.type" for model in shrinkable] + ["engine.zero_stage"] * divides
     raise EngineError(
         "the host memory is too small for {}: what offload keeps there takes {} GiB for the ranks of a machine ({}), "
         f"and {{}} GiB are free; {either(['use a machine with more memory', *ways])}",
@@ -70,11 +71,11 @@ def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
         n_ranks,
         gib(n_ranks * int((1 - RESERVE) * footprint.host_bytes)),
         *map(Key, keys),
-        *(Key(f"{model.key}.offload") for model in away),
+        *(Key(f"{model.own_section}.offload") for model in away),
     )
 
 
-def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 4) -> list[tuple[Way, Footprint]]:
+def ways_to_fit(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
     """Return alternative changes of settings with which the models fit, each with the footprint that results.
 
     The kinds of changes are zero_stage, tp_size, offloading of models that are not always used, offloading of the
@@ -86,7 +87,7 @@ def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 4) -> list[
     for n, way, found in fitting:
         if n == fewest:
             chosen.setdefault(tuple(way), (way, found))  # for the same settings, the first values are the nearest ones
-    return list(chosen.values())[:most]
+    return list(chosen.values())[:_MOST_WAYS]
 
 
 def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
@@ -99,9 +100,9 @@ def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, F
         return []
     actor, *others = footprint.models
     targets = tuple(linear_shapes(actor.config))
-    adapters = AdapterSpec(LoraConfig().lora_rank, LoraConfig().lora_alpha, targets)
+    lora = LoraSpec(adapters=AdapterSpec(LoraConfig().lora_rank, LoraConfig().lora_alpha, targets))
     others = [model for model in others if model.optimizer or model.config.head != "lm" or model.path != actor.path]
-    adapted = replace(footprint, models=(replace(actor, adapters=adapters), *others), may_adapt=False)
+    adapted = replace(footprint, models=(replace(actor, lora=lora), *others), may_adapt=False)
     way: Way = {"actor.use_lora": True}
     if adapted.fits(device_bytes):
         return [(way, adapted)]
@@ -117,7 +118,7 @@ def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
     now, tp_size, n_ranks = footprint, footprint.layout.tp_size, footprint.layout.world_size
     sizes = [size for size in range(tp_size, n_ranks + 1) if _divides(now, size)]
     shrinkable = [model for model in now.models if model.smaller_optimizer]
-    to_host = [model for model in now.models if now.on_cuda and model.key in RESTING and not model.offload]
+    to_host = [model for model in now.models if now.on_cuda and model.own_section in RESTING and not model.offload]
     to_stream = [model for model in now.models if now.on_cuda and model.may_stream]
     stages, no_yes = range(now.zero_stage, 3), (False, True)
     for shrinks, streams, away, size, stage in itertools.product(no_yes, no_yes, no_yes, sizes, stages):
@@ -127,21 +128,24 @@ def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
         changes: list[Way] = [
             {"engine.zero_stage": stage} if stage != now.zero_stage else {},
             {"engine.tp_size": size} if size != tp_size else {},
-            {f"{model.key}.offload": True for model in to_host} if away else {},
-            {f"{model.key}.offload": True for model in to_stream} if streams else {},
-            {f"{model.key}.optimizer.type": model.smaller_optimizer for model in shrinkable} if shrinks else {},
+            {f"{model.own_section}.offload": True for model in to_host} if away else {},
+            {f"{model.own_section}.offload": True for model in to_stream} if streams else {},
+            {f"{model.own_section}.optimizer.type": model.smaller_optimizer for model in shrinkable} if shrinks else {},
         ]
         models = tuple(
-            replace(
-                model,
-                offload=model.offload or (away and model in to_host) or (streams and model in to_stream),
-                optimizer=model.smaller_optimizer if shrinks and model in shrinkable else model.optimizer,
-            )
+            _with_less(model, (away and model in to_host) or (streams and model in to_stream), shrinks)
             for model in now.models
         )
         if n := sum(map(bool, changes)):
             way = {key: value for change in changes for key, value in change.items()}
             yield n, way, replace(now, models=models, layout=replace(now.layout, tp_size=size), zero_stage=stage)
+
+
+def _with_less(model: Model, offload: bool, shrinks: bool) -> Model:
+    optimizer = model.optimizer
+    if shrinks and optimizer and model.smaller_optimizer:
+        optimizer = replace(optimizer, type=model.smaller_optimizer)
+    return replace(model, offload=model.offload or offload, optimizer=optimizer)
 
 
 def _divides(footprint: Footprint, tp_size: int) -> bool:
@@ -152,15 +156,15 @@ def _divides(footprint: Footprint, tp_size: int) -> bool:
     return shared and not any(size % tp_size for size in sizes)
 
 
-def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) -> Footprint | None:
-    """Return the first footprint that fits on 2, 4, 8, ... times as many devices, up to `most` devices in total.
+def _on_more_devices(footprint: Footprint, device_bytes: int) -> Footprint | None:
+    """Return the first footprint that fits on 2, 4, 8, ... times as many devices, up to 64 devices in total.
 
     tp_size and zero_stage may change as well. On a CPU more ranks would share the same memory.
     """
     size = footprint.layout.world_size
     if not footprint.on_cuda:  # more ranks would share the same memory of the machine
         return None
-    while (size := 2 * size) <= most:
+    while (size := 2 * size) <= _MOST_DEVICES:
         larger = replace(footprint, layout=replace(footprint.layout, world_size=size))
         for found in [larger, *(found for _, _, found in _others(larger) if found.models == larger.models)]:
             if found.fits(device_bytes):
@@ -196,11 +200,6 @@ MORE_DEVICES: Option = ("divide the model over more devices ({})", Key("engine.t
 FEWER_AT_ONCE: Option = ("lower {}", Key("rollout.max_concurrent_rollouts"))
 
 
-def may_stream(role: RoleSpec) -> bool:
-    """Return whether actor.offload would free device memory: the role is an actor that trains all its weights."""
-    return role.key == "actor.path" and role.optimizer is not None and role.lora is None and not role.offload
-
-
 def in_loading(
     spec: EngineSpec, role: RoleSpec, others: Iterable[RoleSpec], *, has_bf16: bool, can_offload: bool
 ) -> Iterator[Option]:
@@ -212,10 +211,11 @@ def in_loading(
         yield ("set {}=bfloat16", Key("actor.dtype"))
     if can_offload:
         for each in (role, *others):
-            section = section_of(each.key)
-            if (section in RESTING and not each.offload) or may_stream(each):
+            section = each.own_section
+            if (section in RESTING and not each.offload) or each.may_stream:
                 yield ("set {}=true", Key(f"{section}.offload"))
-    yield from _smaller_optimizer(role)
+    if role.smaller_optimizer:
+        yield (f"set {{}}={role.smaller_optimizer}", Key(f"{role.section}.optimizer.type"))
     if role.key == spec.actor.key and may_have_adapters(spec):
         yield ("train adapters alone with {}=true", Key("actor.use_lora"))
     yield ("choose a smaller model ({})", Key(role.key))
@@ -265,8 +265,3 @@ def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
         yield ("set {}", Key("rollout.max_kv_tokens"))
     else:
         yield ("lower {}", Key("rollout.max_kv_tokens"))
-
-
-def _smaller_optimizer(role: RoleSpec) -> Iterator[Option]:
-    if role.optimizer is not None and (smaller := OPTIMIZERS[role.optimizer.type].smaller):
-        yield (f"set {{}}={smaller}", Key(f"{role.section}.optimizer.type"))

@@ -151,7 +151,7 @@ class RolloutWork:
 
 
 def rollout_seconds(
-    config: TransformerConfig, cost: Cost, work: RolloutWork, rates: Rates, copies: int = 1
+    config: TransformerConfig, cost: Cost, work: RolloutWork, rates: Rates, copies: int
 ) -> tuple[float, float]:
     """Estimate (seconds of prefill, seconds of decoding). The rates are those of the devices that share one copy."""
     n_prompts = -(-work.n_prompts // copies)

@@ -48,7 +48,7 @@ class _Work:
         if phase == TRAIN:
             need = footprint.training_pass(model)
             flops *= 2 if model.adapters else 3  # frozen weights need no gradient
-            if model.recompute:
+            if model.gradient_checkpointing:
                 recomputed = 2.0 * config.hidden_size * activation_bytes(config, itemsize, layout).kept / itemsize
         return _Work(
             need=need,

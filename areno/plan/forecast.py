@@ -35,7 +35,6 @@ from areno.models.config import TransformerConfig
 from areno.models.known_shapes import shape_of
 from areno.models.registry import layout_problems
 from areno.plan.hardware import Hardware
-from areno.plan.lora import lora_of
 from areno.plan.phases import (
     Lengths,
     Phase,
@@ -46,8 +45,8 @@ from areno.plan.phases import (
     shared_decoder,
     values_per_token,
 )
-from areno.plan.plan import actor_of, longest_sequence
-from areno.plan.roles import experiment_roles
+from areno.plan.plan import engine_spec, longest_sequence
+from areno.plan.roles import actor_role, experiment_roles
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
 from areno.specs.rollout import RolloutSpec
@@ -111,16 +110,10 @@ def forecast(
     problems = [each.under("engine") for each in layout.problems()] or layout_problems(model, layout)
     if problems:
         raise ConfigError(problems)
-    engine = replace(config.engine, world_size=n_devices)
     itemsize = 4 if config.actor.dtype == "float32" or not hardware.is_cuda else 2
-    spec = EngineSpec(
-        actor=actor_of(config, config.actor.path, lora_of(config.actor, model)),
-        devices=["cuda:0" if hardware.is_cuda else "cpu"] * n_devices,
-        engine=engine,
-        mb_spec=config.actor.mb_spec,
-        routing_replay=isinstance(config, PolicyExperimentConfig) and config.actor.routing_replay,
-        share_prefixes=config.actor.share_prefixes,
-    )
+    devices = ["cuda:0" if hardware.is_cuda else "cpu"] * n_devices
+    spec = engine_spec(config, actor_role(config, config.actor.path, model), devices)
+    spec = replace(spec, engine=replace(config.engine, world_size=n_devices))
     roles = {"actor": spec.actor, **experiment_roles(config, lambda path, key: path)}
     roles = {name: replace(role, path=role.path or config.actor.path) for name, role in roles.items()}
     shapes = {name: shape_of(role.path, role.key, role.head, role.needs_head) for name, role in roles.items()}
@@ -169,9 +162,8 @@ class _Step:
         config, model = self.config, self.footprint.models[0].config
         if not isinstance(config, PolicyExperimentConfig):
             return None
-        at_once = config.rollout.max_concurrent_rollouts or config.rows_per_step
         rollout = RolloutSpec(
-            max_running=at_once,
+            max_running=config.samples_at_once,
             max_len=longest_sequence(config, model.max_position_embeddings),
             decoder=config.rollout,
             keeps_cache=not config.rollout.drop_rollout_state,
@@ -198,7 +190,7 @@ class _Step:
             route_bytes=0,
         )
 
-    def _resident(self, visitor: str | None = None, trains: bool = False) -> dict[str, int]:
+    def _resident(self, visitor: str, trains: bool = False) -> dict[str, int]:
         """Return the bytes of the models on a device, by term, while the model `visitor` works."""
         terms: dict[str, int] = {} if self.hardware.is_cuda else {"process": _PROCESS_BYTES}
         for model in self.footprint.models:
@@ -221,10 +213,10 @@ class _Step:
         need, n_kept = self._need(model, phase), 0
         n_tokens = max(1, min(budget, n_tokens))
         room = int((1 - RESERVE) * self.total) - self.hardware.context_bytes - sum(terms.values())
-        if phase == TRAIN and model.recompute:
+        if phase == TRAIN and model.gradient_checkpointing:
             n_kept = need.fitting_layers(n_tokens, room, model.config.num_layers) if self.hardware.is_cuda else 0
         terms["activations"] = need.expected(n_tokens, n_kept, n_predicted)
-        n_recomputed = model.config.num_layers - n_kept if phase == TRAIN and model.recompute else 0
+        n_recomputed = model.config.num_layers - n_kept if phase == TRAIN and model.gradient_checkpointing else 0
         least = sum(terms.values()) - terms["activations"] + need.expected(n_tokens, 0, n_predicted)
         return terms, n_recomputed, least
 
@@ -236,9 +228,7 @@ class _Step:
 
     def budget(self, name: str, phase: str) -> int:
         """Return the number of tokens in a micro-batch: that of the settings, or the one that the engine chooses."""
-        mb_spec = self.config.actor.mb_spec
-        if phase == TRAIN and name == "critic" and isinstance(self.config, CriticExperimentConfig):
-            mb_spec = self.config.critic.mb_spec
+        mb_spec = self.config.trained_models()[name if phase == TRAIN else "actor"].mb_spec
         if mb_spec.max_tokens_per_mb is not None:
             return mb_spec.max_tokens_per_mb
         row = rows_of_role(self.config, self.lengths, name, self.roles).each
@@ -281,7 +271,7 @@ class _Step:
 
     def _rollout(self, config: PolicyExperimentConfig) -> Phase:
         assert self.cache is not None
-        model, at_once = self.footprint.models[0], config.rollout.max_concurrent_rollouts or config.rows_per_step
+        model, at_once = self.footprint.models[0], config.samples_at_once
         work = RolloutWork(
             n_prompts=config.train_dataset.batch_size,
             n_samples=config.gconfig.n_samples,
@@ -314,7 +304,7 @@ class _Step:
             n_running=cache.n_slots * self.layout.dp_size,
             tp_size=self.layout.tp_size,
         )
-        base = replace(model, adapters=None)  # if it is the actor's
+        base = replace(model, lora=None)  # if it is the actor's
         found = self._decoded("write judge", work, base, cache, self.room_of_judge, cache.n_slots, self.stays)
         more_s = _DROPPED_S * self.hardware.is_cuda + self.footprint.extra_in_use(model, False) / _COPY_BYTES_S
         return replace(found, clock=_SCORED_BY["judge"], seconds=found.seconds + more_s)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from areno.config.experiments import ExperimentConfig
-from areno.config.models import ROWS_COUNTED, OptimizerConfig
+from areno.config.models import ROWS_COUNTED
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.plan.plan import TrainerPlan
@@ -23,17 +23,14 @@ def with_schedules(
     """Return copies in which each trained model's lr_decay_steps is its number of updates, unless it is set."""
     updates = n_updates(config, n_steps)
 
-    def fitted(optimizer: OptimizerConfig, name: str) -> OptimizerConfig:
-        return replace(optimizer, lr_decay_steps=optimizer.lr_decay_steps or max(1, updates[name]))
+    def fitted(name: str, role: RoleSpec) -> RoleSpec:
+        if (optimizer := role.optimizer) is None:
+            return role
+        steps = optimizer.lr_decay_steps or max(1, updates[name])
+        return replace(role, optimizer=replace(optimizer, lr_decay_steps=steps))
 
-    spec = plan.spec
-    if spec.actor.optimizer is not None:
-        actor = replace(spec.actor, optimizer=fitted(spec.actor.optimizer, "actor"))
-        plan = replace(plan, spec=replace(spec, actor=actor))
-    trained = {name: role for name, role in roles.items() if role.optimizer is not None}
-    return plan, roles | {
-        name: replace(role, optimizer=fitted(role.optimizer, name)) for name, role in trained.items() if role.optimizer
-    }
+    plan = replace(plan, spec=replace(plan.spec, actor=fitted("actor", plan.spec.actor)))
+    return plan, {name: fitted(name, role) for name, role in roles.items()}
 
 
 def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
@@ -47,12 +44,9 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
         first = config.critic.warmup_steps
         found["critic"] = n_steps * config.critic.ppo_n_minibatches
     if actor.gradient_accumulation_steps is not None:
-        rows = config.train_dataset.batch_size
-        if isinstance(config, PolicyExperimentConfig):
-            rows = config.units_per_step
         size = actor.mb_spec.mini_bs or ROWS_COUNTED
         size = max(1, size // config.rows_per_item())  # the two rows of a pair stay together
-        each = -(-rows // (size * actor.gradient_accumulation_steps))
+        each = -(-config.units_per_step // (size * actor.gradient_accumulation_steps))
     return {"actor": max(0, n_steps - first) * each, **found}
 
 
@@ -106,12 +100,10 @@ def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:
     for name, steps in profiles.items():
         if late := [step for step in steps if step > n_steps]:
             yield f"{name}.profile_steps has {', '.join(map(str, late))}, but the run ends after {n_steps} steps"
-    optimizers = {"actor": config.actor.optimizer}
-    if isinstance(config, CriticExperimentConfig):
-        optimizers["critic"] = config.critic.optimizer
     updates = n_updates(config, n_steps)
-    for name, optimizer in optimizers.items():
-        decay, n = optimizer.lr_decay_steps, updates[name]
+    for name, model in config.trained_models().items():
+        optimizer, n = model.optimizer, updates[name]
+        decay = optimizer.lr_decay_steps
         if optimizer.lr == 0:
             yield f"{name}.optimizer.lr is 0, so the weights of the {name} stay as they are; set it above 0 to train"
             continue

@@ -99,9 +99,7 @@ def shared_decoder(
 
 def rows_of_step(config: ExperimentConfig) -> int:
     """Return the number of rows that a step trains on."""
-    if isinstance(config, PolicyExperimentConfig):
-        return config.train_dataset.batch_size * config.trained_per_prompt
-    return config.train_dataset.batch_size * config.rows_per_item()
+    return config.units_per_step * config.rows_per_item()
 
 
 def rows_of_role(config: ExperimentConfig, lengths: Lengths, name: str, roles: Collection[str]) -> Rows:

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from areno.config.experiments import ExperimentConfig, HeadName
-from areno.config.models import ModelConfig
-from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
+from areno.config.models import ModelConfig, PolicyConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig
-from areno.config.run import EngineConfig
 from areno.data.control_tokens import allow_control_tokens
 from areno.data.solution_steps import separator_of
 from areno.data.turn_ends import set_model_ends, stop_token_ids, template_end_ids
 from areno.engine.decoder.grammar import text_ranges
-from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
-from areno.files.paths import existing_path, model_setting
+from areno.errors import ConfigError, Key, Problem, all_of
+from areno.files.paths import model_setting
 from areno.models.config import TransformerConfig
-from areno.models.folder import resolve
 from areno.models.registry import load_config
 from areno.plan.devices import devices_of
-from areno.plan.lora import KEY, lora_of
+from areno.plan.folders import load_tokenizer, model_folder
+from areno.plan.lora import KEY
 from areno.plan.phases import shared_decoder
+from areno.plan.roles import actor_role
 from areno.specs.engine import EngineSpec
-from areno.specs.role import LoraSpec, RoleSpec
+from areno.specs.role import RoleSpec
 from areno.specs.rollout import SharedDecoder
 from areno.types import SamplingParams
 
@@ -50,40 +49,17 @@ class TrainerPlan:
 
 def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
     """Make the plan of a run from its configuration. Reads config.json and the tokenizer, but no weights."""
-    devices: list[str] = []
-
-    def find() -> list[str]:
-        devices[:] = devices_of(config.engine, config.cluster, config.scheduler)
-        return devices
-
-    plan = open_actor(
-        replace(config.actor, offload=config.offloads(config.actor)),
-        config.engine,
-        find,
-        tokenizer_path=config.tokenizer_path,
-        control_tokens=config.allow_control_tokens,
-        seed=config.seed,
-        routing_replay=isinstance(config, PolicyExperimentConfig) and config.actor.routing_replay,
-        more_problems=lambda model: [*model_problems(config, model), *_memory_problems(config, devices[0])],
-        head=config.head,
-        teaches=_teaches(config),
-    )
+    plan = open_actor(config, lambda: devices_of(config.engine, config.cluster, config.scheduler))
     if config.scheduler.type == "ray":
         plan = on_ray(plan, config)
     if not isinstance(config, PolicyExperimentConfig):
         return plan
-    at_once = config.rollout.max_concurrent_rollouts or config.rows_per_step
     return replace(
         plan,
-        rollout=replace(config.rollout, max_concurrent_rollouts=at_once),
+        rollout=replace(config.rollout, max_concurrent_rollouts=config.samples_at_once),
         max_len=longest_sequence(config, plan.spec.context_len),
         shared=shared_decoder(config, load_config(plan.spec.actor.path), plan.spec.layout),
     )
-
-
-def _memory_problems(config: ExperimentConfig, device: str) -> Iterator[Problem]:
-    if config.memory_profiler is not None and device == "cpu":
-        yield Problem("memory_profiler", "takes snapshots of CUDA memory, but the run is on the CPU; leave it out")
 
 
 def on_ray(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan:
@@ -99,91 +75,61 @@ def on_ray(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan:
     return replace(plan, spec=spec, workers="ray")
 
 
-def open_actor(
-    actor: ModelConfig,
-    engine: EngineConfig,
-    devices_of: Callable[[], list[str]],
-    *,
-    tokenizer_path: str | None = None,
-    control_tokens: bool = False,
-    seed: int = 1,
-    routing_replay: bool = False,
-    more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
-    head: HeadName = "lm",
-    teaches: bool = False,
-) -> TrainerPlan:
-    """Make the plan of a Trainer that trains one model. All problems are reported together.
-
-    With `control_tokens`, text in messages that spells a control token is encoded as this token. With `teaches`, the
-    model is also the teacher in its own training passes.
-    """
+def open_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]]) -> TrainerPlan:
+    """Make the plan of a Trainer that trains one model. All problems are reported together."""
     from areno.models.registry import layout_problems  # imports torch, which building a Trainer does not need
 
     devices, (path, model), tokenizer_folder = all_of(
         devices_of,
-        lambda: _open_config(actor.path, head),
-        lambda: tokenizer_path and model_folder(tokenizer_path, "tokenizer_path"),
+        lambda: _open_config(config.actor.path, config.head),
+        lambda: config.tokenizer_path and model_folder(config.tokenizer_path, "tokenizer_path"),
     )
     tokenizer_folder = tokenizer_folder or path
-    with model_setting("tokenizer_path" if tokenizer_path else "actor.path"):
+    with model_setting("tokenizer_path" if config.tokenizer_path else "actor.path"):
         tokenizer = load_tokenizer(tokenizer_folder)
-    if control_tokens:
+    if config.allow_control_tokens:
         allow_control_tokens(tokenizer)
-    layout = engine.layout(len(devices))
+    layout = config.engine.layout(len(devices))
     problems = [each.under("engine") for each in layout.problems()]
-    problems += [*layout_problems(model, layout), *more_problems(model)]
-    problems += [*expert_problems(model, actor, engine, routing_replay, devices[0]), *state_problems(model, engine)]
+    problems += [*layout_problems(model, layout), *model_problems(config, model)]
+    problems += engine_problems(config, model, devices[0])
     if len(tokenizer) > model.vocab_size:
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
-    lora, dtype, _ = all_of(lambda: lora_of(actor, model), lambda: _dtype_of(actor, devices), lambda: _raise(problems))
+    role, dtype, _ = all_of(
+        lambda: actor_role(config, path, model), lambda: _dtype_of(config.actor, devices), lambda: _raise(problems)
+    )
     set_model_ends(tokenizer, model.eos_token_ids)
     eos = stop_token_ids(tokenizer)
+    has_lm_head = config.head == "lm"
     role = replace(
-        actor_role(actor, path, lora, head, teaches),
-        pad_token_id=tokenizer.pad_token_id if head != "lm" else None,
-        step_separator=separator_of(actor, model),
+        role,
+        pad_token_id=None if has_lm_head else tokenizer.pad_token_id,
+        step_separator=separator_of(config.actor, model),
     )
-    spec = EngineSpec(
-        actor=role,
-        devices=devices,
-        engine=engine,
+    spec = replace(
+        engine_spec(config, role, devices),
         dtype=dtype,
-        seed=seed,
-        routing_replay=routing_replay,
-        mb_spec=actor.mb_spec,
-        share_prefixes=actor.share_prefixes,
         tokenizer_path=tokenizer_folder,
         eos_token_ids=tuple(sorted(eos)),
-        turn_end_ids=tuple(sorted(template_end_ids(tokenizer))) if head == "lm" else (),
+        turn_end_ids=tuple(sorted(template_end_ids(tokenizer))) if has_lm_head else (),
         texts=text_ranges(tokenizer, eos),
         context_len=model.max_position_embeddings,
     )
-    return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=engine.workers)
+    return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=config.engine.workers)
 
 
-def actor_role(
-    actor: ModelConfig, path: str, lora: LoraSpec | None, head: HeadName = "lm", teaches: bool = False
-) -> RoleSpec:
-    """Return the specification of the trained model, without what its tokenizer and its folder add."""
-    copied = ("optimizer", "gradient_checkpointing", "offload", "router_aux_loss_coef")
-    return RoleSpec(
-        path=path,
-        head=head,
-        **{name: vars(actor)[name] for name in copied},
-        random_init=actor.init_from_scratch,
-        lora=lora,
-        in_training=teaches,
+def engine_spec(config: ExperimentConfig, actor: RoleSpec, devices: list[str]) -> EngineSpec:
+    """Return the specification of an engine, without what the tokenizer and the folder of the actor add."""
+    return EngineSpec(
+        actor=actor,
+        devices=devices,
+        engine=config.engine,
+        seed=config.seed,
+        routing_replay=isinstance(config.actor, PolicyConfig) and config.actor.routing_replay,
+        mb_spec=config.actor.mb_spec,
+        share_prefixes=config.actor.share_prefixes,
     )
-
-
-def actor_of(config: ExperimentConfig, path: str, lora: LoraSpec | None) -> RoleSpec:
-    actor = replace(config.actor, offload=config.offloads(config.actor))
-    return actor_role(actor, path, lora, config.head, _teaches(config))
-
-
-def _teaches(config: ExperimentConfig) -> bool:
-    return isinstance(config, PolicyExperimentConfig) and config.actor_teaches
 
 
 def _dtype_of(actor: ModelConfig, devices: list[str]) -> str:
@@ -214,61 +160,21 @@ def _open_config(path: str, head: HeadName) -> tuple[str, TransformerConfig]:
         return folder, load_config(folder, head)
 
 
-def model_folder(path: str, key: str) -> str:
-    """Return the local folder of a model, which is downloaded if `path` is a hub id. `key` is for messages."""
-    with model_setting(key):
-        return str(resolve(existing_path(path) or path))
-
-
-def whole_model(path: str, key: str) -> str:
-    """Return the `model_folder` of a model such as a reference model. Raises ConfigError if it holds adapters."""
-    from areno.models.adapters import is_adapter
-
-    folder = model_folder(path, key)
-    if is_adapter(folder):
-        text = "{} holds adapters and no model; expected a whole model, as {}=true saves it"
-        raise ConfigError(Problem(key, text, folder, Key("saver.merge_adapters")))
-    return folder
-
-
-def load_tokenizer(folder: str) -> Any:
-    """Load a tokenizer of the transformers library, which accepts texts of any length without a warning."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        if len(tokenizer) < 2:  # for some models, transformers makes an empty tokenizer if files are missing
-            raise ValueError("its vocabulary is empty")
-    except Exception as error:  # transformers passes on any error of its parsers
-        said = printable(" ".join(str(error).split()))[:300] or type(error).__name__
-        if (Path(folder) / "config.json").is_file():  # transformers reads config.json to find the tokenizer class
-            try:
-                AutoConfig.from_pretrained(folder)
-            except Exception:
-                raise CheckpointError(f"{folder}/config.json is refused by transformers: {said}") from error
-        message = f"no tokenizer can be loaded from {folder}: {said}; set it to a folder that has one"
-        raise ConfigError([Problem("tokenizer_path", message)]) from error
-    tokenizer.model_max_length = 10**9  # areno checks lengths itself; without this, transformers would warn too
-    return tokenizer
-
-
-def expert_problems(
-    model: TransformerConfig, actor: ModelConfig, engine: EngineConfig, routing_replay: bool, device: str
-) -> Iterator[Problem]:
-    """Yield problems with settings that need a model with experts, or that such a model does not support."""
+def engine_problems(config: ExperimentConfig, model: TransformerConfig, device: str) -> Iterator[Problem]:
+    """Yield problems with settings that need another device or model, or that the model does not support."""
+    actor, exact = config.actor, config.engine.exact
+    if config.memory_profiler is not None and device == "cpu":
+        yield Problem("memory_profiler", "takes snapshots of CUDA memory, but the run is on the CPU; leave it out")
     if model.experts is None:
         text = "but the model has no experts, so it has no effect; "
-        if routing_replay:
+        if isinstance(actor, PolicyConfig) and actor.routing_replay:
             yield Problem("actor.routing_replay", f"is true, {text}set it to false")
         if actor.router_aux_loss_coef:
             yield Problem("actor.router_aux_loss_coef", f"is {actor.router_aux_loss_coef}, {text}set it to 0")
-    elif engine.exact and device.startswith("cuda"):
+    elif exact and device.startswith("cuda"):
         text = "is true, but the products of a model with experts have no fixed order on CUDA; set it to false"
         yield Problem("engine.exact", text)
-
-
-def state_problems(model: TransformerConfig, engine: EngineConfig) -> Iterator[Problem]:
-    if engine.exact and model.delta is not None:
+    if exact and model.delta is not None:
         text = "is true, but training and decoding compute the recurrent states of this model in different orders; "
         yield Problem("engine.exact", f"{text}set it to false")
 
@@ -300,17 +206,15 @@ def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
     Agents return any number of rows, and gradient_accumulation_steps counts micro-batches. In these two cases, training
     itself raises an error.
     """
-    rows, updates = config.train_dataset.batch_size, {"actor": 1}
+    updates = {"actor": 1}
     if isinstance(config, PolicyExperimentConfig):
         if config.agent.fn is not None:
             return
-        rows, updates["actor"] = config.units_per_step, config.actor.ppo_n_minibatches
-    if isinstance(config, CriticExperimentConfig):
-        updates["critic"] = config.critic.ppo_n_minibatches
+        updates = {name: model.ppo_n_minibatches for name, model in config.trained_models().items()}
     if config.actor.gradient_accumulation_steps is not None:
         del updates["actor"]
     for name, n_updates in updates.items():
-        if (each := rows // n_updates) < spec.layout.data_size:
+        if (each := config.units_per_step // n_updates) < spec.layout.data_size:
             what = "pairs" if config.rows_per_item() == 2 else "rows"
             text = "is {}, so an update of the {} has {} {} for {} copies of the model, and each needs one; raise it"
             text += ", lower {}, or lower {}" if n_updates > 1 else ", or lower {}"

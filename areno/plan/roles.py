@@ -1,8 +1,4 @@
-"""The specifications of the models beside the actor, as a configuration or a script asks for them.
-
-`script_roles` is for models that a script requests by Trainer.ensure_roles: it chooses the head, the optimizer and the
-folder of each model. `with_common_ids` compares the vocabularies of teachers with that of the actor.
-"""
+"""The specifications of models, as a configuration asks for them, or a script by Trainer.ensure_roles."""
 
 from __future__ import annotations
 
@@ -16,15 +12,29 @@ from typing import Any
 from areno.config.experiments import ExperimentConfig, HeadName, ReferencedExperimentConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.teacher import ROLE, is_teacher
-from areno.engine.decoder.grammar import ranges_of
 from areno.errors import CheckpointError, ConfigError, Problem, all_of
-from areno.files.paths import model_setting
-from areno.models.registry import head_of, load_config
-from areno.plan.lora import teacher_adapters
-from areno.plan.plan import TrainerPlan, check_copies, load_tokenizer, whole_model
-from areno.specs.role import RoleSpec
-from areno.specs.shared_models import same_folder
+from areno.models.config import TransformerConfig
+from areno.models.registry import head_of
+from areno.plan.folders import whole_model
+from areno.plan.lora import lora_of, teacher_adapters
+from areno.schema.fields import Section
+from areno.specs.role import LoraSpec, RoleSpec
 from areno.types import ModelRole
+
+_HEADS: dict[str, HeadName] = {
+    "actor": "lm",  # unless the algorithm trains another one
+    "ref": "lm",
+    ROLE: "lm",
+    "judge": "lm",
+    "reward": "value",
+    "critic": "value",
+}
+_COPIED = ("optimizer", "gradient_checkpointing", "router_aux_loss_coef")  # settings that sections and RoleSpec share
+
+
+def actor_role(config: ExperimentConfig, path: str, model: TransformerConfig) -> RoleSpec:
+    """Return the specification of the trained model, without what its tokenizer adds."""
+    return replace(_role(config, "actor", path, lora_of(config.actor, model)), head=config.head)
 
 
 def experiment_roles(
@@ -35,83 +45,67 @@ def experiment_roles(
     `folder_of` returns a model's folder from (path or hub id, name of the setting). In a specification, the path ""
     stands for the folder of the actor.
     """
-    if isinstance(config, ReferencedExperimentConfig) and config.ref.path not in (None, config.actor.path):
-        return {"ref": RoleSpec(path=folder_of(str(config.ref.path), "ref.path"), head="lm", key="ref.path")}
-    if not isinstance(config, PolicyExperimentConfig):
-        return {}
 
-    def role(section_key: str, section: Any, head: HeadName, **more: Any) -> RoleSpec:
-        key = f"{section_key}.path"
-        path = folder_of(section.path, key) if section.path else ""
-        if section_key == "reward" and _head_of(path) == "step":
-            head = "step"
-        return RoleSpec(path=path, head=head, key=key, offload=config.offloads(section), **more)
+    def opened(name: str) -> RoleSpec:
+        key, path, _ = _sections(config)[name]
+        lora = teacher_adapters(config.actor, path, key) if path and is_teacher(name) else None
+        # Adapters are on a copy of the actor's base.
+        return _role(config, name, folder_of(path, key) if path and lora is None else "", lora)
 
-    roles: dict[str, Callable[[], RoleSpec]] = {}
-    if config.ref is not None:
-        roles["ref"] = partial(role, "ref", config.ref, "lm")
-    if config.teacher is not None and not config.teacher.follows_actor:
-        for name in config.teacher.paths:
-            roles[name] = partial(_teacher_role, config, name, folder_of)
-    if config.reward.path is not None:
-        roles["reward"] = partial(role, "reward", config.reward, "value", needs_head=True)
-    if config.reward.judge.path is not None:
-        roles["judge"] = partial(role, "reward.judge", config.reward.judge, "lm", own_tokenizer=True)
-    if isinstance(config, CriticExperimentConfig):
-        critic = config.critic
-        names = ("optimizer", "gradient_checkpointing")
-        trained = {name: vars(critic)[name] for name in names} | {"random_init": critic.init_from_scratch}
-        roles["critic"] = partial(role, "critic", critic, "value", **trained)
+    roles = {name: partial(opened, name) for name in _sections(config) if name != "actor"}
     return dict(zip(roles, all_of(*roles.values()), strict=True))
 
 
-def _teacher_role(config: PolicyExperimentConfig, name: str, folder_of: Callable[[str, str], str]) -> RoleSpec:
-    teacher = config.teacher
-    assert teacher is not None
-    path, key = teacher.paths[name], teacher.key_of(name)
-    lora = teacher_adapters(config.actor, path, key) if path else None
-    return RoleSpec(
-        path=folder_of(path, key) if path and lora is None else "",  # adapters: on a copy of the actor's base
-        key=key,
-        offload=config.offloads(teacher),
+def _sections(config: ExperimentConfig) -> dict[str, tuple[str, str | None, Section]]:
+    """Return role -> (name of the setting of its path, path, section) of each model of a run, the actor first."""
+    found: dict[str, tuple[str, str | None, Section]] = {"actor": ("actor.path", config.actor.path, config.actor)}
+    if isinstance(config, ReferencedExperimentConfig) and config.ref.path not in (None, config.actor.path):
+        found["ref"] = ("ref.path", config.ref.path, config.ref)
+    if not isinstance(config, PolicyExperimentConfig):
+        return found
+    teacher, reward = config.teacher, config.reward
+    if config.ref is not None:
+        found["ref"] = ("ref.path", config.ref.path, config.ref)
+    if teacher is not None:
+        found |= {name: (teacher.key_of(name), path, teacher) for name, path in teacher.paths.items()}
+    if reward.path is not None:
+        found["reward"] = ("reward.path", reward.path, reward)
+    if reward.judge.path is not None:
+        found["judge"] = ("reward.judge.path", reward.judge.path, reward.judge)
+    if isinstance(config, CriticExperimentConfig):
+        found["critic"] = ("critic.path", config.critic.path, config.critic)
+    return found
+
+
+def _role(config: ExperimentConfig, name: str, folder: str, lora: LoraSpec | None) -> RoleSpec:
+    key, _, section = _sections(config)[name]
+    given, in_training = vars(section), False
+    if isinstance(config, PolicyExperimentConfig):
+        in_training = config.actor_teaches if name == "actor" else is_teacher(name) and config.divergence is not None
+    return replace(
+        _named_role(name, folder, key),
+        **{setting: given[setting] for setting in _COPIED if setting in given},
+        offload="offload" in given and config.offloads(section),
+        random_init=given.get("init_from_scratch", False),
         lora=lora,
-        in_training=teacher.divergence is not None,
+        in_training=in_training,
     )
 
 
-def check_plan(config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> dict[str, RoleSpec]:
-    """Check a plan together with the models beside the actor, and return these `with_common_ids`."""
-    check_copies(config, plan.spec)
-    return with_common_ids(roles, plan)
+def _named_role(name: str, folder: str, key: str, trainable: bool = False) -> RoleSpec:
+    """Return what the name of a role and its folder decide. The setting `key` has the path.
 
-
-def with_common_ids(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> dict[str, RoleSpec]:
-    """Return the roles, with `common_ids` for teachers whose vocabulary differs from the actor's."""
-    teachers = {name: partial(_with_common_ids, role, plan) for name, role in roles.items() if is_teacher(name)}
-    return {**roles, **dict(zip(teachers, all_of(*teachers.values()), strict=True))}
-
-
-def _with_common_ids(role: RoleSpec, plan: TrainerPlan) -> RoleSpec:
-    """Return one teacher. Raises ConfigError if tokens have different ids, or the teacher lacks ids of the actor."""
-    if not role.path or same_folder(role, plan.spec.actor):
-        return role
-    with model_setting(role.key):
-        theirs, ours = (load_config(path).vocab_size for path in (role.path, plan.spec.actor.path))
-    own = other = plan.tokenizer.get_vocab()
-    if any((Path(role.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        other = load_tokenizer(role.path).get_vocab()
-    if theirs == ours and own == other:
-        return role
-    names = {number: token for token, number in other.items()}
-    hint = "; token by token, only models with the same tokens can be compared, so choose a teacher of the same family"
-    for token, number in own.items():
-        if other.get(token, number) != number or names.get(number, token) != token:
-            text = "has another tokenizer than the actor: {!r} is token {} of the actor and {} of the teacher" + hint
-            raise ConfigError(Problem(role.key, text, token, number, other.get(token, "none")))
-    if (most := max(own.values())) >= theirs:
-        text = "has {} rows in its vocabulary (vocab_size), and the tokenizer of the actor has the token id {}" + hint
-        raise ConfigError(Problem(role.key, text, theirs, most))
-    return replace(role, common_ids=ranges_of([number for token, number in own.items() if token in other]))
+    A reward model may also be a process reward model. A role of another name than those of `_HEADS` gets the head of
+    its folder, or a value head if it is trainable.
+    """
+    head = _HEADS.get(ROLE if is_teacher(name) else name)
+    if head is None or name == "reward":
+        own = _head_of(folder)
+        if head is None:
+            head = "value" if trainable and own == "lm" else own
+        elif own == "step":
+            head = own
+    return RoleSpec(path=folder, head=head, key=key, needs_head=name == "reward", own_tokenizer=name == "judge")
 
 
 def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
@@ -126,11 +120,7 @@ def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
     problems = [problem for name, role in roles.items() for problem in _problems(name, role)]
     if problems:
         raise ConfigError(problems)
-    return {name: role if isinstance(role, RoleSpec) else _spec(role, actor) for name, role in roles.items()}
-
-
-_SCORED: dict[str, HeadName] = {"ref": "lm", ROLE: "lm", "judge": "lm", "reward": "value"}
-"""Roles that are never trained -> the head of their model."""
+    return {name: role if isinstance(role, RoleSpec) else _script_role(role, actor) for name, role in roles.items()}
 
 
 def _problems(name: Any, role: Any) -> Iterator[Problem]:
@@ -158,39 +148,23 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
     elif lr is not None and not role.trainable:
         found = f"is {lr}, but the role is not trainable; set trainable=True or leave it out"
         yield Problem(f"{key}.optimizer_lr", found)
-    if role.trainable and (name in _SCORED or is_teacher(name)):
+    if role.trainable and (name in ("ref", "judge", "reward") or is_teacher(name)):
         yield Problem(f"{key}.trainable", f"is True, but a role named {name!r} is only scored; set it to False")
 
 
-def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
-    """Make the specification of a role from a script's ModelRole.
-
-    The model gets a value head if the role is "critic" or "reward". A reward model may also be a process reward model.
-    Any other role except those of `_SCORED` gets the head of its folder, or a value head if it is trainable.
-    """
+def _script_role(role: ModelRole, actor: RoleSpec) -> RoleSpec:
     key = f"roles[{role.name!r}].path"
-    folder = whole_model(str(role.path), key)
-    teaches = is_teacher(role.name)
-    own, by_name = _head_of(folder), "lm" if teaches else _SCORED.get(role.name)
-    if role.name == "critic" or (by_name is None and role.trainable and own == "lm"):
-        by_name = "value"
-    if by_name is None or (role.name == "reward" and own == "step"):
-        by_name = own
     optimizer = None
     if role.trainable:
         optimizer = actor.optimizer
         assert optimizer is not None  # every engine that a script starts has one
         optimizer = replace(optimizer, lr=optimizer.lr if role.optimizer_lr is None else role.optimizer_lr)
-    return RoleSpec(
-        path=folder,
-        head=by_name,
-        key=key,
+    return replace(
+        _named_role(role.name, whole_model(str(role.path), key), key, role.trainable),
         optimizer=optimizer,
         gradient_checkpointing=actor.gradient_checkpointing,
         offload=actor.offload,
-        needs_head=role.name == "reward",
-        in_training=teaches,
-        own_tokenizer=role.name == "judge",
+        in_training=is_teacher(role.name),
     )
 
 

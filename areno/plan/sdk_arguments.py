@@ -10,19 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from areno.config.experiments import ExperimentConfig
 from areno.config.layout import Layout
 from areno.config.lora import LoraConfig
-from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
+from areno.config.models import MicroBatchSpec, OptimizerConfig, PolicyConfig
 from areno.config.rollout import DecoderConfig, RolloutConfig
 from areno.config.run import EngineConfig
 from areno.errors import Problem
 from areno.plan.devices import find_devices
 from areno.plan.plan import TrainerPlan, open_actor
 from areno.schema.build import build
-from areno.schema.fields import Section, as_in, check, forbid, setting, settings
+from areno.schema.fields import Section, as_in, check, forbid, setting, settings, with_settings_of
 
 
 @dataclass
@@ -55,25 +55,16 @@ class ArenoConfig:
     decode_progress_interval_s: float = 10.0
 
 
+_OF_TRAINER = ("world_size", "tp_size", "dummy_load")  # settings of `engine` that are arguments of their own
+_OF_ACTOR = ("dtype", "gradient_checkpointing", "share_prefixes", "offload", "router_aux_loss_coef", "routing_replay")
+
+
 @dataclass(kw_only=True)
+@with_settings_of(PolicyConfig, *_OF_ACTOR)
+@with_settings_of(EngineConfig, *(name for name in settings(EngineConfig) if name not in _OF_TRAINER))
 class RuntimeConfig(LoraConfig, DecoderConfig):
     """The keys of ArenoConfig.runtime. A key has the same meaning as the recipe setting of the same name."""
 
-    attn_backend: Literal["auto", "flash", "native"] = as_in(EngineConfig, "attn_backend")
-    exact: bool = as_in(EngineConfig, "exact")
-    deterministic: bool = as_in(EngineConfig, "deterministic")
-    cp_size: int = as_in(EngineConfig, "cp_size")
-    zero_stage: Literal[0, 1, 2] = as_in(EngineConfig, "zero_stage")
-    sequence_parallel: bool | None = as_in(EngineConfig, "sequence_parallel")
-    device: Literal["auto", "cpu", "cuda"] = as_in(EngineConfig, "device")
-    workers: Literal["auto", "inline", "spawn"] = as_in(EngineConfig, "workers")
-    stall_timeout_s: float | None = as_in(EngineConfig, "stall_timeout_s")
-    dtype: Literal["auto", "bfloat16", "float32"] = as_in(ModelConfig, "dtype")
-    gradient_checkpointing: bool = as_in(ModelConfig, "gradient_checkpointing")
-    share_prefixes: Literal["auto", "on", "off"] = as_in(ModelConfig, "share_prefixes")
-    offload: bool = as_in(ModelConfig, "offload")
-    router_aux_loss_coef: float = as_in(ModelConfig, "router_aux_loss_coef")
-    routing_replay: bool = as_in(PolicyConfig, "routing_replay")
     max_tokens_per_mb: int | None = as_in(MicroBatchSpec, "max_tokens_per_mb")
     drop_rollout_state: bool = setting(
         False, help="free the KV cache and the CUDA graphs at the end of each rollout session"
@@ -125,7 +116,8 @@ class TrainerSettings(Section):
 
     @check
     def copies_fill_the_world(self) -> Iterator[Problem]:
-        layout = Layout(self.world_size, self.custom_config.tp_size, self.custom_config.runtime.cp_size)
+        runtime: Any = self.custom_config.runtime
+        layout = Layout(self.world_size, self.custom_config.tp_size, runtime.cp_size)
         for problem in layout.problems():
             yield problem.under("engine").renamed(argument_of)
 
@@ -145,7 +137,8 @@ class TrainerSettings(Section):
 
     @check
     def inline_is_one_rank(self) -> Iterator[Problem]:
-        if self.custom_config.runtime.workers == "inline" and self.world_size > 1:
+        runtime: Any = self.custom_config.runtime
+        if runtime.workers == "inline" and self.world_size > 1:
             found = f"is inline, which holds one rank, but world_size is {self.world_size}; use spawn or auto"
             yield Problem("custom_config.runtime.workers", found)
 
@@ -157,7 +150,7 @@ class Areno:
 def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
     """Make the plan of a Trainer from checked arguments. Reads config.json and the tokenizer, but no weights."""
     config, runtime = given.custom_config, given.custom_config.runtime
-    actor = ModelConfig.of(
+    actor = PolicyConfig.of(
         runtime,
         path=config.model_path or given.model_path,
         mb_spec=MicroBatchSpec.of(runtime),
@@ -165,17 +158,15 @@ def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
     )
     more = {"world_size": given.world_size, "tp_size": config.tp_size, "dummy_load": config.dummy_load}
     engine = EngineConfig.of(runtime, **more)
-    tokenizer_path = runtime.tokenizer_path or given.model_path
+    experiment = ExperimentConfig.of(
+        runtime,
+        experiment_name="script",
+        actor=actor,
+        engine=engine,
+        tokenizer_path=runtime.tokenizer_path or given.model_path,
+    )
     return replace(
-        open_actor(
-            actor,
-            engine,
-            lambda: find_devices(engine, config.devices),
-            tokenizer_path=tokenizer_path,
-            control_tokens=runtime.allow_control_tokens,
-            seed=runtime.seed,
-            routing_replay=runtime.routing_replay,
-        ),
+        open_actor(experiment, lambda: find_devices(engine, config.devices)),
         rollout=RolloutConfig.of(runtime, max_concurrent_rollouts=config.max_running_prompts),
         progress_interval_s=config.decode_progress_interval_s,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from areno.config.experiments import ExperimentConfig
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
-from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.cost.footprint import RESTING
 from areno.errors import ArenoError
 from areno.plan.forecast import Forecast
@@ -92,11 +92,8 @@ def _is_as_good(one: Way, other: Way) -> bool:
 def _options(found: Forecast) -> Iterator[_Option]:
     """Yield single changes that lower the need for memory and are not in effect."""
     config, cuda = found.config, found.hardware.is_cuda
-    trained = {"actor": config.actor}
-    if isinstance(config, CriticExperimentConfig):
-        trained["critic"] = config.critic  # type: ignore[assignment]
     smaller: dict[str, OptimizerType | None] = {
-        name: OPTIMIZERS[section.optimizer.type].smaller for name, section in trained.items()
+        name: OPTIMIZERS[model.optimizer.type].smaller for name, model in config.trained_models().items()
     }
     if changes := {f"{name}.optimizer.type": kind for name, kind in smaller.items() if kind is not None}:
         prices = dict.fromkeys(OPTIMIZERS[kind].price for kind in smaller.values() if kind is not None)
@@ -104,16 +101,15 @@ def _options(found: Forecast) -> Iterator[_Option]:
     if isinstance(config, PolicyExperimentConfig):
         if cuda and not config.rollout.drop_rollout_state:
             yield _Option({"rollout.drop_rollout_state": True}, "the KV cache and CUDA graphs are made in each step")
-        at_once = config.rollout.max_concurrent_rollouts or config.rows_per_step
         for share in (2, 4):
-            if at_once // share >= 1:
-                yield _Option({"rollout.max_concurrent_rollouts": at_once // share}, "fewer samples decode at once")
+            if at_once := config.samples_at_once // share:
+                yield _Option({"rollout.max_concurrent_rollouts": at_once}, "fewer samples decode at once")
         if config.gconfig.max_new_tokens > 512:
             less = config.gconfig.max_new_tokens // 2
             yield _Option({"gconfig.max_new_tokens": less}, "longer answers are cut off", learns_otherwise=True)
     if cuda:
         for name in RESTING:
-            loaded = next((model for model in found.footprint.models if model.key == name), None)
+            loaded = next((model for model in found.footprint.models if model.own_section == name), None)
             if loaded is not None and not loaded.offload:
                 yield _Option(
                     {f"{name}.offload": True}, f"the {loaded.name} model is copied to the device in each step"

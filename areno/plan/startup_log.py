@@ -26,7 +26,7 @@ def facts(
     """Describe the "model", the training "rows" and the "layout" over devices of a run in one line each."""
     spec, n_devices = plan.spec, len(plan.spec.devices)
     others = [f"{name} ({'the same' if of.path == spec.actor.path else of.path})" for name, of in roles.items()]
-    lora = f" (LoRA of rank {spec.actor.lora.adapters.rank})" if spec.actor.lora is not None else ""
+    lora = f" (LoRA of rank {spec.actor.adapters.rank})" if spec.actor.adapters else ""
     step = f"{loader.batch_size} a step"
     if isinstance(config, PolicyExperimentConfig):
         step += f", {config.gconfig.n_samples} samples of each"

@@ -16,9 +16,11 @@ from areno.config.experiments import LossFn
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.errors import ArenoError, ConfigError, Problem
+from areno.plan.folders import whole_model
 from areno.plan.lora import with_model
-from areno.plan.plan import TrainerPlan, plan_of_experiment, whole_model
-from areno.plan.roles import experiment_roles, with_common_ids
+from areno.plan.plan import TrainerPlan, plan_of_experiment
+from areno.plan.roles import experiment_roles
+from areno.plan.vocabularies import complete_roles
 from areno.report.recorded_sample import RecordedRow, check_sample, recorded_row
 from areno.run.setup import with_teacher
 from areno.schema.values import value_at
@@ -216,8 +218,7 @@ def _logprobs(
     with Engine(plan.spec.frozen(), plan.workers) as engine:
         found: dict[str, np.ndarray] = {}
         for name in (name for name in ("ref", "teacher") if name in roles):
-            role = replace(roles[name], path=roles[name].path or plan.spec.actor.path)
-            engine.ensure_roles(with_common_ids({name: role}, plan))
+            engine.ensure_roles(complete_roles({name: roles[name]}, plan))
             found[name] = engine.logprobs(name, [tokens], config.gconfig)[0]
         return engine.logprobs("actor", [tokens], config.gconfig)[0], found.get("ref"), found.get("teacher")
 

@@ -207,6 +207,18 @@ def as_in(
     return dataclasses.field(default=value, metadata={**there.metadata, "declared": declared}, kw_only=True)
 
 
+def with_settings_of(section: type[Section], *names: str) -> Callable[[type[T]], type[T]]:
+    """Add settings as they are declared in another section. A decorator below `@dataclass`."""
+
+    def add(cls: type[T]) -> type[T]:
+        for name in names:
+            cls.__annotations__[name] = settings(section)[name].hint
+            setattr(cls, name, as_in(section, name))
+        return cls
+
+    return add
+
+
 class Missing(Problem):
     """The problem of a required setting that has no value."""
 

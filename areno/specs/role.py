@@ -9,6 +9,7 @@ from typing import Any
 
 from areno.config.experiments import HeadName
 from areno.config.models import OptimizerConfig
+from areno.config.optimizers import OPTIMIZERS, OptimizerType
 from areno.layers.config import AdapterSpec
 from areno.schema.values import flat
 
@@ -57,9 +58,36 @@ class RoleSpec:
         return {**values, **added} | ({} if self.step_separator is None else {"step_separator": self.step_separator})
 
     @property
+    def own_section(self) -> str:
+        """Configuration section of the model: "teacher" for "teacher.path", and for "teacher.models.math"."""
+        return self.key.removesuffix(".path").partition(".models.")[0]
+
+    @property
     def section(self) -> str:
         """Configuration section with the role's micro-batches: its own section if it is trained, else "actor"."""
-        return self.key.removesuffix(".path") if self.optimizer else "actor"
+        return self.own_section if self.optimizer else "actor"
+
+    @property
+    def is_actor(self) -> bool:
+        return self.key == "actor.path"
+
+    @property
+    def adapters(self) -> AdapterSpec | None:
+        return self.lora.adapters if self.lora else None
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the weights stay on the device while the model is not used."""
+        return not self.offload or self.is_actor
+
+    @property
+    def may_stream(self) -> bool:
+        """Whether `offload` would free device memory of an actor, which is so if it trains all its weights."""
+        return self.is_actor and self.optimizer is not None and self.lora is None and not self.offload
+
+    @property
+    def smaller_optimizer(self) -> OptimizerType | None:
+        return OPTIMIZERS[self.optimizer.type].smaller if self.optimizer else None
 
     def difference(self, name: str, wanted: RoleSpec) -> str:
         """Return the error message for a role that is loaded with this spec and requested with another one."""

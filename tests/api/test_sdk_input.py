@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from areno import ArenoConfig, Trainer
+from areno.config.experiments import ExperimentConfig
 from areno.config.models import ModelConfig
 from areno.config.run import EngineConfig
 from areno.engine.decoder.grammar import text_ranges
@@ -95,7 +96,6 @@ def test_what_only_the_machine_can_tell_is_said_by_init(model: str, config: Aren
 def test_devices_are_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from areno.config.run import EngineConfig
     from areno.plan.devices import find_devices
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -121,7 +121,7 @@ def test_ids_of_the_embedding_without_a_token_are_known_to_the_decoder(tmp_path:
     shutil.copytree(MODEL, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": n + 200}))
-    plan = open_actor(ModelConfig(path=str(model)), EngineConfig(), lambda: ["cpu"])
+    plan = open_actor(ExperimentConfig(experiment_name="e", actor=ModelConfig(path=str(model))), lambda: ["cpu"])
     assert plan.spec.texts == ((0, n),)
     assert text_ranges(tokenizer, [n + 5, 0]) == ((0, n), (n + 5, n + 6))  # an end token may have no text
 

@@ -248,9 +248,9 @@ def test_copies_of_a_are_counted(monkeypatch: pytest.MonkeyPatch, changes: dict[
     model, layout = build(config, tp_size), Layout.one_copy(tp_size)
     add_adapters(model, adapters)
     before = _held(model)
-    assert before == memory.model_bytes(config, 4, layout=layout, adapters=adapters).weights
+    assert before == memory.model_bytes(config, 4, None, layout=layout, adapters=adapters).weights
     stack_adapters(model)
-    after = memory.model_bytes(config, 4, layout=layout, adapters=adapters, copies_a=True).weights
+    after = memory.model_bytes(config, 4, None, layout=layout, adapters=adapters, copies_a=True).weights
     assert before < _held(model) == after
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from areno.config.layout import Layout
+from areno.config.models import OptimizerConfig
 from areno.cost.footprint import GIB, RESERVE, Footprint, Model, footprint_of
 from areno.cost.remedies import check_fits, check_host_memory, ways_to_fit
 from areno.engine.engine import Engine
@@ -20,7 +21,7 @@ from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import LayerKind
 from areno.models.parameters import parameters
 from areno.specs.engine import EngineSpec
-from areno.specs.role import RoleSpec
+from areno.specs.role import LoraSpec, RoleSpec
 from tests.helpers.critics import critic, reference
 from tests.helpers.large_shapes import ACTOR, CRITIC, QWEN3_8B, REF, REWARD
 from tests.helpers.processes import worker_of
@@ -44,7 +45,7 @@ def test_bytes_worked_by_hand() -> None:
     assert of(ACTOR, replace(REF, offload=True), world_size=4).resident == 18 * n
     layers, once = 36 * (n - 2 * 151936 * 4096 - 4096) // 36, (n - 2 * 151936 * 4096 - 4096) // 36
     assert of(world_size=4, zero_stage=2).resident == 5 * n + 4 * (n - layers + layers // 4 + 2 * once)
-    in_codes = replace(ACTOR, optimizer="adam_8bit")
+    in_codes = replace(ACTOR, optimizer=OptimizerConfig(type="adam_8bit"))
     assert of(in_codes).resident == pytest.approx((2 + 4 + 4 + 2 * (1 + 4 / 256)) * n)
     assert of(world_size=2, tp_size=2).resident == pytest.approx(18 * n / 2, rel=1e-3)  # norms are on both
 
@@ -52,7 +53,7 @@ def test_bytes_worked_by_hand() -> None:
 def test_a_teacher_is_on_the_device_while_the_actor_trains() -> None:
     """Whole, and its logits beside those of the actor. A reference model is not, and neither counts while scoring."""
     n = parameters(QWEN3_8B)
-    teacher = replace(REF, name="teacher", key="teacher", offload=True, in_training=True)
+    teacher = replace(REF, name="teacher", key="teacher.path", offload=True, in_training=True)
     ref = replace(REF, offload=True)
     assert of(ACTOR, teacher).extra_in_use(ACTOR, training=True) == 2 * n
     assert of(ACTOR, teacher).extra_in_use(ACTOR, training=False) == 0
@@ -75,10 +76,10 @@ def test_offloaded_bytes_worked_by_hand() -> None:
     assert of(away).least == of(away).resident + of(away).most_extra_in_use + of().training_bytes(ACTOR, 256)
     assert of(away).fits(80 * GIB)
     assert of(away, world_size=2, zero_stage=1).hosted == 6 * n
-    in_codes = replace(away, optimizer="adam_8bit")
+    in_codes = replace(away, optimizer=OptimizerConfig(type="adam_8bit"))
     assert of(in_codes).hosted == pytest.approx((4 + 2 * (1 + 4 / 256)) * n)
     assert of(in_codes).most_extra_in_use < of(away).most_extra_in_use
-    in_sgd = replace(away, optimizer="sgd")
+    in_sgd = replace(away, optimizer=OptimizerConfig(type="sgd"))
     assert (of(in_sgd).hosted, of(in_sgd).most_extra_in_use - 4 * n) == (4 * n, pytest.approx(4 * windows, abs=99))
     frozen = replace(away, optimizer=None)
     assert (of(frozen).resident, of(frozen).hosted, of(frozen).most_extra_in_use) == (2 * n, 0, 0)
@@ -97,7 +98,7 @@ def test_offloaded_bytes_worked_by_hand() -> None:
 def test_adapters_worked_by_hand() -> None:
     """What is trained is the adapters; a 32B model of 61 GiB then fits one device of 80."""
     n, adapters = parameters(QWEN3_8B), 36 * 32 * ((4096 + 4096) + (4096 + 4096) + (12288 + 4096))
-    actor = replace(ACTOR, adapters=ADAPTERS)
+    actor = replace(ACTOR, lora=LoraSpec(adapters=ADAPTERS))
     assert of(actor).resident == 2 * (n + adapters) + (4 + 4 + 8) * adapters
     assert of(actor, world_size=2, zero_stage=1).resident == 2 * (n + adapters) + (4 + 2 + 4) * adapters
     assert of(replace(actor, optimizer=None)).resident == 2 * (n + adapters)
@@ -108,7 +109,7 @@ def test_adapters_worked_by_hand() -> None:
     assert of(actor, world_size=2, tp_size=2).resident == 2 * parameters(QWEN3_8B, Layout.one_copy(2)) + 18 * on_two
     large = replace(actor, config=QWEN3_32B)
     assert of(large).fits(80 * GIB)
-    assert not of(replace(large, adapters=None)).fits(139 * GIB)
+    assert not of(replace(large, lora=None)).fits(139 * GIB)
 
 
 def test_activations_are_divided_by_tokens() -> None:
@@ -158,13 +159,13 @@ def test_a_layout_that_cannot_fit_is_refused_with_those_that_can() -> None:
             assert ("engine.zero_stage" in way) == (found.zero_stage > 0)
             assert found.layout.tp_size == way.get("engine.tp_size", 1)
             assert all(
-                way.get(f"{model.key}.optimizer.type") != "adam_8bit" or model.optimizer != "adam"
+                way.get(f"{model.own_section}.optimizer.type") != "adam_8bit" or not model.smaller_optimizer
                 for model in found.models
             )
 
 
 def test_roles_that_rest_in_host_memory_are_a_way_out() -> None:
-    reward = replace(REF, name="reward", key="reward")
+    reward = replace(REF, name="reward", key="reward.path")
     text = refused(of(ACTOR, REF, reward), 160)
     assert "what fits is ref.offload=true with reward.offload=true (" in text
     assert "engine.zero_stage" not in text  # one copy has nothing to divide
@@ -172,7 +173,7 @@ def test_roles_that_rest_in_host_memory_are_a_way_out() -> None:
 
 
 def test_where_no_change_helps_more_devices_are_named() -> None:
-    actor, device = Model("actor", QWEN3_32B, "adam", "actor"), int(130 * GIB / (1 - RESERVE))
+    actor, device = replace(ACTOR, config=QWEN3_32B), int(130 * GIB / (1 - RESERVE))
     named = dict(re.findall(r"engine\.(\w+)=(\d+)", refused(of(actor), 130)))
     world_size, tp_size, zero_stage = (int(named.get(name, 0)) for name in ("world_size", "tp_size", "zero_stage"))
     assert of(actor, world_size=world_size, tp_size=tp_size, zero_stage=zero_stage).fits(device)
@@ -183,7 +184,7 @@ def test_where_no_change_helps_more_devices_are_named() -> None:
 def test_adapters_are_a_way_out_of_full_training() -> None:
     """With the reference of the same folder, which is then the actor without them."""
     actor, ref = replace(ACTOR, path="/m"), replace(REF, path="/m")
-    alone = of(replace(actor, optimizer="adam_8bit"), may_adapt=True)
+    alone = of(replace(actor, optimizer=OptimizerConfig(type="adam_8bit")), may_adapt=True)
     assert re.search(r"; what fits is actor\.offload=true \(46\.\d GiB\)$", refused(alone, 60))
     text = refused(replace(alone, host_bytes=40 * GIB), 60)  # masters and moments take 46 GiB of host memory
     assert re.search(r"; what fits is actor\.use_lora=true \(\d\d\.\d GiB\) or engine\.world_size=2 ", text)
@@ -195,7 +196,7 @@ def test_adapters_are_a_way_out_of_full_training() -> None:
     assert "use_lora" not in refused(other, 25)
     assert "what fits is actor.use_lora=true (" in refused(other, 40)
     assert "use_lora" not in refused(replace(both, may_adapt=False), 25)
-    assert "use_lora" not in refused(of(replace(actor, adapters=ADAPTERS), may_adapt=False), 12)
+    assert "use_lora" not in refused(of(replace(actor, lora=LoraSpec(adapters=ADAPTERS)), may_adapt=False), 12)
     assert "use_lora" not in refused(of(actor, world_size=4, zero_stage=0, may_adapt=True), 130)  # the rest suffices
 
 
@@ -210,19 +211,20 @@ def applied(footprint: Footprint, text: str) -> Footprint:
             changed = replace(record, **{name: int(value)})
             footprint = changed if record is footprint else replace(footprint, layout=changed)
         for index, model in enumerate(models):
-            if model.key != section:
+            if model.own_section != section:
                 continue
             if name == "offload":
                 assert not model.offload, f"{key} is set already"
                 models[index] = replace(model, offload=True)
             elif name == "optimizer.type":
-                assert model.optimizer == "adam", f"{key} is set already, or means nothing"
-                models[index] = replace(model, optimizer=value)
+                assert model.optimizer is not None
+                assert model.optimizer.type == "adam", f"{key} is set already, or means nothing"
+                models[index] = replace(model, optimizer=replace(model.optimizer, type=value))
             elif name == "use_lora":
                 assert model.adapters is None, f"{key} is set already"
                 spec = AdapterSpec(32, 16.0, tuple(linear_shapes(model.config)))
-                models[index] = replace(model, adapters=spec)
-                models = [each for each in models if each.key != "ref"]
+                models[index] = replace(model, lora=LoraSpec(adapters=spec))
+                models = [each for each in models if each.name != "ref"]
             else:
                 raise AssertionError(key)
     return replace(footprint, models=tuple(models))
@@ -245,7 +247,9 @@ def test_advice_is_never_what_is_set_and_always_helps(on_cuda: bool, layout: dic
     sizes = [1, 8, 12, 17, 25, 40, 60, 100, 130, 160]
     choices = ["adam", "adam_8bit", "sgd"], [False, True], [False, True], beside, sizes
     for optimizer, adapters, offload, roles, gib in itertools.product(*choices):
-        actor = replace(ACTOR, optimizer=optimizer, adapters=ADAPTERS if adapters else None)
+        actor = replace(
+            ACTOR, optimizer=OptimizerConfig(type=optimizer), lora=LoraSpec(adapters=ADAPTERS) if adapters else None
+        )
         others = [replace(each, offload=offload and on_cuda) for each in roles if not (adapters and each is REF)]
         footprint = of(actor, *others, on_cuda=on_cuda, may_adapt=not adapters, **layout)
         device = int(gib * GIB / (1 - RESERVE))
@@ -256,7 +260,7 @@ def test_advice_is_never_what_is_set_and_always_helps(on_cuda: bool, layout: dic
         for way in ways.split(" or ") if ways else ():
             assert applied(footprint, way).fits(device), way
         told.update(re.findall(r"[\w.]+(?==)", ways))
-        assert bool(more) == ("world_size" in ways and any(model.optimizer == "adam" for model in footprint.models))
+        assert bool(more) == ("world_size" in ways and any(model.smaller_optimizer for model in footprint.models))
     assert {"actor.optimizer.type", "actor.use_lora"} <= told
     on_gpus = {"engine.world_size", "ref.offload", "reward.offload", "actor.offload"}
     assert on_cuda or not on_gpus & told
@@ -312,7 +316,9 @@ def test_too_little_host_memory_is_refused_with_what_to_set() -> None:
         "actor.offload"
     )
     with pytest.raises(EngineError, match=r"for actor and critic: .* takes \d+\.\d GiB .*\(2\)") as caught:
-        check_host_memory(of(replace(away, optimizer="sgd"), resting, world_size=2, host_bytes=GIB), 2)
+        check_host_memory(
+            of(replace(away, optimizer=OptimizerConfig(type="sgd")), resting, world_size=2, host_bytes=GIB), 2
+        )
     assert str(caught.value).endswith(
         "set critic.optimizer.type=adam_8bit, set engine.zero_stage=1, turn off actor.offload or turn off "
         "critic.offload"

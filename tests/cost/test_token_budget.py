@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from areno.config.models import MicroBatchSpec
+from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.cost.footprint import Footprint, Model
 from areno.cost.memory import LOGITS_CHUNK, PassBytes
@@ -75,7 +75,7 @@ def test_layers_that_keep_their_products_fill_the_room() -> None:
 
 def test_small_models_get_large_micro_batches_and_large_models_what_fits() -> None:
     small, medium = replace(ACTOR, config=SMALL), replace(ACTOR, config=QWEN3_06B)
-    large = replace(ACTOR, optimizer="adam_8bit")
+    large = replace(ACTOR, optimizer=OptimizerConfig(type="adam_8bit"))
     assert budget(small) == 131072
     assert 16384 <= budget(medium) <= 131072
     footprint = Footprint(models=(large,), itemsize=2)
@@ -85,7 +85,7 @@ def test_small_models_get_large_micro_batches_and_large_models_what_fits() -> No
 
 def test_micro_batches_with_shared_prefixes_may_be_twice_as_large() -> None:
     shared = {"share_prefixes": True}
-    for model in (replace(ACTOR, config=QWEN3_06B), replace(ACTOR, optimizer="adam_8bit")):
+    for model in (replace(ACTOR, config=QWEN3_06B), replace(ACTOR, optimizer=OptimizerConfig(type="adam_8bit"))):
         alone, larger = (budget(model, device=200 * 2**30, **more) for more in ({}, shared))
         assert alone < larger <= 2 * alone
     recurrent = replace(ACTOR, config=replace(QWEN3_06B, delta=DELTA))
@@ -103,7 +103,7 @@ def test_memory_that_is_taken_makes_micro_batches_smaller() -> None:
     resting = replace(critic_too, offload=True)
     beside = budget(critic_too, TRAIN, model, device=24 * 2**30)
     # While it is trained, its weights and gradients are on the device, and a part of its masters and moments.
-    bare = replace(critic_too, optimizer="sgd")
+    bare = replace(critic_too, optimizer=OptimizerConfig(type="sgd"))
     assert beside < budget(resting, TRAIN, model, device=24 * 2**30)
     assert budget(resting, TRAIN, model, device=24 * 2**30) <= budget(bare, TRAIN, model, device=27 * 2**30)
     scores = budget(resting, SCORE, model, device=12 * 2**30)
@@ -112,7 +112,7 @@ def test_memory_that_is_taken_makes_micro_batches_smaller() -> None:
 
 
 def test_scoring_has_room_for_more_tokens_and_a_full_device_still_gets_a_size() -> None:
-    large = replace(ACTOR, optimizer="adam_8bit")
+    large = replace(ACTOR, optimizer=OptimizerConfig(type="adam_8bit"))
     assert budget(large, SCORE, device=121 * 2**30) > budget(large, TRAIN, device=121 * 2**30)
     assert budget(large, device=2**30) == 256
 

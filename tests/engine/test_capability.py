@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from areno.config.experiments import ExperimentConfig
 from areno.config.models import ModelConfig
-from areno.config.run import EngineConfig
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.worker import Worker
 from areno.errors import ConfigError
@@ -127,7 +127,7 @@ def test_flash_that_cannot_run_is_warned_of(
 
 def plan(dtype: Any, devices: list[str]) -> str:
     actor = ModelConfig(path=str(MODEL), dtype=dtype)
-    return open_actor(actor, EngineConfig(), lambda: devices).spec.dtype
+    return open_actor(ExperimentConfig(experiment_name="e", actor=actor), lambda: devices).spec.dtype
 
 
 def test_the_type_of_a_run_is_that_of_its_oldest_gpu(gpus: Gpus) -> None:

@@ -11,6 +11,7 @@ from areno.config.models import ModelConfig
 from areno.config.run import EngineConfig
 from areno.plan.startup_log import facts
 from areno.recipes.sft import SFTConfig
+from areno.specs.role import RoleSpec
 from tests.helpers.started_runs import loader
 
 
@@ -27,7 +28,7 @@ def test_the_layout_is_told_in_words(n_devices: int, text: str) -> None:
             n_nodes=1,
             layout=EngineConfig(device="cpu", tp_size=2).layout(n_devices),
             dtype="float32",
-            actor=SimpleNamespace(lora=None, path="m"),
+            actor=RoleSpec(path="m"),
         )
     )
     assert facts(config, cast("Any", plan), {}, rows)["layout"] == text

@@ -95,7 +95,7 @@ def test_the_judge_is_one_more_frozen_role_of_the_plan(words):
     assert (spec.key, spec.head, spec.optimizer) == ("reward.judge.path", "lm", None)
     assert spec.offload == bool(words)
     found = forecast(config, this_cpu(), 1)
-    assert [model.key for model in found.footprint.models] == ["actor", "reward.judge"]
+    assert [model.own_section for model in found.footprint.models] == ["actor", "reward.judge"]
     assert "score judge" in [phase.name for phase in found.phases]
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from areno.api import get_algorithm
 from areno.launch.compose import load
 from areno.plan.plan import plan_of_experiment
-from areno.plan.roles import with_common_ids
+from areno.plan.vocabularies import complete_roles
 from areno.specs.role import RoleSpec
 from areno.tracking.reader import RunReader
 
@@ -37,7 +37,7 @@ def test_tokens_of_both_models_are_common(tmp_path: Path) -> None:
         tokenizer["model"]["vocab"] = kept | {f"new{at}": len(own) + at for at in range(add)}
         (other / "tokenizer.json").write_text(json.dumps(tokenizer))
         role = RoleSpec(path=str(other), key="teacher.path")
-        return with_common_ids({"teacher": role, "ref": role}, plan)["teacher"].common_ids
+        return complete_roles({"teacher": role, "ref": role}, plan)["teacher"].common_ids
 
     n = len(own)
     assert common("same", n) == ()

@@ -1,0 +1,51 @@
+"""Compares the vocabularies of the models beside the actor with the actor's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from areno.config.teacher import is_teacher
+from areno.engine.decoder.grammar import ranges_of
+from areno.errors import ConfigError, Problem, all_of
+from areno.files.paths import model_setting
+from areno.models.registry import load_config
+from areno.plan.folders import load_tokenizer
+from areno.plan.plan import TrainerPlan
+from areno.specs.role import RoleSpec
+from areno.specs.shared_models import same_folder
+
+
+def complete_roles(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> dict[str, RoleSpec]:
+    """Return the roles with what they take from the actor.
+
+    A role without a folder gets that of the actor, and a teacher with another vocabulary gets `common_ids`.
+    """
+    roles = {name: replace(role, path=role.path or plan.spec.actor.path) for name, role in roles.items()}
+    teachers = {name: partial(_with_common_ids, role, plan) for name, role in roles.items() if is_teacher(name)}
+    return {**roles, **dict(zip(teachers, all_of(*teachers.values()), strict=True))}
+
+
+def _with_common_ids(role: RoleSpec, plan: TrainerPlan) -> RoleSpec:
+    """Return one teacher. Raises ConfigError if tokens have different ids, or the teacher lacks ids of the actor."""
+    if same_folder(role, plan.spec.actor):
+        return role
+    with model_setting(role.key):
+        theirs, ours = (load_config(path).vocab_size for path in (role.path, plan.spec.actor.path))
+    own = other = plan.tokenizer.get_vocab()
+    if any((Path(role.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        other = load_tokenizer(role.path).get_vocab()
+    if theirs == ours and own == other:
+        return role
+    names = {number: token for token, number in other.items()}
+    hint = "; token by token, only models with the same tokens can be compared, so choose a teacher of the same family"
+    for token, number in own.items():
+        if other.get(token, number) != number or names.get(number, token) != token:
+            text = "has another tokenizer than the actor: {!r} is token {} of the actor and {} of the teacher" + hint
+            raise ConfigError(Problem(role.key, text, token, number, other.get(token, "none")))
+    if (most := max(own.values())) >= theirs:
+        text = "has {} rows in its vocabulary (vocab_size), and the tokenizer of the actor has the token id {}" + hint
+        raise ConfigError(Problem(role.key, text, theirs, most))
+    return replace(role, common_ids=ranges_of([number for token, number in own.items() if token in other]))
