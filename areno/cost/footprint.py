@@ -227,4 +227,4 @@ def gib(n_bytes: float) -> str:
 def may_have_adapters(spec: EngineSpec, within: str = "") -> bool:
     """Return whether error messages may suggest LoRA for the actor, whose `TransformerConfig.within` is given."""
     actor = spec.actor
-    return actor.optimizer is not None and actor.lora is None and not actor.random_init and not within
+    return actor.trains_weights and not actor.random_init and not within

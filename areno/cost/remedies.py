@@ -214,22 +214,16 @@ def in_loading(
             section = each.own_section
             if (section in RESTING and not each.offload) or each.may_stream:
                 yield ("set {}=true", Key(f"{section}.offload"))
-    if role.smaller_optimizer:
-        yield (f"set {{}}={role.smaller_optimizer}", Key(f"{role.section}.optimizer.type"))
+    yield from _smaller_optimizer(role)
     if role.key == spec.actor.key and may_have_adapters(spec):
         yield ("train adapters alone with {}=true", Key("actor.use_lora"))
     yield ("choose a smaller model ({})", Key(role.key))
 
 
 def in_training(
-    section: str,
-    mb_spec: MicroBatchSpec,
-    *,
-    recomputes: bool,
-    beside: Iterable[Option],
-    smaller_optimizer: str | None,
-    may_offload: bool = False,
+    role: RoleSpec, mb_spec: MicroBatchSpec, *, recomputes: bool, beside: Iterable[Option], on_cuda: bool
 ) -> Iterator[Option]:
+    section = role.section
     if mb_spec.max_tokens_per_mb is not None:
         yield ("lower {}", Key(f"{section}.mb_spec.max_tokens_per_mb"))
     elif mb_spec.mini_bs != 1:
@@ -237,10 +231,9 @@ def in_training(
     if not recomputes:
         yield ("set {}=true", Key(f"{section}.gradient_checkpointing"))
     yield from beside
-    if may_offload:
+    if on_cuda and role.trains_weights and not role.offload:
         yield ("set {}=true", Key(f"{section}.offload"))
-    if smaller_optimizer:
-        yield (f"set {{}}={smaller_optimizer}", Key(f"{section}.optimizer.type"))
+    yield from _smaller_optimizer(role)
     yield MORE_DEVICES
 
 
@@ -265,3 +258,8 @@ def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
         yield ("set {}", Key("rollout.max_kv_tokens"))
     else:
         yield ("lower {}", Key("rollout.max_kv_tokens"))
+
+
+def _smaller_optimizer(role: RoleSpec) -> Iterator[Option]:
+    if role.smaller_optimizer:
+        yield (f"set {{}}={role.smaller_optimizer}", Key(f"{role.section}.optimizer.type"))

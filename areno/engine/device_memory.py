@@ -13,6 +13,7 @@ from typing import Any
 from areno.config.models import MicroBatchSpec
 from areno.cost.remedies import Option, either, in_training
 from areno.errors import EngineError, Key
+from areno.specs.role import RoleSpec
 
 # New objects after which garbage is collected in a rollout. A thousand samples are tens of thousands of objects, and
 # none of them is garbage. With Python's own number, a device would wait for tens of collections.
@@ -182,14 +183,13 @@ def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]
 
 
 def training_hint(
-    section: str,
+    role: RoleSpec,
     mb_spec: MicroBatchSpec,
     fitting: Callable[[], str],
     beside: Callable[[], Iterable[Option]],
     *,
     recomputes: bool,
-    smaller_optimizer: str | None,
-    may_offload: bool = False,
+    on_cuda: bool,
 ) -> AbstractContextManager[None]:
     """Return the `out_of_memory_hint` of forward and backward passes. The arguments say which advice would help.
 
@@ -201,15 +201,8 @@ def training_hint(
         size = ("mini_bs", mb_spec.mini_bs)
     return out_of_memory_hint(
         "in training, with {}={}{}",
-        lambda: in_training(
-            section,
-            mb_spec,
-            recomputes=recomputes,
-            beside=beside(),
-            smaller_optimizer=smaller_optimizer,
-            may_offload=may_offload,
-        ),
-        Key(f"{section}.mb_spec.{size[0]}"),
+        lambda: in_training(role, mb_spec, recomputes=recomputes, beside=beside(), on_cuda=on_cuda),
+        Key(f"{role.section}.mb_spec.{size[0]}"),
         size[1],
         fitting,
     )

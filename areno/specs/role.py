@@ -76,6 +76,10 @@ class RoleSpec:
         return self.lora.adapters if self.lora else None
 
     @property
+    def trains_weights(self) -> bool:
+        return self.optimizer is not None and self.lora is None
+
+    @property
     def keeps_weights(self) -> bool:
         """Whether the weights stay on the device while the model is not used."""
         return not self.offload or self.is_actor
@@ -83,7 +87,7 @@ class RoleSpec:
     @property
     def may_stream(self) -> bool:
         """Whether `offload` would free device memory of an actor, which is so if it trains all its weights."""
-        return self.is_actor and self.optimizer is not None and self.lora is None and not self.offload
+        return self.is_actor and self.trains_weights and not self.offload
 
     @property
     def smaller_optimizer(self) -> OptimizerType | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,32 +98,34 @@ DIVIDE = "or divide the model over more devices (engine.tp_size)"
 
 
 @pytest.mark.parametrize(
-    ("section", "mb_spec", "recomputes", "decoder", "smaller", "said"),
+    ("section", "mb_spec", "recomputes", "decoder", "optimizer", "said"),
     [
-        ("actor", {"max_tokens_per_mb": 8}, True, None, "adam_8bit", f"{BUDGET}, {IN_8_BITS} {DIVIDE}"),
-        ("critic", {"mini_bs": 4}, True, None, None, f"lower critic.mb_spec.mini_bs {DIVIDE}"),
-        ("actor", {"mini_bs": 1}, False, None, None, f"set actor.gradient_checkpointing=true {DIVIDE}"),
-        ("actor", {"mini_bs": 1}, True, {}, None, f"{CACHE}{FRACTION} {DIVIDE}"),
-        ("actor", {"mini_bs": 1}, True, {"max_kv_tokens": 64}, None, f"{CACHE}lower rollout.max_kv_tokens {DIVIDE}"),
+        ("actor", {"max_tokens_per_mb": 8}, True, None, "adam", f"{BUDGET}, {IN_8_BITS} {DIVIDE}"),
+        ("critic", {"mini_bs": 4}, True, None, "sgd", f"lower critic.mb_spec.mini_bs {DIVIDE}"),
+        ("actor", {"mini_bs": 1}, False, None, "sgd", f"set actor.gradient_checkpointing=true {DIVIDE}"),
+        ("actor", {"mini_bs": 1}, True, {}, "sgd", f"{CACHE}{FRACTION} {DIVIDE}"),
+        ("actor", {"mini_bs": 1}, True, {"max_kv_tokens": 64}, "sgd", f"{CACHE}lower rollout.max_kv_tokens {DIVIDE}"),
     ],
     ids=["budget", "rows", "recompute", "cache", "given cache"],
 )
 def test_training_runs_out(
-    section: str, mb_spec: Any, recomputes: bool, decoder: Any, smaller: str | None, said: str
+    section: str, mb_spec: Any, recomputes: bool, decoder: Any, optimizer: Any, said: str
 ) -> None:
     beside = [] if decoder is None else remedies.beside_training(DecoderConfig(**decoder))
-    options = remedies.in_training(
-        section, MicroBatchSpec(**mb_spec), recomputes=recomputes, beside=beside, smaller_optimizer=smaller
-    )
+    role = RoleSpec(path="/m", key=f"{section}.path", optimizer=OptimizerConfig(type=optimizer))
+    options = remedies.in_training(role, MicroBatchSpec(**mb_spec), recomputes=recomputes, beside=beside, on_cuda=False)
     assert told(options) == said
 
 
 def test_masters_and_moments_may_leave_the_device() -> None:
     whole = MicroBatchSpec(mini_bs=1)
-    options = remedies.in_training(
-        "critic", whole, recomputes=True, beside=[], smaller_optimizer=None, may_offload=True
-    )
+    role = RoleSpec(path="/c", key="critic.path", optimizer=OptimizerConfig(type="sgd"))
+    options = remedies.in_training(role, whole, recomputes=True, beside=[], on_cuda=True)
     assert told(options) == f"set critic.offload=true {DIVIDE}"
+    away = replace(role, offload=True)
+    assert told(remedies.in_training(away, whole, recomputes=True, beside=[], on_cuda=True)) == DIVIDE.removeprefix(
+        "or "
+    )
 
 
 @pytest.mark.parametrize(

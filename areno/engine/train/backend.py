@@ -492,20 +492,12 @@ class TrainBackend:
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
         recomputes = self.role.gradient_checkpointing or not torch.is_grad_enabled()
-        kind = None if self.optimizer is None else OPTIMIZERS[self.optimizer.config.type]
-        flat, on_cuda = self.flat, self.device.type == "cuda"
-        return training_hint(
-            self.role.section,
-            mb_spec,
-            self.kept_layers.fitting,
-            self._beside,
-            recomputes=recomputes,
-            smaller_optimizer=None if kind is None else kind.smaller,
-            may_offload=on_cuda and flat is not None and not flat.frozen and not flat.in_host,
-        )
+        on_cuda = self.device.type == "cuda"
+        fitting = self.kept_layers.fitting
+        return training_hint(self.role, mb_spec, fitting, self._beside, recomputes=recomputes, on_cuda=on_cuda)
 
 
 def _sharing_of(model: Transformer, role: RoleSpec, when: SharePrefixes) -> tuple[Sharing, Sharing]:
     on_cuda, itemsize = model.device.type == "cuda", model.embed.weight.element_size()
     rule = partial(Sharing.of, when, model.config, itemsize, on_cuda=on_cuda, tp_size=model.tp.size)
-    return rule(trains=False), rule(trains=True, adapters=role.lora.adapters if role.lora else None)
+    return rule(trains=False), rule(trains=True, adapters=role.adapters)
