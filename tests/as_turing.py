@@ -33,9 +33,9 @@ def pretend() -> None:
 def main(command: Sequence[str]) -> int:
     """Run one benchmark."""
     pretend()
-    from areno.bench.__main__ import main as bench
+    from benchmarks.__main__ import main as run_benchmark
 
-    return bench(list(command))
+    return run_benchmark(command)
 
 
 if __name__ == "__main__":

@@ -202,12 +202,13 @@ def main(capability: str, dtype: str, *commands: str) -> int:
     counts, errors = compile_launches(int(capability))
     from areno.bench import __main__ as bench
     from areno.bench.device import Rates
+    from benchmarks.__main__ import main as run_benchmark
 
     # The rates of this CPU in bfloat16 would take ten times as long as all kernels.
     bench.measured_rates = lambda *_: Rates(copy_bytes_s=1e10, matmul_flops_s=1e11)
     for command in commands or [command.replace("bfloat16", dtype) for command in COMMANDS]:
-        print(f"python -m areno.bench {command}", flush=True)
-        bench.main(command.split())
+        print(f"python -m benchmarks {command}", flush=True)
+        run_benchmark(command.split())
     launch_alone(getattr(torch, dtype), int(capability))
     print(f"{sum(counts.values())} launches of {len(counts)} kernels compiled")
     from areno.kernels import jit

@@ -1,1 +1,1 @@
-"""Benchmarks of areno's speed: `python -m areno.bench`. No test asserts a time."""
+"""The speed of areno on a machine, against the limits of its devices: `areno bench`. No test asserts a time."""

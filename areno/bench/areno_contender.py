@@ -1,24 +1,22 @@
 """Run the benchmark's work with areno's engine, in the way a Trainer does.
 
 `ArenoContender` starts an engine and does rollouts, training steps and scoring. `run_areno` collects all figures for
-one kind of work. `run_sampling` times a rollout with each sampling setting against plain sampling at temperature 1.
+one kind of work.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from areno.bench.arguments import Settings
 from areno.bench.device import memory_watched
-from areno.bench.profile import busy_s, idle_share, phase_table, trace
-from areno.bench.timing import Timed, log_progress, measure, repeat_name
+from areno.bench.timing import Timed, log_progress, measure
 from areno.bench.work import Work, rows_of_outputs
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig
@@ -48,22 +46,12 @@ def adapters_of(settings: Settings, config: TransformerConfig) -> AdapterSpec | 
     return AdapterSpec(settings.lora_rank, 2.0 * settings.lora_rank, tuple(linear_shapes(config)))
 
 
-def decoder_config(settings: Settings, speculation: Literal["on", "off"] = "off") -> DecoderConfig:
-    """Return the settings of the decoder. No speculation by default: drafts would know the samples of repetitions."""
-    return DecoderConfig(
-        max_prefill_tokens=settings.max_prefill_tokens,
-        mem_fraction=settings.mem_fraction,
-        eager_decode=settings.eager_decode,
-        speculation=speculation,
-    )
-
-
 class ArenoContender:
     """areno as one of the compared libraries. Close its `engine` at the end."""
 
     name = "areno"
 
-    def __init__(self, settings: Settings, folder: str, random_init: bool):
+    def __init__(self, settings: Settings, folder: str, random_init: bool, workers: str = "auto"):
         self._settings = settings
         self._created = time.perf_counter()
         adapters = adapters_of(settings, load_config(folder))
@@ -85,7 +73,7 @@ class ArenoContender:
                 share_prefixes=settings.share_prefixes,
                 routing_replay=settings.routing_replay,
             ),
-            "inline" if settings.profile else "auto",  # the profiler traces its own process only
+            workers,
         )
         self._divergence: Divergence | None = None
         if (loss_type := settings.teacher) is not None:
@@ -112,16 +100,15 @@ class ArenoContender:
             out[name] = time.perf_counter() - self._created
         return out
 
-    def begin_rollout(self, max_running: int, max_len: int) -> RequestLimits:
-        decoder = decoder_config(self._settings)
+    def begin_rollout(self, max_running: int, max_len: int, **decoder: Any) -> RequestLimits:
+        """Begin a rollout without speculation by default: drafts would know the samples of repetitions."""
+        settings = DecoderConfig.of(self._settings, **{"speculation": "off", **decoder})
         max_len = min(max_len, self.engine.info.context_len)
-        return self.engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=max_len, decoder=decoder))
+        return self.engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=max_len, decoder=settings))
 
     def rollout(self, work: Work, prompts: list[list[int]], **params: Any) -> list[TrainSequence]:
-        limits = self.begin_rollout(
-            self._settings.at_once or self._settings.work.n_rows, max(self._settings.work.row_lens)
-        )
-        self.cache_tokens = limits.cache_tokens
+        n_running = self._settings.at_once or self._settings.work.n_rows
+        self.cache_tokens = self.begin_rollout(n_running, max(self._settings.work.row_lens)).cache_tokens
         outputs = self.engine.generate(requests(work, prompts, **params))
         self.engine.end_rollout()
         return rows_of_outputs(prompts, outputs)
@@ -166,10 +153,16 @@ def requests(work: Work, prompts: list[list[int]], **params: Any) -> list[Genera
     ]
 
 
-def run_areno(settings: Settings, folder: str, random_init: bool, cost: Cost) -> dict[str, Any]:
+Profile = Callable[[ArenoContender, Timed], dict[str, float]]
+"""A function that repeats the timed phases and returns figures about them, in the process of the engine."""
+
+
+def run_areno(
+    settings: Settings, model: tuple[str, bool], cost: Cost, profile: Profile | None = None
+) -> dict[str, Any]:
     log_progress(f"areno: starting {settings.shape} on {settings.device}")
-    with memory_watched(settings.device, on=not settings.profile) as device_peak:
-        ours = ArenoContender(settings, folder, random_init)
+    with memory_watched(settings.device, on=profile is None) as device_peak:
+        ours = ArenoContender(settings, *model, "auto" if profile is None else "inline")
         with ours.engine:
             figures: dict[str, Any] = ours.first_tokens() if settings.rolls_out else {"start_s": ours.start_s}
             ours.engine.peak_memory_gib()  # resets the peak
@@ -191,8 +184,8 @@ def run_areno(settings: Settings, folder: str, random_init: bool, cost: Cost) ->
                 "tp_sums": ours.engine.info.tp_sums,
                 "repeats_s": timed.seconds,
             }
-            if settings.profile:
-                figures |= _profile(ours, settings, timed, figures)
+            if profile is not None:
+                figures |= profile(ours, timed)
     return figures | device_peak
 
 
@@ -201,95 +194,3 @@ def _agreement(rows: Sequence[TrainSequence], scored: Sequence[np.ndarray]) -> d
     rescored = [scores[trained_mask(item)] for item, scores in zip(rows, scored, strict=True)]
     differences = np.abs(np.concatenate(trained(rows, "logprobs")) - np.concatenate(rescored))
     return {"logp_abs_diff_mean": float(differences.mean()), "logp_abs_diff_max": float(differences.max())}
-
-
-def _profile(ours: ArenoContender, settings: Settings, timed: Timed, figures: dict[str, Any]) -> dict[str, float]:
-    """Trace each timed phase once, write the kernel tables to the file of `--profile`, and return the idle shares."""
-    prompts = settings.work.prompts(ours.vocab_size, -3)
-    bodies: dict[str, Any] = {
-        "rollout": lambda: ours.rollout(settings.work, prompts),
-        "train": lambda: ours.train(timed.rows),
-        "logprob": lambda: ours.logprobs(timed.rows),
-    }
-    out: dict[str, float] = {}
-    text = f"{settings.kind} {settings.shape} {settings.work.name}, {settings.dtype}\n"
-    for phase, body in bodies.items():
-        if phase in timed.seconds:
-            log_progress(f"tracing {phase}")
-            started = time.perf_counter()
-            spans = trace(body)
-            plain_s = figures[f"{phase}_s"]
-            text += phase_table(phase, spans, time.perf_counter() - started, plain_s)
-            out[f"{phase}_idle_share"] = idle_share(busy_s(spans), plain_s)
-    Path(settings.profile or "").write_text(text, encoding="utf-8")
-    log_progress(f"kernels by group are in {settings.profile}")
-    return out
-
-
-_QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # what the model card of Qwen3 recommends
-
-
-def run_sampling(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """Time a rollout with each of several sampling settings, relative to plain sampling.
-
-    Every repeat runs all settings, so that a change of the device's speed affects all settings alike.
-    """
-    work = settings.work
-    ours = ArenoContender(settings, folder, random_init)
-    kinds = _kinds(work, settings.tokenizer is not None)
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    with ours.engine:
-        for repeat in range(-1, settings.repeats):
-            for name, params in kinds.items():
-                prompts = work.prompts(ours.vocab_size, repeat)
-                started = time.perf_counter()
-                ours.rollout(work, prompts, **params)
-                taken = time.perf_counter() - started
-                log_progress(f"{name}, {repeat_name(repeat, settings.repeats)}: {taken:.3f} s")
-                if repeat >= 0:
-                    seconds[name].append(taken)
-    return speeds(work, seconds, "plain")
-
-
-def speeds(work: Work, seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
-    """Summarize the seconds of several ways to sample the same batch.
-
-    `relative` is the speed divided by that of `base`.
-    """
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {
-        name: {
-            "rollout_s": value,
-            "tok_s": work.n_new / value,
-            "relative": medians[base] / value,
-            "fastest_s": min(seconds[name]),
-            "slowest_s": max(seconds[name]),
-        }
-        for name, value in medians.items()
-    }
-
-
-def _kinds(work: Work, has_tokenizer: bool) -> dict[str, dict[str, Any]]:
-    """Return name -> sampling parameters of the settings to time, without a stop string if there is no tokenizer."""
-    kinds: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "min_new_tokens": {"min_new_tokens": max(work.new_lens), "ignore_eos": False},
-        "frequency_penalty 0.5": {"frequency_penalty": 0.5},
-        "top_p 0.95": {"top_p": 0.95},
-        "top_k 20": {"top_k": 20},
-        "temperature 0.6, top_p 0.95, top_k 20": _QWEN,
-    }
-    if has_tokenizer:
-        kinds["stop string"] = {"stop": ["</answer>"]}
-    return kinds
-
-
-def sampling_page(found: dict[str, dict[str, float]], title: str = "sampling", base: str = "plain") -> str:
-    width = max(map(len, [title, *found]))
-    rows = [
-        f"{name:<{width}}  {value['rollout_s']:8.3f} s  {value['fastest_s']:8.3f} to {value['slowest_s']:.3f} s"
-        f"  {value['tok_s']:10,.0f} tokens/s  {value['relative']:5.2f}"
-        for name, value in found.items()
-    ]
-    heading = f"{title:<{width}}  {'median':>10}  {'of all repeats':>19}  {'':>19}  speed against {base}"
-    return "\n".join([heading, *rows])

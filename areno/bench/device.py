@@ -137,7 +137,7 @@ def _best_s(body: Callable[[], object], device: str, times: int) -> float:
 
 
 @contextmanager
-def memory_watched(device: str, *, on: bool, every_s: float = 0.05) -> Iterator[dict[str, float]]:
+def memory_watched(device: str, *, on: bool) -> Iterator[dict[str, float]]:
     """Record `peak_device_gib` during this `with` block, by polling in a thread. Nothing is recorded for a CPU.
 
     The peak includes all processes and the memory that allocators keep. `on` must be False if this process may capture
@@ -150,7 +150,7 @@ def memory_watched(device: str, *, on: bool, every_s: float = 0.05) -> Iterator[
         while not done.is_set():
             free, total = torch.cuda.mem_get_info(device)
             peak["peak_device_gib"] = max(peak.get("peak_device_gib", 0.0), (total - free) / _GIB)
-            done.wait(every_s)
+            done.wait(0.05)
 
     thread = threading.Thread(target=watch, daemon=True, name="areno-memory-watch")
     if on and device.startswith("cuda"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -42,7 +41,7 @@ def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict
     floor = floors(cost, settings.work, rates, settings.kind, settings.n_copies)
     ours = results["areno"] = {**results["areno"], **_against_floor(results["areno"], floor, rates)}
     tok_s = [f"{phase}_tok_s" for phase in _PHASES]
-    values = dataclasses.asdict(settings)
+    values = vars(settings)
     return {
         "kind": settings.kind,
         "shape": settings.shape,

@@ -1,8 +1,7 @@
 """The work that the benchmark times: prompts of random tokens, their lengths, and samples of each prompt.
 
 A benchmark needs only the sizes of a model, so `model_folder` writes a configuration for the name of a shape, and
-weights are drawn at random. `Texts` draws words that a tokenizer knows, so that they are encoded as fast as natural
-language.
+weights are drawn at random.
 """
 
 from __future__ import annotations
@@ -131,17 +130,3 @@ def model_folder(shape: str, folder: Path, **changes: Any) -> tuple[str, bool]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     return str(folder), True
-
-
-class Texts:
-    """Draws random texts from words that the tokenizer mostly encodes as one token each."""
-
-    def __init__(self, tokenizer: Any):
-        texts = (tokenizer.decode([token]) for token in range(len(tokenizer)))
-        words = (text[1:] for text in texts if text[:1] == " " and text[1:].isascii() and text[1:].isalpha())
-        self._words = sorted(set(words)) or ["a"]
-
-    def draw(self, work: Work, name: str, seed: int) -> list[str]:
-        """Return a random text for each prompt of a batch, always the same for the same arguments."""
-        draw = random.Random(f"{name} {seed}")
-        return [" ".join(draw.choices(self._words, k=length)) for length in work.prompt_lens]

@@ -8,11 +8,6 @@ from areno.report.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno compare` to its parser.
-
-    Args:
-        parser: Parser of `areno compare`, to which the arguments are added.
-    """
     parser.description = (
         "Prints the algorithms, settings and versions of packages in which runs differ, and the first, the best and "
         "the last value of each of their results."
@@ -22,17 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print tables of the differences between runs.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ConfigError: Fewer than two runs are named.
-    """
     from areno.errors import ConfigError
     from areno.report.tables import compare_tables
     from areno.tracking.reader import run_folders

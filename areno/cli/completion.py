@@ -10,11 +10,6 @@ _SHELLS = ("bash", "zsh", "fish", "powershell")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno completion` to its parser.
-
-    Args:
-        parser: Parser of `areno completion`, to which the arguments are added.
-    """
     parser.description = (
         "Prints shell code that completes commands, flags, task names and settings on TAB. "
         'Put `eval "$(areno completion bash)"` into ~/.bashrc (zsh: ~/.zshrc, after compinit), or '
@@ -24,17 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print shell code that completes the command line of `areno` on TAB.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ArenoError: The package argcomplete is not installed.
-    """
     try:
         import argcomplete
     except ImportError as error:

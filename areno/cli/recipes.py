@@ -6,11 +6,6 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno recipes` to its parser.
-
-    Args:
-        parser: Parser of `areno recipes`, to which the arguments are added.
-    """
     parser.description = (
         "Lists the algorithms, the tasks and the tested runs with the algorithms that each is for, and the named "
         "variants. For the settings of an algorithm, use python -m areno.recipes.gspo --help."
@@ -18,14 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the lists of algorithms, tasks and tested runs.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code, 0.
-    """
     from areno.api.algorithms import algorithm_names, get_algorithm
     from areno.launch import help, yaml_files
 

@@ -17,11 +17,6 @@ _SHOWN_CHARS = 200  # shown from the end of the prompt and from the beginning of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno replay` to its parser.
-
-    Args:
-        parser: Parser of `areno replay`, to which the arguments are added.
-    """
     parser.description = (
         "Computes one recorded sample of training again, under a checkpoint of its run. For each token it prints the "
         "log-probability then (when it was sampled) and now (under the checkpoint), the importance ratio of the two, "
@@ -54,14 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Recompute the log-probabilities of a recorded sample, and print a table of its tokens.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code, 0.
-    """
     from areno.report.replay import replay
     from areno.tracking.reader import RunReader
     from areno.tracking.run_log import RunLog

@@ -7,11 +7,6 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno report` to its parser.
-
-    Args:
-        parser: Parser of `areno report`, to which the arguments are added.
-    """
     parser.description = (
         "Writes one HTML page that needs no network and no other file: the verdict, curves, samples with their tokens, "
         "settings and versions. Several runs are drawn over each other, with the settings in which they differ. "
@@ -29,14 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write an HTML page about runs, and print the path of the page.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code, 0.
-    """
     from areno.report.page import write_report
     from areno.tracking.reader import run_folders
 

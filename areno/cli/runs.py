@@ -8,11 +8,6 @@ from areno.report.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno runs` to its parser.
-
-    Args:
-        parser: Parser of `areno runs`, to which the arguments are added.
-    """
     parser.description = (
         "Lists the runs below a folder, those of sweeps among them: their algorithm, when they began, whether they are "
         "completed, how many steps they have, their best number and how long they took."
@@ -23,14 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a table of the runs below a folder.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code, 0.
-    """
     from areno.report.runs import runs_table
 
     show(runs_table(arguments.folder))

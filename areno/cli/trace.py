@@ -7,11 +7,6 @@ import json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `areno trace` to its parser.
-
-    Args:
-        parser: Parser of `areno trace`, to which the arguments are added.
-    """
     parser.description = (
         "Summarises the trace of a run, which perf_tracer.enabled=true writes: the seconds of each step by phase, the "
         "time in which a device was idle, the work that the steps waited for, and the slowest samples."
@@ -24,17 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the summary of a run's trace.
-
-    Args:
-        arguments: The parsed command line.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ArenoError: The run has no trace that can be read, or `--samples` is negative.
-    """
     from areno.errors import ConfigError, Problem
     from areno.report.terminal import show
     from areno.report.trace_summary import summarise, tables

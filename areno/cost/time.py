@@ -32,7 +32,7 @@ class Rates:
 
 
 H100 = Rates(copy_bytes_s=3.0e12, matmul_flops_s=760e12)
-"""Rates that `areno.bench` measured on an H100 SXM with 80 GB."""
+"""Rates that `areno bench` measured on an H100 SXM with 80 GB."""
 
 _LARGE_PRODUCTS = 0.82  # share of the rate of large products that the products of a layer reach in training
 _PRODUCTS = 0.83  # the same for a decode step, of the longer of reading the weights and computing

@@ -48,7 +48,7 @@ _GPUS = (
         name="h200",
         title="H200",
         memory=int(139.8 * GIB),
-        rates=Rates(copy_bytes_s=4.23e12, matmul_flops_s=780e12),  # measured by areno.bench
+        rates=Rates(copy_bytes_s=4.23e12, matmul_flops_s=780e12),  # measured by areno bench
     ),
     # Rates of NVIDIA's data sheets.
     _by_data_sheet("a100-40gb", "A100 40 GB", 39.4, 1.555e12, 312e12, 300e9),

@@ -34,8 +34,7 @@ def test_floors_of_several_devices() -> None:
     ("given", "option"),
     [
         (["rollout", "--world-size", "3", "--tp-size", "2"], "multiple of --tp-size"),
-        (["agents", "--world-size", "2", "--tokenizer", "x"], "areno's own rollout"),
-        (["rollout", "--world-size", "2", "--against", "transformers"], "areno's own rollout"),
+        (["rollout", "--against", "transformers"], "--against: invalid choice"),
     ],
 )
 def test_several_devices_for_what_cannot_have_them(given: list[str], option: str) -> None:

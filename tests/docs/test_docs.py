@@ -3,7 +3,7 @@
 The first line of a code block says how it is tested:
 
     bash              each `python -m areno...`, `python examples/...` and `areno train` composes its configuration
-                      (--cfg job)
+                      (--cfg job); the arguments of `areno bench` and `python -m benchmarks` are parsed
     bash run          each line runs to its end, in a folder with the files of the page
     bash fails        exits with code 2 and writes nothing; the text block after it is the error message
     KIND file=NAME    becomes a file
@@ -28,8 +28,10 @@ from typing import Any
 import pytest
 
 from areno.api import get_algorithm
+from areno.bench.arguments import Parser, Settings, add_arguments
 from areno.data.row_schema import row_problem
 from areno.tracking.reader import RunReader
+from benchmarks.__main__ import parser as benchmarks_parser
 from tests.helpers import warm_python
 from tests.helpers.agent_runs import run as agent_run
 from tests.helpers.moe_models import quickstart_with_experts
@@ -40,9 +42,13 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*.md")),
+    ROOT / "benchmarks/README.md",
 ]
 GUIDES = ["quickstart.md", "recipes.md", "data.md", "evaluation.md", "runs.md", "resuming.md", "reference/cli.md"]
 GUIDES += ["adapters.md", "distillation.md", "exact.md", "judges.md", "tracing.md", "../README.md"]
+
+
+COMMAND = re.compile(r"(python (-m (areno\.|benchmarks)|examples/)|areno (train|bench) ).*")
 
 
 def commands(kind: str) -> list[tuple[str, str]]:
@@ -52,9 +58,38 @@ def commands(kind: str) -> list[tuple[str, str]]:
         for info, text in blocks(page):
             if info.split(" file=")[0].strip() == kind:
                 for line in text.splitlines():
-                    if command := re.search(r"(python (-m areno\.|examples/)|areno train ).*", line):
+                    if command := COMMAND.search(line):
                         found.append((page.name, command[0]))
     return found
+
+
+def parse_benchmark(command: str) -> None:
+    """Raise ConfigError for a benchmark or an argument that does not exist."""
+    words, parser = shlex.split(command), benchmarks_parser()
+    if words[:2] == ["areno", "bench"]:
+        parser = Parser()
+        add_arguments(parser)
+    parser.parse_args(words[2:] if words[0] == "areno" else words[3:], Settings())
+
+
+def test_the_commands_of_measured_figures_exist() -> None:
+    """Also those in tables, whose head says `arguments of ...`."""
+    found = []
+    for page in PAGES:
+        before = ""
+        for line in page.read_text(encoding="utf-8").splitlines():
+            codes = re.findall(r"`([^`]+)`", line)
+            if line.startswith("| arguments of `"):
+                before = codes[0]
+            elif not line.startswith("|"):
+                before = ""
+            found += [code for code in codes if re.match(r"(areno bench|python -m benchmarks) \w+ --", code)]
+            if before and codes and re.match(r"\| `(--|\w+ --)", line):
+                tokenizer = " --tokenizer T" if re.match("(agents|serve)", codes[0]) else ""
+                found.append(f"{before} {codes[0]}{tokenizer}")
+    assert len(found) > 50
+    for command in found:
+        parse_benchmark(re.sub(r"\b[A-Z]{4,}\b", "x", command))
 
 
 def run(command: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -70,8 +105,11 @@ def test_commands_in_the_documents_compose(
     page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if "--help" in command or "areno.bench" in command or "areno.cli.reference" in command:
-        done = run(command.split(">")[0], tmp_path, *(["--help"] if "bench" in command else []))
+    if "bench" in command:
+        parse_benchmark(command)
+        return
+    if "--help" in command or "areno.cli.reference" in command:
+        done = run(command.split(">")[0], tmp_path)
     elif "hydra/sweeper=optuna" in command:
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs the sweep extra")
         done = run(command, tmp_path, "hydra.sweeper.n_trials=1", "total_train_steps=1", "valid_dataset=null")
@@ -96,6 +134,7 @@ def test_commands_in_the_documents_compose(
 RUN_ALL = """
 import shlex, sys
 from areno.api import get_algorithm
+from areno.bench.arguments import Parser, Settings, add_arguments
 from areno.launch.command import run
 
 for line in sys.argv[1:]:

@@ -376,7 +376,7 @@ def test_a_large_report_opens_fast_enough(tmp_path, browser):
     assert path.stat().st_size < 15 * 2**20
     page, said = opened(browser, path)
     taken = page.evaluate("performance.now()")
-    assert taken < 30_000  # a bound for a busy machine; areno.bench measures
+    assert taken < 30_000  # a bound for a busy machine; no measurement
     assert said == []
 
 

@@ -1,12 +1,13 @@
-"""Measure how long devices wait for the driver process, with simulated workers.
+"""The time that devices wait for the driver process in a training loop, with simulated workers. Needs no GPU.
 
 `SimulatedWorkers` takes the place of the engine's worker processes. It replies as fast as devices of a given speed
 would, and computes nothing. Messages between the driver and the workers are pickled in both directions, like messages
-over a pipe. `run_driver` runs a training loop on it.
+over a pipe.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import math
 import pickle
@@ -21,9 +22,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from areno.bench.arguments import Settings
-from areno.bench.timing import log_progress
-from areno.bench.work import Texts, Work
+from areno.bench.__main__ import checked_model
+from areno.bench.arguments import Settings, positive
+from areno.bench.work import Work
 from areno.cost.flops import Cost
 from areno.cost.token_budget import SCORE, TRAIN
 from areno.engine import engine as engine_module
@@ -39,25 +40,25 @@ from areno.specs.rollout import RolloutSpec
 from areno.tracking.reader import RunReader
 from areno.trainers.policy_only import PolicyOnlyTrainer
 from areno.types import GenerationOutput, GenerationRequest
+from benchmarks.texts import Texts, add_tokenizer_argument
 
 Completion = Callable[[GenerationRequest, int], list[int]]
 """(a request, the number of a sample) -> the tokens of the sample."""
 
 # Of a 0.6B model on an H200.
-STEP_S = 0.0037  # seconds of a decoder step with 256 samples
+STEP_S = 0.0037  # seconds of a decoder step with 256 samples, which generates a token for each of them
 TRAIN_TOK_S = 110_000  # trained tokens per second
 
 
 class SimulatedWorkers:
     """Simulated workers with the interface of WorkerGroup, to time the driver alone.
 
-    `step_s` are the seconds of a decoding step, which generates a token for every running sample of a copy of the
-    model. For each training step, `idle_s` has the seconds in which all devices waited for the driver, and `cpu_s` the
-    CPU seconds of the driver's main thread, without those of the simulation.
+    For each training step, `idle_s` has the seconds in which all devices waited for the driver, and `cpu_s` the CPU
+    seconds of the driver's main thread, without those of the simulation.
     """
 
-    def __init__(self, spec: EngineSpec, completion: Completion, step_s: float = STEP_S):
-        self.spec, self._completion, self._step_s = spec, completion, step_s
+    def __init__(self, spec: EngineSpec, completion: Completion):
+        self.spec, self._completion = spec, completion
         self._config = load_config(spec.actor.path)
         self._submitted: list[tuple[int, float, GenerationRequest]] = []  # (copy, time of arrival, request)
         # (time at which samples are finished, copy, running number, tokens of the samples, message)
@@ -155,9 +156,9 @@ class SimulatedWorkers:
                     versions=[self._version] * len(tokens),
                     finish_reason="stop",
                 )
-                ends = max(now, heapq.heappop(self._slots[rank])) + len(tokens) * self._step_s
+                ends = max(now, heapq.heappop(self._slots[rank])) + len(tokens) * STEP_S
                 heapq.heappush(self._slots[rank], ends)
-                done[rank, math.ceil(ends / self._step_s) * self._step_s].append(output)
+                done[rank, math.ceil(ends / STEP_S) * STEP_S].append(output)
         self._submitted = []
         for (rank, ends), outputs in done.items():
             self._n += 1
@@ -204,26 +205,22 @@ _ANSWER = " The answer is \\boxed{42}."
 _SHIFTS = 7  # number of different first words among the samples of a prompt
 
 
-def run_driver(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_tokenizer_argument(parser)
+    parser.set_defaults(kind="step")
+    copies = "numbers of model copies; each copy gets all prompts (default: 1 2)"
+    parser.add_argument("--copies", type=positive, nargs="+", default=[1, 2], help=copies)
+
+
+def run(settings: Settings, folder: Path) -> dict[str, dict[str, float]]:
     """Run a training loop on simulated workers, once for each number of model copies, each with the whole work.
 
     The figures are medians over the steps after the first, in seconds: `idle` (all devices wait for the driver),
-    `outside` (of rollout and training), `cpu` (of the driver's main thread), and the `time/*` metrics.
+    `outside` (of rollout and training), `cpu` (of the driver's main thread), and the phases of a step.
     """
-    del random_init
-    found = {}
-    for n_copies in settings.copies:
-        name = f"{n_copies} copies, {n_copies * settings.work.n_rows} samples"
-        found[name] = _medians(settings, folder, n_copies)
-        log_progress(f"{name}: devices wait for {found[name]['idle']:.3f} s")
-    return found
-
-
-def driver_page(found: dict[str, dict[str, float]]) -> str:
-    names = next(iter(found.values()))
-    lines = ["seconds of a step".ljust(26) + "".join(name.removeprefix("time/").rjust(11) for name in names)]
-    lines += [title.ljust(26) + "".join(f"{row[name]:11.4f}" for name in names) for title, row in found.items()]
-    return "\n".join(lines)
+    path, _ = checked_model(settings, folder)
+    n_rows = settings.work.n_rows
+    return {f"{n} copies, {n * n_rows} samples": _medians(settings, path, n) for n in settings.copies}
 
 
 def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]:
@@ -233,7 +230,7 @@ def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]
     work, n_steps, words = settings.work, settings.repeats + 1, Texts(tokenizer)
     texts = [text for number in range(n_copies * n_steps) for text in words.draw(work, "prompt", number)]
     rows = [{"prompt": text, "solutions": str(41 + index % 2)} for index, text in enumerate(texts)]
-    completions, groups = Completions(tokenizer, words, work), []
+    completions, groups = _completions(tokenizer, words, work), []
 
     def start(spec: EngineSpec, mode: str) -> SimulatedWorkers:
         groups.append(SimulatedWorkers(spec, completions))
@@ -267,17 +264,12 @@ def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]
     return {name: statistics.median(values[1:]) for name, values in series.items()}  # the first step warms up
 
 
-class Completions:
-    """Made-up completions that end with a boxed answer. All are encoded first, so that a call costs little."""
-
-    def __init__(self, tokenizer: Any, words: Texts, work: Work):
-        answer = [*tokenizer.encode(_ANSWER), tokenizer.eos_token_id]
-        texts = words.draw(Work.fixed(len(work.new_lens), 1, 2 * max(work.new_lens), 1), "completion", 0)
-        self._tokens = [
-            [tokens[shift : shift + max(1, new_len - len(answer))] + answer for shift in range(_SHIFTS)]
-            for tokens, new_len in zip(map(tokenizer.encode, texts), work.new_lens, strict=True)
-        ]
-
-    def __call__(self, request: GenerationRequest, sample: int) -> list[int]:
-        of_prompt = self._tokens[request.request_id % len(self._tokens)]
-        return of_prompt[sample % _SHIFTS]
+def _completions(tokenizer: Any, words: Texts, work: Work) -> Completion:
+    """Return made-up completions that end with a boxed answer. All are encoded first, so that a call costs little."""
+    answer = [*tokenizer.encode(_ANSWER), tokenizer.eos_token_id]
+    texts = words.draw(Work.fixed(len(work.new_lens), 1, 2 * max(work.new_lens), 1), "completion", 0)
+    tokens = [
+        [encoded[shift : shift + max(1, new_len - len(answer))] + answer for shift in range(_SHIFTS)]
+        for encoded, new_len in zip(map(tokenizer.encode, texts), work.new_lens, strict=True)
+    ]
+    return lambda request, sample: tokens[request.request_id % len(tokens)][sample % _SHIFTS]

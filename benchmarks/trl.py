@@ -1,4 +1,4 @@
-"""Compare a training by areno with the same training by TRL: rewards, solve rates and the time of a step.
+"""A training by areno, against the same training by TRL: rewards, solve rates and the time of a step.
 
 Both libraries start from the same base model, draw the same prompts in the same order, and have the same settings,
 which come from one YAML file. areno's evaluation measures the solve rates of the base model and of both trained models.
@@ -7,35 +7,27 @@ Each training and each evaluation is a process of its own, so that its memory is
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from areno.bench.arguments import Settings
+from areno.bench.arguments import Settings, positive
 from areno.bench.timing import log_progress
-from areno.bench.trl_contender import (
-    Training,
-    n_rows,
-    prompts_of,
-    smaller,
-    train_with_trl,
-    trl_problems,
-    trl_settings,
-    with_formulas_of_trl,
-)
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig
 from areno.errors import ArenoError, ConfigError, Problem
@@ -46,51 +38,59 @@ from areno.report.picture import svg
 from areno.tracking.tracker import END_OF_STEP, Tracker
 from areno.trainers.loop import PolicyEvaluation
 from areno.types import PromptItem
-from areno.version import __version__
+from benchmarks.trl_contender import (
+    Training,
+    n_rows,
+    prompts_of,
+    smaller,
+    train_with_trl,
+    trl_problems,
+    trl_settings,
+    with_formulas_of_trl,
+)
 
 T = TypeVar("T")
 
 _ALGORITHMS = {"grpo": grpo.ALGORITHM, "gspo": gspo.ALGORITHM}
-POINTS = 0.03
-"""Solve rates that are no further apart count as equal, even if the spread of seeds is smaller."""
 _WARM_UP = 3  # steps that are left out of the medians, if others are left
-_FIXED = {
-    "seed": "; use --seeds",
-    "engine.device": "; use --device",
-    "engine.world_size": ", which compares one device",
-    "actor.path": "; use --model",
-    "total_train_steps": "; use --steps",
-    "total_train_n_seqs": "; use --steps",
-    "trial_name": "; use --folder",
-    "cluster.fileroot": "; use --folder",
-    "actor.adv_norm.std_unbiased": " as TRL computes it",
-    "actor.adv_norm.eps": " as TRL has it",
-}
-"""Settings that the user cannot give -> what to do instead."""
+_FIXED = {"seed", "engine.device", "engine.world_size", "actor.path", "total_train_steps", "total_train_n_seqs"}
+_FIXED |= {"trial_name", "cluster.fileroot", "actor.adv_norm.std_unbiased", "actor.adv_norm.eps"}
 
 
-def run_parity(settings: Settings, folder: Path) -> dict[str, Any]:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", dest="shape", required=True, help="folder of a base model with weights, as areno reproduce makes")
+    add("--config", metavar="NAME", required=True, help="name of the YAML file with the settings, as --config-name")
+    add("--device", choices=["cpu", "cuda:0"], help="device (default: cuda:0, or cpu without a GPU)")
+    add("--algo", choices=["grpo", "gspo"], default="grpo", help="the algorithm (default: %(default)s)")
+    add("--seeds", type=int, nargs="+", default=[1], metavar="N", help="seed of each pair of runs (default: 1)")
+    add("--steps", type=positive, help="number of training steps (default: total_train_steps of --config)")
+    other = "another setting of the runs, such as gconfig.n_samples=16. Repeat it for more settings"
+    add("--set", dest="overrides", action="append", default=[], metavar="key=value", help=other)
+    add("--folder", help="folder to keep the curves (curves.svg), the numbers (result.json) and the runs in")
+    add("--json", action="store_true", help="print one line of JSON")
+
+
+def run(settings: Settings, folder: Path) -> dict[str, Any]:
     """Train by areno and by TRL with each seed, and measure the solve rates of the models.
 
-    `runs` has the rewards, seconds and solve rates of each seed; medians leave out the first steps. `solve_rate` has
-    means over the seeds. `apart` is the distance of both libraries, `spread` the largest distance between two seeds of
-    one, and `is_equal` whether apart is at most 0.03 or spread. `ratio` is the seconds of a step of TRL / those of
-    areno.
+    Medians of seconds leave out the first steps. `ratio` is the seconds of a step of TRL / those of areno.
     """
+    if missing := [name for name in ("trl", "accelerate", "datasets") if find_spec(name) is None]:
+        raise ConfigError([Problem("trl", f"needs packages that are not installed here: {' '.join(missing)}")])
+    settings.device = settings.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     configs = {seed: config_of(settings, seed) for seed in settings.seeds}
     config = configs[settings.seeds[0]]
     n_steps, rows_at_once = config.total_train_steps or 0, n_rows(config)
     items = {seed: prompts_of(config, n_steps) for seed, config in configs.items()}
     out = folder if settings.folder is None else Path(settings.folder).absolute()
     found: dict[str, Any] = {
-        "config": settings.config,
-        "algo": settings.algo,
-        "steps": n_steps,
-        "samples": [config.train_dataset.batch_size, config.gconfig.n_samples],
-        "device": _device_name(settings.device),
-        "versions": {"areno": __version__} | {name: version(name) for name in ("trl", "transformers", "torch")},
-        "runs": [],
+        "runs": f"{settings.config}, {settings.algo}: {n_steps} steps of {rows_at_once} samples",
+        "device": torch.cuda.get_device_name() if settings.device != "cpu" else f"CPU ({platform.machine()})",
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("areno", "trl", "transformers", "torch")),
     }
+    trainings: dict[str, list[Training]] = {"areno": [], "trl": []}
+    ratios: list[float] = []
     for seed, config in configs.items():
         place = out / time.strftime(f"seed-{seed}-%Y%m%d-%H%M%S")
         place.mkdir()
@@ -99,33 +99,54 @@ def run_parity(settings: Settings, folder: Path) -> dict[str, Any]:
         log_progress(f"trl: seed {seed}, {n_steps} steps by TRL")
         theirs = _trained_by_trl(config, items[seed], rows_at_once, settings.device, ours.n_threads, place / "trl")
         rows_at_once = theirs.rows_at_once or rows_at_once  # what ran out of memory once would again
-        found["runs"].append(_measured(config, ours, theirs, place) | {"seed": seed})
-        found |= compare(found["runs"]) | {"trl_settings": trl_settings(config, n_steps, rows_at_once, settings.device)}
+        before = _in_a_process(solve_rate, config, config.actor.path, place / "evaluation-base")
+        for name, training in (("areno", ours), ("trl", theirs)):
+            after = _in_a_process(solve_rate, config, training.model, place / f"evaluation-{name}")
+            found[f"seed {seed}, {name}"] = figures(training, before, after)
+            trainings[name].append(training)
+        of_trl = trl_settings(config, n_steps, rows_at_once, settings.device)
+        found["trl_settings"] = ", ".join(f"{name}={value}" for name, value in of_trl.items())
+        ratios.append(found[f"seed {seed}, trl"]["step_s"] / found[f"seed {seed}, areno"]["step_s"])
+        found["ratio"] = statistics.median(ratios)
         if settings.folder is not None:  # after each seed, so that an interruption leaves results
             atomic_write_text(out / "result.json", json.dumps(found, indent=2) + "\n")
-            atomic_write_text(out / "curves.svg", picture(found))
+            atomic_write_text(out / "curves.svg", picture(found["runs"], trainings))
     return found
 
 
-def _measured(config: PolicyExperimentConfig, ours: Training, theirs: Training, place: Path) -> dict[str, Any]:
-    models = {"base": config.actor.path, "areno": ours.model, "trl": theirs.model}
-    rates = {
-        name: _in_a_process(solve_rate, config, model, place / f"evaluation-{name}") for name, model in models.items()
+def figures(training: Training, before: float, after: float) -> dict[str, Any]:
+    """Return the figures of a training, which changes the solve rate from `before` to `after`."""
+    first, tenth = min(_WARM_UP, (len(training.step_s) - 1) // 2), max(1, len(training.rewards) // 10)
+    return {
+        "first_rewards": statistics.mean(training.rewards[:tenth]),
+        "last_rewards": statistics.mean(training.rewards[-tenth:]),
+        "base_rate": before,
+        "solve_rate": after,
+        "step_s": statistics.median(training.step_s[first:]),
+        "rollout_s": statistics.median(training.rollout_s[first:]),
+        "rewards": training.rewards,
     }
-    of_both = {"areno": _figures(ours, rates["areno"]), "trl": _figures(theirs, rates["trl"])}
-    return {"solve_rate": rates["base"], **of_both}
+
+
+def picture(title: str, trainings: Mapping[str, Sequence[Training]]) -> str:
+    """Draw the rewards of each library, as means over the seeds."""
+    curves = {
+        name: list(map(statistics.mean, zip(*(training.rewards for training in each), strict=True)))
+        for name, each in trainings.items()
+    }
+    return svg(title, range(1, len(curves["trl"]) + 1), curves)
 
 
 def config_of(settings: Settings, seed: int) -> PolicyExperimentConfig:
     """Compose and check the settings of a run of areno, from which those of TRL are derived."""
-    keys = [text.partition("=")[0].lstrip("+") for text in settings.overrides]
-    if given := [Problem(key, f"is set by the comparison with TRL{_FIXED[key]}") for key in keys if key in _FIXED]:
+    keys = {text.partition("=")[0].lstrip("+") for text in settings.overrides}
+    if given := [Problem(key, "is set by the comparison with TRL") for key in sorted(keys & _FIXED)]:
         raise ConfigError(given)
     model = str(Path(settings.shape).expanduser().absolute()).replace('"', '\\"')
     own = [f'actor.path="{model}"', f"seed={seed}", "engine.world_size=1", "total_train_n_seqs=null"]
     own += [f"engine.device={settings.device.partition(':')[0]}"]
     own += [f"total_train_steps={settings.steps}"] if settings.steps else []
-    config: Any = load(_ALGORITHMS[settings.algo].config, settings.config or "", [*own, *settings.overrides])
+    config: Any = load(_ALGORITHMS[settings.algo].config, settings.config, [*own, *settings.overrides])
     problems = list(trl_problems(config))
     if config.total_train_steps is None:
         problems.append(Problem("--steps", f"is missing; {settings.config} sets no total_train_steps"))
@@ -226,78 +247,3 @@ def _first_gpu() -> Iterator[None]:
 
 def _print_to_stderr() -> None:
     os.dup2(2, 1)
-
-
-def _figures(training: Training, rate: float) -> dict[str, Any]:
-    first = min(_WARM_UP, (len(training.step_s) - 1) // 2)
-    medians = {"median_s": training.step_s, "rollout_s": training.rollout_s}
-    return {
-        "rewards": training.rewards,
-        "step_s": training.step_s,
-        **{name: statistics.median(values[first:]) for name, values in medians.items()},
-        "solve_rate": rate,
-        "model": training.model,
-    }
-
-
-def compare(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    rates = {name: [run[name]["solve_rate"] for run in runs] for name in ("areno", "trl")}
-    means = {"base": statistics.mean(run["solve_rate"] for run in runs)}
-    means |= {name: statistics.mean(values) for name, values in rates.items()}
-    apart, spread = abs(means["areno"] - means["trl"]), max(max(values) - min(values) for values in rates.values())
-    ratio = statistics.median(run["trl"]["median_s"] / run["areno"]["median_s"] for run in runs)
-    is_equal = apart <= max(POINTS, spread)
-    return {"solve_rate": means, "apart": apart, "spread": spread, "is_equal": is_equal, "ratio": ratio}
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device != "cpu" else f"CPU ({platform.machine()})"
-
-
-def picture(found: Mapping[str, Any]) -> str:
-    n_seeds = len(found["runs"])
-    title = f"{found['config']}, {found['algo']}, {n_seeds} seed{'s'[: n_seeds > 1]}, {found['device']}"
-    curves = {
-        name: list(map(statistics.mean, zip(*(run[name]["rewards"] for run in found["runs"]), strict=True)))
-        for name in ("areno", "trl")
-    }
-    return svg(title, range(1, found["steps"] + 1), curves)
-
-
-def trl_page(found: dict[str, Any]) -> str:
-    n_prompts, n_samples = found["samples"]
-    names = ", ".join(f"{name} {of}" for name, of in found["versions"].items())
-    lines = [
-        f"{found['config']}, {found['algo']}: {found['steps']} steps of {n_prompts} x {n_samples} samples",
-        f"{found['device']}; {names}",
-        "",
-        f"{'':<14}{'mean reward, steps':^24}{'solve rate':^20}{'median seconds of a':^30}",
-        f"{'seed':<6}{'':<8}{'first tenth':>12}{'last tenth':>12}{'before':>10}{'after':>10}"
-        f"{'step':>10}{'rollout':>10}{'rest':>10}",
-    ]
-    for run in found["runs"]:
-        lines += [_line(run, name) for name in ("areno", "trl")]
-    rates = found["solve_rate"]
-    verdict = "equal within" if found["is_equal"] else "further apart than"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"solve rate: base model {rates['base']:.3f}, areno {rates['areno']:.3f}, TRL {rates['trl']:.3f}",
-            f"apart by {found['apart']:.3f}: {verdict} {POINTS} or the spread of seeds, {found['spread']:.3f}",
-            f"a step of TRL takes {found['ratio']:.2f} times as long",
-        ]
-    )
-
-
-def _line(run: Mapping[str, Any], name: str) -> str:
-    of = run[name]
-    size = max(1, len(of["rewards"]) // 10)
-    ends = _columns(12, (statistics.mean(of["rewards"][:size]), statistics.mean(of["rewards"][-size:])))
-    rates = _columns(10, (run["solve_rate"], of["solve_rate"]))
-    times = _columns(10, (of["median_s"], of["rollout_s"], of["median_s"] - of["rollout_s"]))
-    return f"{run['seed']:<6}{name:<8}{ends}{rates}{times}"
-
-
-def _columns(width: int, values: Iterable[float]) -> str:
-    return "".join(f"{value:>{width}.3f}" for value in values)

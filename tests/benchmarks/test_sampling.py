@@ -1,4 +1,4 @@
-"""python -m areno.bench sampling."""
+"""python -m benchmarks sampling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areno.bench.__main__ import main
+from benchmarks.__main__ import main
 from tests.helpers.agent_model import TOKENIZER
 from tests.helpers.bench_runs import TINY_ROLLOUT
 from tests.helpers.tiny_engine import model_folder
@@ -22,9 +22,3 @@ def test_every_setting_is_compared_with_plain_sampling(tmp_path: Path, capsys: p
     for figures in out.values():
         assert figures["tok_s"] == pytest.approx(2 * 3 * 5 / figures["rollout_s"])
         assert figures["relative"] == pytest.approx(out["plain"]["rollout_s"] / figures["rollout_s"])
-
-
-@pytest.mark.parametrize("arguments", ["sampling --against transformers", "rollout --tokenizer x"])
-def test_options_that_are_not_for_this_work(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*arguments.split(), "--device", "cpu"]) == 2
-    assert "sampling" in capsys.readouterr().err

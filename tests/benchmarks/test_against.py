@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -12,19 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-from areno.bench.other_contenders import TransformersContender, VllmContender
 from areno.bench.work import Work
 from areno.engine.engine import Engine
 from areno.errors import EngineError
 from areno.trainers.rows import token_rows
-from tests.helpers.bench_runs import TINY, found, settings
+from benchmarks.__main__ import main
+from benchmarks.contenders import TransformersContender, VllmContender
+from tests.helpers.bench_runs import TINY, settings
 from tests.helpers.tiny_engine import model_folder as tiny_folder
 from tests.helpers.tiny_engine import spec
 
 
 def test_transformers_does_the_same_work_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = f"step --shape {tiny_folder(tmp_path)} --no-recompute {TINY} --against transformers --against-repeats 1"
-    out = found(command, capsys)
+    command = f"step --shape {tiny_folder(tmp_path)} --no-recompute {TINY} --against transformers"
+    assert main([*command.split(), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
     assert set(out["ratio"]["transformers"]) == {"rollout", "train", "step"}
     for phase, ratio in out["ratio"]["transformers"].items():
         assert ratio == pytest.approx(out["areno"][f"{phase}_tok_s"] / out["transformers"][f"{phase}_tok_s"])
@@ -49,11 +52,9 @@ def test_transformers_gives_the_log_probabilities_of_what_it_drew(same_weights: 
     assert not np.array_equal(*token_rows(rows[:2]))
     with Engine(spec(Path(same_weights), random_init=False)) as engine:
         scored = engine.logprobs("actor", token_rows(rows))
-    again = theirs.logprobs(rows)
-    for item, ours, hf in zip(rows, scored, again, strict=True):
+    for item, ours in zip(rows, scored, strict=True):
         n_prompt = int(np.count_nonzero(np.asarray(item.prompt_mask)))
         assert np.asarray(item.logprobs)[n_prompt:].tolist() == pytest.approx(ours[n_prompt:], abs=2e-4)
-        assert hf[: len(ours) - 1] == pytest.approx(ours[1:], abs=2e-4)
 
 
 def test_transformers_trains_towards_rows_of_positive_advantage(same_weights: str) -> None:
@@ -62,12 +63,12 @@ def test_transformers_trains_towards_rows_of_positive_advantage(same_weights: st
     theirs._optimizer = torch.optim.AdamW(theirs.model.parameters(), lr=1e-3, fused=True)
     rows = work.random_rows(theirs.vocab_size, 0)
 
+    @torch.no_grad()
     def worth() -> float:
         """The sum that a step raises: advantage times log-probability."""
+        scored = [theirs._row_logprobs([item])[0].tolist() for item in rows]
         return sum(
-            advantage * logprob
-            for item, scored in zip(rows, theirs.logprobs(rows), strict=True)
-            for advantage, logprob in zip(np.asarray(item.advantages)[1:], scored, strict=False)
+            np.dot(np.asarray(item.advantages)[-len(new) :], new) for item, new in zip(rows, scored, strict=True)
         )
 
     before = worth()
@@ -136,5 +137,28 @@ def test_vllm_is_asked_for_log_probabilities_and_all_lengths(
     assert list(map(len, token_rows(rows))) == work.row_lens
     assert np.asarray(rows[3].logprobs)[-2:].tolist() == [-3.0, -4.0]
     assert math.isclose(theirs.start_s, 0.0, abs_tol=1.0)
-    with pytest.raises(EngineError, match="vllm does not train"):
-        theirs.train(rows)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train --against vllm", "--against: vllm does rollout only, not train"),
+        ("rollout --against vllm", "--against: vllm takes the first GPU"),
+        ("logprob --against transformers", "--against: is for rollout, train and step, not for logprob"),
+        ("rollout --world-size 2 --against transformers", "--world-size: starts several processes of areno alone"),
+        ("rollout --profile file", "--profile: traces a CUDA device, and --device is cpu"),
+        ("train --tokenizer x", "unrecognized arguments: --tokenizer x"),
+    ],
+)
+def test_a_bad_argument_is_one_line(
+    command: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.phases.find_spec", lambda name: name)
+    assert main([*command.split(), "--device", "cpu", "--shape", "tiny"]) == 2
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.phases.find_spec", lambda name: None)
+    assert main(["train", "--against", "transformers", "--device", "cpu", "--shape", "tiny"]) == 2
+    assert "--against: transformers is not installed here" in capsys.readouterr().err

@@ -111,11 +111,8 @@ def trace(body: Callable[[], object]) -> list[Span]:
     ]
 
 
-def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: float) -> str:
-    """Format the profile of a phase.
-
-    Idle time is that without the profiler, `plain_wall_s`, minus that of the kernels.
-    """
+def phase_table(phase: str, spans: Sequence[Span], wall_s: float) -> str:
+    """Format the profile of a phase that takes `wall_s` without the profiler."""
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for span in spans:
@@ -123,8 +120,8 @@ def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: 
         counts[span.name] += 1
     busy, total = busy_s(spans), sum(seconds.values()) or 1e-12
     lines = [
-        f"== {phase}: {plain_wall_s:.4f} s ({wall_s:.4f} s while traced), device busy {busy:.4f} s, "
-        f"idle {100 * idle_share(busy, plain_wall_s):.1f} %, {len(spans)} kernels",
+        f"== {phase}: {wall_s:.4f} s, device busy {busy:.4f} s, idle {100 * idle_share(busy, wall_s):.1f} %, "
+        f"{len(spans)} kernels",
         f"{'group':24}{'seconds':>10}{'share %':>9}{'calls':>9}{'us each':>10}",
     ]
     for group in GROUPS:

@@ -1,4 +1,4 @@
-"""python -m areno.bench trl: settings of TRL from those of areno, the comparison, and a tiny run of both."""
+"""python -m benchmarks trl: settings of TRL from those of areno, the comparison, and a tiny run of both."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from safetensors.torch import load_file
 
 from areno.api.algorithms import get_algorithm
 from areno.api.trainer import Trainer
-from areno.bench import parity, trl_contender
-from areno.bench.__main__ import main
-from areno.bench.arguments import parse
-from areno.bench.parity import compare, config_of, picture, trl_page
-from areno.bench.trl_contender import (
+from areno.bench.arguments import Settings
+from areno.config.models import NormConfig
+from areno.errors import ArenoError
+from areno.launch.compose import load
+from areno.loss_fns.advantages import group_advantages
+from areno.plan.plan import TrainerPlan
+from areno.types import TrainSequence
+from benchmarks import trl, trl_contender
+from benchmarks.__main__ import main, page, parser
+from benchmarks.trl import config_of, figures, picture
+from benchmarks.trl_contender import (
     Training,
     prompts_of,
     smaller,
@@ -27,12 +33,6 @@ from areno.bench.trl_contender import (
     trl_settings,
     with_formulas_of_trl,
 )
-from areno.config.models import NormConfig
-from areno.errors import ArenoError
-from areno.launch.compose import load
-from areno.loss_fns.advantages import group_advantages
-from areno.plan.plan import TrainerPlan
-from areno.types import TrainSequence
 from tests.helpers.tiny_engine import engine_spec
 
 WARM_UP = "actor.optimizer.warmup_steps_proportion=0.5"
@@ -140,54 +140,35 @@ def test_a_training_out_of_memory_begins_again(config: Any, monkeypatch: pytest.
         tried.append(size)
         return None if size > fits else Training("model", rows_at_once=size)
 
-    monkeypatch.setattr(parity, "_in_a_process", run)
+    monkeypatch.setattr(trl, "_in_a_process", run)
     fits = 64
-    assert parity._trained_by_trl(config, [], 256, "cuda:0", 1, tmp_path).rows_at_once == 64
+    assert trl._trained_by_trl(config, [], 256, "cuda:0", 1, tmp_path).rows_at_once == 64
     assert tried == [256, 128, 64]
     fits = 0
     with pytest.raises(ArenoError, match="even with one row at a time"):
-        parity._trained_by_trl(config, [], 256, "cuda:0", 1, tmp_path)
+        trl._trained_by_trl(config, [], 256, "cuda:0", 1, tmp_path)
 
 
-def runs() -> list[dict[str, Any]]:
-    """Two seeds, whose rates are 0.2 and 0.3 by areno and 0.28 and 0.3 by TRL."""
-
-    def of(rewards: list[float], median_s: float, rate: float) -> dict[str, Any]:
-        return {"rewards": rewards, "median_s": median_s, "rollout_s": median_s / 2, "solve_rate": rate}
-
-    return [
-        {"seed": 1, "solve_rate": 0.1, "areno": of([0.1, 0.3], 1.0, 0.2), "trl": of([0.1, 0.2], 6.0, 0.28)},
-        {"seed": 2, "solve_rate": 0.1, "areno": of([0.2, 0.3], 2.0, 0.3), "trl": of([0.1, 0.4], 8.0, 0.3)},
-    ]
-
-
-def test_the_comparison_its_page_and_its_picture() -> None:
-    found: dict[str, Any] = compare(runs())
-    assert found["solve_rate"] == pytest.approx({"base": 0.1, "areno": 0.25, "trl": 0.29})
-    assert (found["apart"], found["spread"], found["ratio"]) == pytest.approx((0.04, 0.1, 5.0))
-    assert found["is_equal"]  # because of the spread
-    assert not compare(runs()[:1])["is_equal"]
-    found |= {"config": "c", "algo": "grpo", "steps": 2, "device": "d", "samples": [4, 8], "runs": runs()}
-    page = trl_page({**found, "versions": {"trl": "1"}}).splitlines()
-    assert page[0] == "c, grpo: 2 steps of 4 x 8 samples"
-    areno = next(line.split() for line in page if line.startswith("1     areno"))
-    assert areno == ["1", "areno", "0.100", "0.300", "0.100", "0.200", "1.000", "0.500", "0.500"]
-    assert page[-1] == "a step of TRL takes 5.00 times as long"
-    shapes = xml.etree.ElementTree.fromstring(picture(found))
+def test_the_figures_of_a_training_its_page_and_its_picture() -> None:
+    first = Training("model", rewards=[0.1, 0.3], step_s=[9.0, 1.0], rollout_s=[5.0, 0.5])
+    second = Training("model", rewards=[0.2, 0.5], step_s=[9.0, 2.0], rollout_s=[5.0, 0.5])
+    found = figures(first, before=0.1, after=0.2)
+    lines = page({"seed 1, areno": found, "ratio": 5.0}).splitlines()
+    assert lines[1].split() == ["seed", "1,", "areno", "0.1", "0.3", "0.1", "0.2", "5", "2.75"]
+    assert lines[2].split() == ["ratio", "5"]
+    shapes = xml.etree.ElementTree.fromstring(picture("c", {"areno": [first, second], "trl": [first, second]}))
     assert len(list(shapes.iter("{http://www.w3.org/2000/svg}polyline"))) == 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("trl --config countdown_cpu", "--model: is qwen3-0.6b; trl needs the folder of a base model with weights"),
-        (f"trl --model {MODEL}", "--config: is missing"),
-        (f"trl --model {MODEL} --config a --prompts 3", "--prompts: is for other works; trl takes settings from"),
-        (f"trl --model {MODEL} --config a --device cuda:1", "--device: is 'cuda:1'; trl takes cpu or the first GPU"),
-        (f"trl --model {MODEL} --config a --seeds x", "--seeds: is 'x'; a whole number of at least 0"),
-        ("train --config a --device cpu", "--config: is for trl, not for train"),
-        ("train --seeds 1 2 --device cpu", "--seeds: is for trl, not for train"),
-        ("train --set a=b --device cpu", "--set: is for trl, not for train"),
+        ("trl --config countdown_cpu", "the following arguments are required: --model"),
+        (f"trl --model {MODEL}", "the following arguments are required: --config"),
+        (f"trl --model {MODEL} --config a --prompts 3", "unrecognized arguments: --prompts 3"),
+        (f"trl --model {MODEL} --config a --device cuda:1", "--device: invalid choice"),
+        (f"trl --model {MODEL} --config a --seeds x", "--seeds: invalid int value"),
+        ("train --config a --device cpu", "unrecognized arguments: --config a"),
     ],
 )
 def test_arguments_that_do_not_fit(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
@@ -196,22 +177,23 @@ def test_arguments_that_do_not_fit(capsys: pytest.CaptureFixture[str], arguments
 
 
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("areno.bench.arguments.find_spec", lambda name: None)
+    monkeypatch.setattr("benchmarks.trl.find_spec", lambda name: None)
     assert main(["trl", "--model", str(MODEL), "--config", "countdown_cpu"]) == 2
-    assert "trl needs packages that are not installed here (pip install trl accelerate" in capsys.readouterr().err
+    assert "trl: needs packages that are not installed here: trl accelerate datasets" in capsys.readouterr().err
 
 
-def settings_with(monkeypatch: pytest.MonkeyPatch, *more: str) -> Any:
-    monkeypatch.setattr("areno.bench.arguments.find_spec", lambda name: name)
-    return parse(["trl", "--model", str(MODEL), "--config", "countdown_cpu", "--device", "cpu", *more])
+def settings_with(*more: str) -> Any:
+    return parser().parse_args(
+        ["trl", "--model", str(MODEL), "--config", "countdown_cpu", "--device", "cpu", *more], Settings()
+    )
 
 
-def test_settings_that_the_command_sets_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = settings_with(monkeypatch, "--set", "seed=3", "--set", "actor.adv_norm.eps=1")
+def test_settings_that_the_command_sets_itself() -> None:
+    settings = settings_with("--set", "seed=3", "--set", "actor.adv_norm.eps=1")
     with pytest.raises(ArenoError) as caught:
         config_of(settings, 1)
-    assert [problem.key for problem in caught.value.problems] == ["seed", "actor.adv_norm.eps"]
-    found: Any = config_of(settings_with(monkeypatch, "--steps", "9", "--set", "gconfig.n_samples=2"), 5)
+    assert [problem.key for problem in caught.value.problems] == ["actor.adv_norm.eps", "seed"]
+    found: Any = config_of(settings_with("--steps", "9", "--set", "gconfig.n_samples=2"), 5)
     values = found.seed, found.total_train_steps, found.gconfig.n_samples, found.actor.path, found.engine.device
     assert values == (5, 9, 2, str(MODEL), "cpu")
 
@@ -225,15 +207,15 @@ def test_a_tiny_run_of_both(device: str, tmp_path: Path, capfd: pytest.CaptureFi
     command = f"trl --model {MODEL} --config quickstart --steps 3 --device {device} --json --folder {tmp_path}".split()
     assert main([*command, "--set", "train_dataset.batch_size=16", "--set", "reward.workers=1"]) == 0
     found = json.loads(capfd.readouterr().out)
-    [run] = found["runs"]
-    for name in ("areno", "trl"):
-        assert len(run[name]["rewards"]) == len(run[name]["step_s"]) == 3
-        assert 0 < run[name]["rollout_s"] < run[name]["median_s"]
-        assert (Path(run[name]["model"]) / "model.safetensors").is_file()
+    ours, theirs = (found[f"seed 1, {name}"] for name in ("areno", "trl"))
+    for name, of in (("areno/checkpoints/latest", ours), ("trl/model", theirs)):
+        assert len(of["rewards"]) == 3
+        assert 0 < of["rollout_s"] < of["step_s"]
+        assert list(tmp_path.glob(f"seed-1-*/{name}/model.safetensors"))
     # 128 samples of the same policy: the deviation of the difference is at most 0.063.
-    assert run["areno"]["rewards"][0] == pytest.approx(run["trl"]["rewards"][0], abs=0.2)
-    assert found["trl_settings"]["bf16"] == (device != "cpu")
-    assert found["ratio"] == run["trl"]["median_s"] / run["areno"]["median_s"]
+    assert ours["rewards"][0] == pytest.approx(theirs["rewards"][0], abs=0.2)
+    assert f"bf16={device != 'cpu'}," in found["trl_settings"]
+    assert found["ratio"] == theirs["step_s"] / ours["step_s"]
     assert json.loads((tmp_path / "result.json").read_text()) == found
     assert (tmp_path / "curves.svg").is_file()
 

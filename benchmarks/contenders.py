@@ -1,6 +1,6 @@
 """Run the benchmark's work with other libraries, for comparison.
 
-`TransformersContender` does rollout, training and scoring in the way a user of transformers would write them, with
+`TransformersContender` does rollout and training in the way a user of transformers would write them, with
 sdpa attention:
 
 - Rollout: `generate` with its KV cache. Prompts are repeated for every sample and padded on the left. The
@@ -88,7 +88,7 @@ class TransformersContender:
         if settings.rolls_out:
             out["prompts_at_once"] = self.prompts_at_once
             out["parts"] = math.ceil(len(settings.work.prompt_lens) / self.prompts_at_once)
-        if not settings.rolls_out or settings.trains:
+        if settings.trains:
             out["rows_at_once"] = self.rows_at_once
         return out
 
@@ -152,32 +152,15 @@ class TransformersContender:
         synchronize(self.device)
         return True
 
-    @torch.no_grad()
-    def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Return the log-probability of every token except the first in each row. Rows of a batch are padded."""
-        self.model.eval()
-        out: list[list[float]] = []
-        while len(out) < len(rows):
-            piece = rows[len(out) : len(out) + self.rows_at_once]
-            scored = _try_in_memory(self.rows_at_once, self._row_logprobs, piece, True)
-            if scored is None:
-                self.rows_at_once //= 2
-            else:
-                out += scored.tolist()
-        return out
-
-    def _row_logprobs(self, rows: Sequence[TrainSequence], all_tokens: bool = False) -> Tensor:
-        """Return the log-probabilities of the last t tokens in each padded row, [R, t].
-
-        As many tokens are left out as the shortest prompt has, or one with `all_tokens`.
-        """
+    def _row_logprobs(self, rows: Sequence[TrainSequence]) -> Tensor:
+        """Return the log-probabilities of the tokens after the shortest prompt in each padded row, [R, t]."""
         tokens = token_rows(rows)
         ids = _padded(tokens).to(self.device)
         lens, width = torch.tensor(list(map(len, tokens))), ids.shape[1]
         mask = None
         if lens.min() < width:
             mask = (torch.arange(width) < lens[:, None]).long().to(self.device)
-        prompt_len = 1 if all_tokens else int(min(map(np.count_nonzero, prompt_masks(rows))))
+        prompt_len = int(min(map(np.count_nonzero, prompt_masks(rows))))
         keep = width - prompt_len + 1  # the logits of token t are at position t - 1
         logits = self.model(ids, attention_mask=mask, use_cache=False, logits_to_keep=keep).logits[:, :-1]
         targets = ids[:, prompt_len:, None]
@@ -267,9 +250,3 @@ class VllmContender:
                 logprobs = [step[token].logprob for step, token in zip(drawn.logprobs, tokens, strict=True)]
                 rows.append(row(prompt, tokens, logprobs, sample))
         return rows
-
-    def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        raise EngineError("vllm does not train; compare it in a rollout")
-
-    def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        raise EngineError("vllm is compared in a rollout only")

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import time
@@ -23,7 +22,7 @@ from areno.data.encode import decode_all
 from areno.data.loader import row_loader
 from areno.data.sources import open_rows
 from areno.engine.train.learning_rate import learning_rate
-from areno.errors import ArenoError, ConfigError, DataError, Problem
+from areno.errors import ConfigError, DataError, Problem
 from areno.kernels.backend import default_dtype
 from areno.models.registry import load_config
 from areno.plan.folders import load_tokenizer
@@ -54,7 +53,6 @@ _LEFT_OUT = {
     "tune": ("enabled",),
 }
 _LOSS_TYPES = {"seq_mean_token_mean": "grpo", "token_mean": "dapo", "seq_mean_token_sum_norm": "dr_grpo"}
-_OF_OLDER_VERSIONS = ("max_prompt_length",)  # TRL cut prompts at this length, 512 by default
 
 
 @dataclass
@@ -121,7 +119,6 @@ def trl_settings(config: Any, n_steps: int, rows_at_once: int, device: str) -> d
         "gradient_accumulation_steps": n_rows(config) // rows_at_once,
         "num_generations": gconfig.n_samples,
         "num_iterations": 1,
-        "max_prompt_length": None,
         "max_completion_length": gconfig.max_new_tokens,
         "temperature": gconfig.temperature,
         "top_p": gconfig.top_p,
@@ -226,11 +223,6 @@ def _train(
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import PrinterCallback
 
-    known = {each.name for each in dataclasses.fields(trl.GRPOConfig)}
-    settings = {name: value for name, value in settings.items() if name in known or name not in _OF_OLDER_VERSIONS}
-    if missing := settings.keys() - known:
-        text = "GRPOConfig of trl {} has no {}; install a newer version"
-        raise ArenoError(text, trl.__version__, ", ".join(sorted(missing)))
     tokenizer = load_tokenizer(_tokenizer_folder(config))
     _check_tokens(tokenizer, items)
     n_steps = settings["max_steps"]
