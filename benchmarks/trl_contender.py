@@ -19,7 +19,7 @@ import torch
 from areno.bench.timing import log_progress
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.encode import decode_all
-from areno.data.loader import row_loader
+from areno.data.loader import TokenLimit, row_encoder, row_loader
 from areno.data.sources import open_rows
 from areno.engine.train.learning_rate import learning_rate
 from areno.errors import ConfigError, DataError, Problem
@@ -165,15 +165,10 @@ def smaller(rows: int, rows_at_once: int) -> int | None:
 def prompts_of(config: PolicyExperimentConfig, n_steps: int) -> list[PromptItem]:
     """Return the prompts of a run of areno, in the order in which the run draws them."""
     rows, section = open_rows(config.train_dataset, None, "prompt", "train_dataset")
-    loader = row_loader(
-        "prompt",
-        rows,
-        load_tokenizer(_tokenizer_folder(config)),
-        section,
-        context_len=load_config(config.actor.path).max_position_embeddings,
-        enable_thinking=config.rollout.enable_thinking,
-        seed=config.seed,
-    )
+    tokenizer, thinking = load_tokenizer(_tokenizer_folder(config)), config.rollout.enable_thinking
+    encode = row_encoder("prompt", tokenizer, section.changed_turns, thinking=thinking)
+    context = TokenLimit(load_config(config.actor.path).max_position_embeddings, "the model's context")
+    loader = row_loader("prompt", rows, encode, section, context, seed=config.seed)
     try:
         batches = list(itertools.islice(loader.epochs(config.total_train_epochs), n_steps))
     finally:

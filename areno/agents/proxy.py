@@ -18,7 +18,7 @@ from areno.server.access import PageGuard
 from areno.server.app import build_server
 from areno.server.errors import ApiError
 from areno.server.messages import read_messages
-from areno.server.sampling import ServerLimits
+from areno.server.sampling import Sampler, ServerLimits
 from areno.server.threads import ServerThread
 from areno.types import Message, SamplingParams
 
@@ -48,15 +48,12 @@ class SessionProxy:
     ):
         self.session, self.api_key = secrets.token_hex(8), secrets.token_urlsafe(32)
         names = dict.fromkeys([POLICY, Path(engine.spec.actor.path).name, engine.spec.actor.path])
+        limits = ServerLimits(timeout_s=timeout_s, max_samples=_MAX_SAMPLES)
         self.server = build_server(
-            engine,
-            request_limits,
+            Sampler(engine, request_limits, defaults, limits, seed),
             tokenizer,
             models=list(names),
             keys=[self.api_key],
-            defaults=defaults,
-            seed=seed,
-            limits=ServerLimits(timeout_s=timeout_s, max_samples=_MAX_SAMPLES),
             thinking=thinking,
             session=self.session,
             guard=PageGuard(),

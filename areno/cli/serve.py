@@ -273,6 +273,7 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
     from areno.plan.lora import own_tokenizer, with_model
     from areno.plan.plan import open_actor
     from areno.server.app import build_server
+    from areno.server.sampling import Sampler
     from areno.server.threads import ServerThread
     from areno.specs.rollout import RolloutSpec
     from areno.types import SamplingParams
@@ -294,17 +295,20 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
         context = min(arguments.max_model_len or engine.info.context_len, engine.info.context_len)
         room = engine.begin_rollout(RolloutSpec(max_running=arguments.max_running, max_len=context, decoder=decoder))
         names = arguments.served_model_name or [arguments.folder, Path(plan.spec.actor.path).name]
-        server = build_server(
+        sampler = Sampler(
             engine,
             replace(room, context_len=context),
+            SamplingParams(max_new_tokens=context, max_context_len=context),
+            limits,
+            secrets.randbits(63),
+            raw_logprobs=arguments.logprobs_mode == "raw_logprobs",
+        )
+        server = build_server(
+            sampler,
             plan.tokenizer,
             models=list(dict.fromkeys(names)),
             keys=[arguments.api_key] if arguments.api_key else [],
-            limits=limits,
-            seed=secrets.randbits(63),
-            defaults=SamplingParams(max_new_tokens=context, max_context_len=context),
             thinking=False if arguments.disable_thinking else None,
-            raw_logprobs=arguments.logprobs_mode == "raw_logprobs",
             guard=_guard(arguments),
         )
         thread = ServerThread(server.application, arguments.host, arguments.port, limits.shutdown_s)

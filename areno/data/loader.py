@@ -1,8 +1,8 @@
 """Make batches of encoded rows.
 
 `BatchLoader` yields the rows of each epoch in a seeded order, skips rows that are too long, and can save and load
-its position. `row_loader` makes the loaders of the training loops. `given_prompt_loader` makes the loader for
-`Trainer.load_prompt_batches`.
+its position. `row_loader` makes the loaders of the training loops, from a `row_encoder`. `given_prompt_loader` makes
+the loader for `Trainer.load_prompt_batches`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
@@ -39,21 +39,27 @@ Encode = Callable[[Sequence[Any], Sequence[int]], Sequence[Item | Exception]]
 """(rows, index of each row) -> for each row its item, or the exception of a row that cannot be encoded."""
 
 
+class TokenLimit(NamedTuple):
+    """The most tokens of a row, and the setting that messages quote for it."""
+
+    n: int
+    key: str
+
+
 @dataclass(eq=False, repr=False)
 class BatchLoader(Generic[Item]):
     """Iterates over a dataset in batches of encoded rows, epoch after epoch.
 
     The order of rows in an epoch depends only on the seed and the number of the epoch. Items have the attribute
-    `tokens`. Those with more than `max_tokens` tokens are skipped and counted in `total_skipped_long`, rows in which no
-    answer is preferred in `total_skipped_ties`. Messages quote the settings `max_tokens_key` and `key`.
+    `tokens`. Those with more tokens than `limit` are skipped and counted in `total_skipped_long`, rows in which no
+    answer is preferred in `total_skipped_ties`. Messages quote the setting `key`.
     """
 
     rows: Rows
     encode: Encode[Item]
     config: DatasetConfig
+    limit: TokenLimit
     _: KW_ONLY
-    max_tokens: int
-    max_tokens_key: str
     seed: int = 0
     key: str = "train_dataset"
     n_processes: int = 0
@@ -218,10 +224,10 @@ class BatchLoader(Generic[Item]):
         if isinstance(item, Exception):
             raise item
         n_tokens = _n_tokens(item)
-        if n_tokens > self.max_tokens:
+        if n_tokens > self.limit.n:
             if not self._too_long:
                 text = "%s row %d has %d tokens, more than %d (%s); such rows are skipped and counted"
-                logger.warning(text, self.name, index, n_tokens, self.max_tokens, self.max_tokens_key)
+                logger.warning(text, self.name, index, n_tokens, self.limit.n, self.limit.key)
             self._too_long[index] = n_tokens
             return None
         if self._cached_tokens + n_tokens <= _CACHED_TOKENS:
@@ -241,16 +247,16 @@ class BatchLoader(Generic[Item]):
         """Return the error for an epoch without a batch, given the number of rows that are not too long."""
         if usable:
             return self._too_few(usable)
-        limit = Key(self.max_tokens_key)
+        limit = Key(self.limit.key)
         if self._ties:
             text = "no row of {} can be trained on: in {} no answer is preferred, and {} have more than {} tokens ({})"
-            counts = (len(self._ties), len(self._too_long), self.max_tokens, limit)
+            counts = (len(self._ties), len(self._too_long), self.limit.n, limit)
             return DataError(Problem(self._setting, text, self.name, *counts))
         if self._why_long:
             return DataError(Problem(self._setting, "every row of {} is too long: {}", self.name, self._why_long))
         shortest = min(self._too_long.values(), default=0)
         text = "every row of {} has more than {} tokens ({}), the shortest {}; use shorter rows, or raise the limit"
-        return DataError(Problem(self._setting, text, self.name, self.max_tokens, limit, shortest))
+        return DataError(Problem(self._setting, text, self.name, self.limit.n, limit, shortest))
 
     def _too_few(self, usable: int) -> DataError:
         """Return the error for fewer usable rows than batch_size."""
@@ -268,64 +274,55 @@ def _n_tokens(item: Any) -> int:
 def row_loader(
     kind: RowKind,
     rows: Rows,
-    tokenizer: Any,
+    encode: Encode[Any],
     config: DatasetConfig,
+    context: TokenLimit | None = None,
     *,
-    context_len: int | None = None,
-    context_key: str = "the model's context",
-    enable_thinking: bool | None = None,
-    step_separator: str = "",
     seed: int = 0,
     key: str = "train_dataset",
     n_processes: int = 0,
-    teacher: TeacherRows | None = None,
 ) -> BatchLoader[Any]:
     """Make the batch loader of a training loop.
 
-    A row has at most config.max_length and, if it is set, `context_len` tokens. A prompt must be shorter by one token,
-    to leave room for a completion, and so must a row for a reward model, to leave room for its score. For a pair, the
-    longer of its two rows counts. Messages quote `context_key` and `key`. The kind "prompt" has `enable_thinking` and
-    `teacher`, but no encoding processes. The kind "prm" has `step_separator`.
+    A row has at most config.max_length and, if it is given, `context` tokens. A prompt must be shorter by one token, to
+    leave room for a completion, and so must a row for a reward model, to leave room for its score. For a pair, the
+    longer of its two rows counts. Messages quote `key`. Prompts need no encoding processes.
     """
-    given = (enable_thinking, step_separator, config.changed_turns, teacher)
-    encode = partial(encode_rows, tokenizer, draft=partial(_draft, kind, tokenizer, *given))
-    limit, limit_key = config.longest, f"{key}.max_length"
+    limit = TokenLimit(config.longest, f"{key}.max_length")
     room = kind in ("prompt", "rw", "prm")
-    if context_len is not None and context_len - room < limit:
-        limit, limit_key = context_len - room, context_key
-    return BatchLoader(
-        rows,
-        encode,
-        config,
-        max_tokens=limit,
-        max_tokens_key=limit_key,
-        seed=seed,
-        key=key,
-        n_processes=0 if kind == "prompt" else n_processes,
-    )
+    if context is not None and context.n - room < limit.n:
+        limit = context._replace(n=context.n - room)
+    n_processes = 0 if kind == "prompt" else n_processes
+    return BatchLoader(rows, encode, config, limit, seed=seed, key=key, n_processes=n_processes)
 
 
-def _draft(
+def row_encoder(
     kind: RowKind,
     tokenizer: Any,
-    thinking: bool | None,
-    separator: str,
     changed: ChangedTurns,
-    teacher: TeacherRows | None,
-    row: Mapping[str, Any],
-    index: int,
+    *,
+    thinking: bool | None = None,
+    separator: str = "",
+    teacher: TeacherRows | None = None,
+) -> Encode[Any]:
+    """Return the function that encodes the rows of a training loop. `separator` is for the kind "prm" alone."""
+    drafts: dict[RowKind, Callable[..., Draft[Any]]] = {
+        "prompt": partial(prompt_draft, enable_thinking=thinking),
+        "sft": partial(sft_draft, changed=changed),
+        "prm": partial(step_draft, separator=separator),
+        "dpo": pair_draft,
+        "kto": labelled_draft,
+        "rw": ranked_draft,
+    }
+    draft = drafts[kind] if teacher is None else partial(teacher.draft, thinking=thinking)
+    return partial(encode_rows, tokenizer, draft=partial(_with_variables_of_row, draft, tokenizer))
+
+
+def _with_variables_of_row(
+    draft: Callable[..., Draft[Any]], tokenizer: Any, row: Mapping[str, Any], index: int
 ) -> Draft[Any]:
     """Render a row of a training loop. A function of the module, so that it can be pickled."""
-    tokenizer = with_variables(tokenizer, template_variables(row))
-    if teacher is not None:
-        return teacher.draft(tokenizer, row, index, thinking)
-    if kind == "prompt":
-        return prompt_draft(tokenizer, row, index, thinking)
-    if kind == "sft":
-        return sft_draft(tokenizer, row, index, changed=changed)
-    if kind == "prm":
-        return step_draft(tokenizer, row, index, separator)
-    return {"dpo": pair_draft, "kto": labelled_draft, "rw": ranked_draft}[kind](tokenizer, row, index)
+    return draft(with_variables(tokenizer, template_variables(row)), row, index)
 
 
 def given_prompt_loader(
@@ -352,5 +349,4 @@ def given_prompt_loader(
 
     encode = partial(encode_rows, tokenizer, draft=draft)
     config = DatasetConfig(batch_size=batch_size, shuffle=False, drop_last=False)
-    limit, limit_key = max_prompt_tokens, "max_prompt_tokens"
-    return BatchLoader(rows, encode, config, max_tokens=limit, max_tokens_key=limit_key, key="dataset")
+    return BatchLoader(rows, encode, config, TokenLimit(max_prompt_tokens, "max_prompt_tokens"), key="dataset")

@@ -19,7 +19,7 @@ from areno.config.datasets import DatasetConfig
 from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.policy_experiments import CriticExperimentConfig, DistillExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
-from areno.data.loader import BatchLoader, row_loader
+from areno.data.loader import BatchLoader, TokenLimit, row_encoder, row_loader
 from areno.data.row_schema import RowKind
 from areno.data.solution_steps import StepReader, check_separator, separator_problem
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
@@ -224,7 +224,8 @@ class Setup(Generic[Config]):
         all_of(*checks, *([valid_sources] if valid is None else []))
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
-        config, limit, limit_key, thinking = self.config, plan.spec.context_len, "the model's context", None
+        config, thinking = self.config, None
+        context = TokenLimit(plan.spec.context_len, "the model's context")
         names: dict[str, str] = {}
         if config.brings_rows() and not section.is_given and isinstance(config, PolicyExperimentConfig):
             section, names = replace(section, loader=config.agent.fn), {f"{key}.loader": "agent.fn"}
@@ -241,24 +242,14 @@ class Setup(Generic[Config]):
             if key != "train_dataset" and config.eval_gconfig is not None:
                 name, gconfig = "eval_gconfig", config.eval_gconfig
             if gconfig.max_tokens:
-                limit, limit_key = gconfig.max_tokens, f"{name}.max_tokens"
+                context = TokenLimit(gconfig.max_tokens, f"{name}.max_tokens")
         if isinstance(config, PolicyExperimentConfig) and config.reward.judge.is_set:
             with contextlib.suppress(KeyError, TypeError):  # a row of another form has an error of its own
                 check_fields(config.reward.judge, rows[0])
-        return row_loader(
-            self._loop.kind,
-            rows,
-            plan.tokenizer,
-            section,
-            context_len=limit,
-            context_key=limit_key,
-            enable_thinking=thinking,
-            step_separator=separator,
-            seed=config.seed,
-            key=key,
-            n_processes=_n_encoders(plan.spec) if key == "train_dataset" else 0,
-            teacher=teacher,
-        )
+        kind, turns = self._loop.kind, section.changed_turns
+        encode = row_encoder(kind, plan.tokenizer, turns, thinking=thinking, separator=separator, teacher=teacher)
+        n_processes = _n_encoders(plan.spec) if key == "train_dataset" else 0
+        return row_loader(kind, rows, encode, section, context, seed=config.seed, key=key, n_processes=n_processes)
 
     def _open_run(self, plan: TrainerPlan, run_dir: str | Path | None, models: SavedModels) -> Run:
         """Open the run, and log a warning for each setting that does not fit the length of the run."""

@@ -1,6 +1,6 @@
 """The web application of the OpenAI-compatible server: API keys, reading of bodies, error responses, event streams.
 
-`build_server` makes a `Server` from an engine in a rollout phase and its tokenizer.
+`build_server` makes a `Server` from a sampler and the tokenizer of its engine.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from areno.engine.engine import Engine
-from areno.engine.requests import RequestLimits
 from areno.server import response_bodies
 from areno.server.access import PageGuard
 from areno.server.chat import ChatCompletions
@@ -29,9 +27,8 @@ from areno.server.json_bodies import decompress, read_json, too_large
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder, prompt_threads
 from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion
-from areno.server.sampling import Sampler, ServerLimits
+from areno.server.sampling import Sampler
 from areno.server.threads import END_ANSWERS, Threads
-from areno.types import SamplingParams
 
 logger = logging.getLogger("areno.server")
 T = TypeVar("T")
@@ -52,7 +49,6 @@ class Server:
     models: list[str]
     keys: list[str]  # a request to /v1 needs any of them; empty: none is needed
     guard: PageGuard | None  # None: web pages may send requests
-    defaults: SamplingParams
     created: int  # seconds since the epoch
     threads: Threads
 
@@ -192,10 +188,10 @@ class Server:
         return lru_cache(_MAX_CACHED_REQUESTS)(self._parse_chat)
 
     def _parse_chat(self, body: bytes) -> ChatRequest:
-        return read_chat(read_json(body), self.defaults, self.sampler.limits.max_messages)
+        return read_chat(read_json(body), self.sampler.defaults, self.sampler.limits.max_messages)
 
     def _read_completion(self, body: bytes) -> CompletionRequest:
-        return read_completion(read_json(body), self.defaults)
+        return read_completion(read_json(body), self.sampler.defaults)
 
     def _check_model(self, name: str) -> None:
         if name not in self.models:
@@ -270,37 +266,28 @@ def _error_response(error: ApiError) -> web.Response:
 
 
 def build_server(
-    engine: Engine,
-    request_limits: RequestLimits,
+    sampler: Sampler,
     tokenizer: Any,
     *,
     models: list[str],
     keys: list[str],
-    defaults: SamplingParams,
-    limits: ServerLimits | None = None,
-    seed: int = 0,
     thinking: bool | None = None,
     session: str | None = None,
-    raw_logprobs: bool = False,
     guard: PageGuard | None = None,
 ) -> Server:
-    """Build a server over an engine that is in a rollout phase.
+    """Build a server that answers with samples.
 
     `session` names a training session and is None for a public server. In a session, answers carry token ids and
     log-probabilities in the field `areno`. `tool_choice` then forces nothing, because the policy does not sample a
-    forced token. `raw_logprobs` are those without the temperature. The field `areno` always has those of training.
-    `thinking` None keeps the default of the chat template.
+    forced token. `thinking` None keeps the default of the chat template.
     """
-    stop_ids = frozenset(engine.spec.eos_token_ids) | frozenset(defaults.stop_token_ids or ())
-    limits = limits or ServerLimits()
-    sampler = Sampler(engine, request_limits, limits, seed, stop_ids, raw_logprobs)
     threads = prompt_threads(tokenizer)
     prompts = PromptBuilder(
         tokenizer,
         parser_for_template(tokenizer.chat_template),
         thinking=thinking,
         threads=threads,
-        max_cached_tokens=limits.max_remembered,
+        max_cached_tokens=sampler.limits.max_remembered,
         max_prompt_tokens=sampler.max_prompt_tokens,
     )
     return Server(
@@ -311,6 +298,5 @@ def build_server(
         models=models,
         keys=keys,
         guard=guard,
-        defaults=defaults,
         created=int(time.time()),
     )

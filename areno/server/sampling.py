@@ -17,7 +17,7 @@ from areno.errors import ArenoError, EngineError
 from areno.server.errors import CONTEXT_FULL, ApiError
 from areno.server.requests import MAX_MESSAGES, SampleOptions
 from areno.server.token_sources import token_digest
-from areno.types import GenerationOutput, GenerationRequest
+from areno.types import GenerationOutput, GenerationRequest, SamplingParams
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -109,20 +109,21 @@ class Sampler:
     """Sends requests to an engine in a rollout phase.
 
     Seeds of requests without a seed derive from `seed`. The n-th of them for a given prompt gets the same seed in
-    each run. `raw_logprobs` are computed without the temperature.
+    each run. `raw_logprobs` are computed without the temperature. The field `areno` always has those of training.
     """
 
     def __init__(
         self,
         engine: Engine,
         request_limits: RequestLimits,
+        defaults: SamplingParams,
         limits: ServerLimits,
         seed: int,
-        stop_ids: frozenset[int],
         raw_logprobs: bool = False,
     ):
+        self.engine, self.request_limits, self.defaults, self.limits = engine, request_limits, defaults, limits
+        self.stop_ids = frozenset(engine.spec.eos_token_ids) | frozenset(defaults.stop_token_ids or ())
         self._raw_logprobs = raw_logprobs
-        self.engine, self.request_limits, self.limits, self.stop_ids = engine, request_limits, limits, stop_ids
         self.metrics = ServerMetrics()
         self._seed = seed
         self._seen: OrderedDict[int, int] = OrderedDict()  # digest of a prompt -> its requests without a seed

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.agents.pool import AgentOutcome, AgentPool
+from areno.agents.pool import AgentOutcome
 from areno.agents.proxy import SessionProxy
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, LossMaskPolicy
 from areno.agents.trajectory_rows import (
@@ -30,6 +30,7 @@ from areno.run.group_selection import AgentSample, Choice, Group
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import IN_FULL
+from areno.trainers.reward_sources import Scorer
 from areno.types import (
     Batch,
     GenerationOutput,
@@ -56,23 +57,20 @@ The record is None if the agent failed.
 
 def sample_with_agents(
     setup: PolicySetup,
-    agents: AgentPool,
-    items: Sequence[PromptItem],
-    gconfig: GenerationConfig,
+    scorer: Scorer,
     seed: int,
     on_progress: OnProgress,
-    first_group: int,
-    take: Take,
-    *,
-    at_once: int | None = None,
-    max_running: int | None = None,
+    at_once: int | None,
+    max_running: int | None,
 ) -> None:
-    """Run the agents of all prompts, `at_once` prompts at a time, and pass each sample to `take` when its agent ends.
+    """Run the agents of the scorer's prompts, `at_once` prompts at a time, and score each sample when its agent ends.
 
-    `on_progress` is called with ([], rollout statistics). Groups are numbered from `first_group`. At most `max_running`
-    samples are decoded at the same time. None: as in training.
+    `on_progress` is called with ([], rollout statistics). At most `max_running` samples are decoded at the same time.
+    None: as in training.
     """
-    batch = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
+    agents, items, gconfig = setup.agents, scorer.items, scorer.gconfig
+    assert agents is not None
+    batch = AgentBatch.from_prompt_batch(Batch(items=items), gconfig.n_samples)
     _log_begin(setup, len(items), gconfig.n_samples)
     watch = _Watch(setup.trainer.engine, on_progress)
     with _serving(setup, gconfig, seed, max_running) as server:
@@ -85,11 +83,11 @@ def sample_with_agents(
 
         def done(first: int, place: int, outcome: AgentOutcome) -> None:
             item = every[first + place]
-            group = first_group + item.prompt_index
+            group = scorer.first_group + item.prompt_index
             sample, record = _scored_agent_sample(setup, items[item.prompt_index], item, outcome, rows, group)
             sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
             found[first + place] = sample
-            take({first + place: (sample, record)})
+            scorer.add({first + place: (sample, record)})
 
         for first in range(0, len(every), size):
             server.prefetch(every[first : first + size])
@@ -119,7 +117,7 @@ class _Watch:
 
 @contextmanager
 def _serving(
-    setup: PolicySetup, gconfig: GenerationConfig, seed: int, max_running: int | None = None
+    setup: PolicySetup, gconfig: GenerationConfig, seed: int, max_running: int | None
 ) -> Iterator[SessionProxy]:
     """Serve the policy inside the `with` block. If agents live across steps, they continue meanwhile."""
     if setup.live_agents is not None and setup.live_agents.is_open:

@@ -35,7 +35,7 @@ class Scorer(AbstractContextManager["Scorer"]):
     """
 
     def __init__(self, setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, first_group: int):
-        self._setup, self._items, self._gconfig, self._first_group = setup, list(items), gconfig, first_group
+        self._setup, self.items, self.gconfig, self.first_group = setup, list(items), gconfig, first_group
         self._found: dict[int, tuple[ScoredSample, Record | None]] = {}  # by index in the rollout
         self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # item -> prompt, tokens
         self._scoring = None if setup.rewards is None else setup.rewards.scoring()
@@ -43,7 +43,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._judging = None if setup.judge is None else Judging(judge, setup.judge, self._task)
 
     def extend(self, items: Sequence[PromptItem]) -> None:
-        self._items += items
+        self.items += items
 
     def rewards_of(self, number: int) -> list[float]:
         """Wait for the rewards, from functions alone, of all samples of a prompt. Samples without one are left out."""
@@ -58,12 +58,12 @@ class Scorer(AbstractContextManager["Scorer"]):
         return self._scoring.has(self._samples_of(number))
 
     def _samples_of(self, number: int) -> range:
-        n_samples = self._gconfig.n_samples
+        n_samples = self.gconfig.n_samples
         return range(number * n_samples, (number + 1) * n_samples)
 
     def _task(self, place: int) -> Task:
-        number = place // self._gconfig.n_samples
-        item = self._items[number]
+        number = place // self.gconfig.n_samples
+        item = self.items[number]
         return Task(self._samples_of(number), item.messages or item.prompt, opens_reasoning(item.text))
 
     def take(self, outputs: Sequence[GenerationOutput]) -> None:
@@ -76,7 +76,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         # These lists live only in this call: millions of small integers would slow down the garbage collector.
         token_rows = [np.asarray(vars(sequence)["resp_tokens"]).tolist() for sequence in sequences]
         texts = rendered = decode_all(tokenizer, token_rows, skip_special_tokens=False)
-        if self._gconfig.skip_special_tokens:
+        if self.gconfig.skip_special_tokens:
             texts = decode_all(tokenizer, token_rows, skip_special_tokens=True)
         found = {}
         for output, sequence, text, raw in zip(outputs, sequences, texts, rendered, strict=True):
@@ -87,17 +87,17 @@ class Scorer(AbstractContextManager["Scorer"]):
                 sequence=sequence,
                 completion=text,
                 outcome=_NOT_SCORED,
-                group=self._first_group + output.request_id,
+                group=self.first_group + output.request_id,
                 arrays=arrays,
                 spans=spans_of(output.phases),
             )
-            place = output.request_id * self._gconfig.n_samples + output.sample
+            place = output.request_id * self.gconfig.n_samples + output.sample
             found[place] = (sample, CompletionRecord(prompt, arrays, text, raw))
         self.add(found)
 
     def _prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
         if number not in self._prompts:
-            item = self._items[number]
+            item = self.items[number]
             self._prompts[number] = RecordedPrompt(item), np.array(item.tokens, np.int64)
         return self._prompts[number]
 

@@ -249,18 +249,7 @@ def sample_and_score(
 
             if setup.agents is not None:
                 with progress:
-                    sample_with_agents(
-                        setup,
-                        setup.agents,
-                        items,
-                        gconfig,
-                        seed,
-                        report,
-                        first_group,
-                        scorer.add,
-                        at_once=at_once,
-                        max_running=max_running,
-                    )
+                    sample_with_agents(setup, scorer, seed, report, at_once, max_running)
             else:
                 params, prompts = sampling_params(gconfig), [item.tokens for item in items]
                 session = trainer.rollout_session(sampling_params=params, max_running_prompts=max_running, proxy=False)

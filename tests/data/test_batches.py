@@ -8,8 +8,8 @@ import json
 import pytest
 
 from areno.config.datasets import DatasetConfig
-from areno.data.loader import row_loader
 from areno.errors import DataError
+from tests.helpers.row_loaders import row_loader
 
 
 def config_of(**settings) -> DatasetConfig:
@@ -99,7 +99,7 @@ def test_long_rows_are_skipped_and_counted(plain, caplog):
 
 def test_prompt_must_leave_room_in_the_context(plain):
     rows = [{"prompt": "a" + " a" * n} for n in range(8)]  # n + 1 tokens
-    loader = row_loader("prompt", rows, plain, config_of(shuffle=False, batch_size=1), context_len=6)
+    loader = row_loader("prompt", rows, plain, config_of(shuffle=False, batch_size=1), (6, "the model's context"))
     assert max(len(item.tokens) for batch in loader.batches() for item in batch.items) == 5
     assert loader.total_skipped_long == 3
 
@@ -111,7 +111,7 @@ def test_nothing_left_is_an_error(plain):
     with pytest.raises(
         DataError, match=r"every row of rows has more than 9 tokens \(gconfig\.max_tokens\), the shortest"
     ):
-        list(row_loader("prompt", rows, plain, config_of(), context_len=10, context_key="gconfig.max_tokens").batches())
+        list(row_loader("prompt", rows, plain, config_of(), (10, "gconfig.max_tokens")).batches())
     with pytest.raises(DataError, match=r"train_dataset\.batch_size: is 4, but rows has only 3 usable rows"):
         row_loader("prompt", prompts(3), plain, config_of())
 

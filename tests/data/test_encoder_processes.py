@@ -21,10 +21,11 @@ from areno.config.models import MicroBatchSpec
 from areno.data import encode_ahead
 from areno.data.control_tokens import control_tokens
 from areno.data.encoder_process import EncoderProcess
-from areno.data.loader import BatchLoader, row_loader
+from areno.data.loader import BatchLoader
 from areno.errors import DataError
 from tests.helpers.encoded_rows import UnreadableRow
 from tests.helpers.processes import is_running, reads_proc, until_ended
+from tests.helpers.row_loaders import row_loader
 from tests.helpers.row_runs import DEMONSTRATIONS, scalars, sft_config
 from tests.helpers.tokenizers import plain_values
 from tests.helpers.waiting import until
@@ -204,10 +205,10 @@ SCRIPT = """
 import os, signal, sys, time
 from areno.config.datasets import DatasetConfig
 from areno.data import encode_ahead
-from areno.data.loader import row_loader
+from tests.helpers.row_loaders import row_loader
 from tests.helpers.tokenizers import load_tokenizer
 
-ahead._SLOW_S, ahead._SLOW_SHARE = 0.0, -1.0
+encode_ahead._SLOW_S, encode_ahead._SLOW_SHARE = 0.0, -1.0
 rows = [{"prompt": f"row {n}", "response": "yes"} for n in range(80)]
 loader = row_loader("sft", rows, load_tokenizer("tiny"), DatasetConfig(batch_size=4), n_processes=2)
 for _ in loader.epochs(9):

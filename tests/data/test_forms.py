@@ -10,10 +10,10 @@ import pytest
 
 from areno.config.datasets import ColumnsConfig, DatasetConfig
 from areno.data.dataset_formats import recognise_form
-from areno.data.loader import row_loader
 from areno.data.sources import check_dataset, load_rows
 from areno.errors import ConfigError, DataError
 from tests.helpers.encoded_rows import prompt_item, sft_item, sft_sequence
+from tests.helpers.row_loaders import row_loader
 from tests.helpers.tokenizers import plain_values
 
 SHARED = Path(__file__).parents[3] / "shared/data"

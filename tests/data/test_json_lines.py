@@ -15,7 +15,7 @@ from areno.config.datasets import DatasetConfig
 from areno.data import dataset_formats as forms
 from areno.data import files, json_lines
 from areno.data.json_lines import JsonLines
-from areno.data.loader import BatchLoader
+from areno.data.loader import BatchLoader, TokenLimit
 from areno.data.sources import load_rows, read_rows
 from areno.errors import DataError
 from areno.run.states import rows_fingerprint
@@ -113,7 +113,7 @@ def test_of_very_many_rows_a_sample_is_checked_and_the_others_when_they_are_used
     assert "x.jsonl: of 10 rows, each 2th is checked now, the others when they are used" in caplog.text
     assert prepared[3]["prompt"] == "3+3="
     config = DatasetConfig(path="x.jsonl", batch_size=4, shuffle=False)
-    loader = BatchLoader(prepared, lambda rows, _: [Tokens() for _ in rows], config, max_tokens=9, max_tokens_key="x")
+    loader = BatchLoader(prepared, lambda rows, _: [Tokens() for _ in rows], config, TokenLimit(9, "x"))
     batches = loader.batches()
     with pytest.raises(DataError, match=r"x\.jsonl row 7: field prompt is int 7, not text or messages"):
         list(batches)

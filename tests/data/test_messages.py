@@ -9,7 +9,6 @@ import pytest
 
 from areno.config.datasets import DatasetConfig
 from areno.data.chat_template import render
-from areno.data.loader import row_loader
 from areno.data.messages import decoded_arguments, template_messages
 from areno.data.row_schema import VARIABLES
 from areno.data.sources import check_dataset
@@ -19,6 +18,7 @@ from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder
 from tests.helpers.encoded_rows import prompt_item, sft_item, sft_sequence
+from tests.helpers.row_loaders import row_loader
 from tests.helpers.tokenizers import load_tokenizer, plain_values
 
 trl = pytest.importorskip("trl", reason="trl is not installed; it is in the dev extra")
@@ -295,7 +295,7 @@ def test_variables_of_a_row_are_those_of_a_request(name, variables):
         {"prompt": [user("x")]} | more for more in ({}, {VARIABLES: variables}, {VARIABLES: json.dumps(variables)})
     ]
     config = DatasetConfig(path="rows", batch_size=3, shuffle=False)
-    [batch] = row_loader("prompt", check_dataset(given, "prompt"), tokenizer, config, enable_thinking=True).batches()
+    [batch] = row_loader("prompt", check_dataset(given, "prompt"), tokenizer, config, thinking=True).batches()
     texts = [item.text for item in batch.items]
     assert texts[1] == texts[2] == served(tokenizer, [user("x")], None, variables)
     assert texts[0] != texts[1]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from areno.config.datasets import DatasetConfig
-from areno.data.loader import row_loader
 from areno.data.row_schema import prompt_and_answers
 from areno.data.sources import check_dataset, load_rows
 from areno.errors import ConfigError, DataError
 from tests.helpers.encoded_rows import pair_item
+from tests.helpers.row_loaders import row_loader
 from tests.helpers.tokenizers import load_tokenizer, plain_values
 
 PREFERENCES = Path(__file__).parents[3] / "shared/data/preference/dpo_en_demo.messages.jsonl"

@@ -9,7 +9,7 @@ from typing import Any
 from areno.config.datasets import DatasetConfig
 from areno.config.models import ModelConfig
 from areno.config.run import RecoverConfig
-from areno.data.loader import BatchLoader
+from areno.data.loader import BatchLoader, TokenLimit
 from areno.recipes.sft import SFTConfig
 from areno.run.evaluator import Evaluator
 from areno.run.outputs import RunTexts
@@ -23,8 +23,7 @@ def loader(n_rows: int = 2, **settings: Any) -> BatchLoader[TrainSequence]:
         [{}] * n_rows,
         lambda rows, indices: [TrainSequence(tokens=[index]) for index in indices],
         DatasetConfig(**{"path": "rows.jsonl", "batch_size": 1, "shuffle": False, **settings}),
-        max_tokens=8,
-        max_tokens_key="max_length",
+        TokenLimit(8, "max_length"),
     )
 
 

@@ -21,6 +21,7 @@ from areno.agents.proxy import SessionProxy
 from areno.cli.__main__ import main
 from areno.server.access import PageGuard
 from areno.server.app import build_server
+from areno.server.sampling import Sampler, ServerLimits
 from areno.server.threads import ServerThread
 from tests.helpers.conversations import USER
 
@@ -33,8 +34,8 @@ CHAT = {"model": "policy", "messages": [USER], "max_tokens": 2}
 def url(trainer: Trainer, proxy: SessionProxy) -> Iterator[str]:
     """A server without a key, as `areno serve` starts it, over the engine of the session."""
     limits, tokenizer = proxy.server.sampler.request_limits, proxy.server.chat.prompts.tokenizer
-    how: Any = {"models": ["policy"], "keys": [], "defaults": SamplingParams(max_new_tokens=4), "guard": GUARD}
-    thread = ServerThread(build_server(trainer.engine, limits, tokenizer, **how).application)
+    sampler = Sampler(trainer.engine, limits, SamplingParams(max_new_tokens=4), ServerLimits(), seed=0)
+    thread = ServerThread(build_server(sampler, tokenizer, models=["policy"], keys=[], guard=GUARD).application)
     yield thread.start()
     thread.stop()
 

@@ -75,7 +75,7 @@ def test_how_often_a_prompt_came_is_known_of_the_latest_prompts(
 ) -> None:
     server = proxy.server.sampler
     monkeypatch.setattr(sampling, "MAX_SEEN", 3)
-    sampler = sampling.Sampler(server.engine, server.request_limits, server.limits, 7, frozenset())
+    sampler = sampling.Sampler(server.engine, server.request_limits, server.defaults, server.limits, 7)
     seeds = [sampler.next_seed([number], None) for number in (1, 1, 2, 1, 3, 1)]
     assert len(set(seeds)) == 6
     for number in range(4, 100):
