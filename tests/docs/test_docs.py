@@ -83,7 +83,7 @@ def test_the_commands_of_measured_figures_exist() -> None:
                 before = codes[0]
             elif not line.startswith("|"):
                 before = ""
-            found += [code for code in codes if re.match(r"(areno bench|python -m benchmarks) \w+ --", code)]
+            found += [code for code in codes if re.match(r"(areno bench|python -m benchmarks) [a-z]+ --", code)]
             if before and codes and re.match(r"\| `(--|\w+ --)", line):
                 tokenizer = " --tokenizer T" if re.match("(agents|serve)", codes[0]) else ""
                 found.append(f"{before} {codes[0]}{tokenizer}")
