@@ -271,19 +271,12 @@ def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig, wai
 
 def call_start(parser: ToolCallParser, text: str) -> int:
     """Return the character index at which the first tool call begins, len(text) without one."""
-    places = [place for tag in parser.tags for place in _find_all(text, tag)]
-    for place in sorted(places):
+    for place in range(len(text)):
+        if not text.startswith(parser.tags, place):
+            continue
         if parser.parse(text[place:]).tool_calls and not parser.parse(text[:place]).tool_calls:
             return place
     return 0 if parser.parse(text).tool_calls else len(text)
-
-
-def _find_all(text: str, tag: str) -> list[int]:
-    places, at = [], text.find(tag)
-    while at >= 0:
-        places.append(at)
-        at = text.find(tag, at + 1)
-    return places
 
 
 def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solutions: Any = None) -> RewardRecord:

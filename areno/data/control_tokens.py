@@ -165,13 +165,6 @@ class ControlTokens:
             return self._tokenizer.encode(text, add_special_tokens=False)
         return self._encode_apart(text)[0] if self._tokenizer.is_fast else self._encode_slowly(text)
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
-        """Encode like `encode` with a fast tokenizer, and return (start, end) in `text` of each token, too."""
-        if BREAK in text:
-            return self._encode_apart(text)
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return found["input_ids"], found["offset_mapping"]
-
     def encode_with_spans(self, text: str) -> tuple[list[int], Callable[[int], tuple[int, int]]]:
         """Encode like `encode` with a fast tokenizer, and return a function from a token's index to its characters.
 

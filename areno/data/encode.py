@@ -130,11 +130,9 @@ def _encodes_by_backend(kind: type) -> bool:
     return issubclass(kind, own) and kind.encode is own.encode and kind._encode_plus is own._encode_plus
 
 
-def encode_generation_prompt(
-    tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None, tools: list[Any] | None = None
-) -> list[int]:
+def encode_generation_prompt(tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None) -> list[int]:
     """Encode a prompt, up to the start of the assistant's next turn, see `render_generation_prompt`."""
-    text = render_generation_prompt(tokenizer, prompt, enable_thinking, tools)
+    text = render_generation_prompt(tokenizer, prompt, enable_thinking)
     return encode_text(tokenizer, (text, tokenizer.chat_template is None))
 
 

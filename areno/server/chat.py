@@ -55,9 +55,9 @@ class ChatCompletions:
         try:
             # The server caches checked requests, because the samples of a prompt begin with the same one.
             if (prompt := request.prompt()) is None:
-                definitions, template = [tool.definition for tool in request.tools], self._template(request)
+                template = self._template(request)
                 with self.sampler.engine.batcher.expecting():
-                    prompt = await self.prompts.prompt_async(request.messages, definitions, template)
+                    prompt = await self.prompts.prompt_async(request.messages, request.tools, template)
                 if is_first_turn(request.messages):
                     request.prompt = weakref.ref(prompt)
         except PromptTooLong as error:
@@ -105,17 +105,13 @@ class ChatCompletions:
         """Return the grammar that enforces `response_format` and `tool_choice`, None if neither constrains."""
         from areno.server.output_grammars import Constraint, compile_grammar, reasoning_after
 
-        choice: Any = "auto"
-        if request.requires_call and self._enforces_calls:
-            named = {"type": "function", "function": {"name": request.named}}
-            choice = "required" if request.named is None else named
-        tokenizer, parser = self.prompts.tokenizer, self.prompts.parser
+        requires_call, tokenizer = request.requires_call and self._enforces_calls, self.prompts.tokenizer
         constraint = Constraint(
             response_format=request.response_format,
-            tools=[tool.definition for tool in request.tools],
-            tool_choice=choice,
-            parallel_tool_calls=request.parallel_tool_calls,
-            parser=parser,
+            tools=request.tools,
+            requires_call=requires_call,
+            parallel_tool_calls=request.parallel_tool_calls and not (requires_call and request.named),
+            parser=self.prompts.parser,
             reasoning=reasoning_after(prompt.text, tokenizer.chat_template),
         )
         try:
@@ -123,7 +119,7 @@ class ChatCompletions:
                 constraint, tokenizer, self.sampler.request_limits.vocab_size, self.sampler.stop_ids
             )
         except ArenoError as error:
-            raise ApiError(400, str(error), param="response_format" if choice == "auto" else "tools") from error
+            raise ApiError(400, str(error), param="tools" if requires_call else "response_format") from error
         return None if grammar is None else grammar.text
 
 
@@ -244,7 +240,7 @@ class _Chat:
         outputs: list[Any] = [None] * options.n
 
         def chunk(index: int, delta: Json, reason: str | None = None) -> Json:
-            logprobs = choices[index].logprobs() if choices[index].has_scores else None
+            logprobs = choices[index].logprobs() if choices[index].unreported else None
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             return {**base, "choices": [choice]}
 
@@ -273,7 +269,7 @@ class _Choice:
         request, endpoint = chat.request, chat.endpoint
         self._text = TextStream(endpoint.prompts.tokenizer, chat.hidden, request.options.params.stop or ())
         self._message: MessageStream = endpoint.prompts.parser.stream(
-            [tool.definition for tool in request.tools],
+            request.tools,
             in_reasoning=chat.prompt.opens_reasoning,
             message_id=f"{chat.head['id'].removeprefix('chatcmpl-')}{index or ''}",
         )
@@ -282,7 +278,7 @@ class _Choice:
         self._token_texts = TokenTextStream(self._texts, chat.hidden)
         self._n_characters = 0
         self._scores: list[response_bodies.TokenScore] = []  # of tokens whose text is not certain yet
-        self._unreported: list[response_bodies.ScoredText] = []  # not yet returned by `logprobs`
+        self.unreported: list[response_bodies.ScoredText] = []  # not yet returned by `logprobs`
         self._deltas: list[MessageDelta] = []
         self._n_taken = self.n_calls = 0
 
@@ -313,7 +309,7 @@ class _Choice:
         return tokens
 
     def _add_texts(self, token_texts: list[TokenText]) -> None:
-        self._unreported += zip(self._scores, token_texts, strict=False)
+        self.unreported += zip(self._scores, token_texts, strict=False)
         del self._scores[: len(token_texts)]
 
     def _kept(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
@@ -345,14 +341,9 @@ class _Choice:
             return {"reasoning_content": delta.reasoning_content}
         return {"content": delta.content}
 
-    @property
-    def has_scores(self) -> bool:
-        """Whether there are tokens that `logprobs` has not returned yet."""
-        return bool(self._unreported)
-
     def logprobs(self) -> Json:
         """Return the `logprobs` object of the tokens that no earlier call returned."""
-        scores, self._unreported = self._unreported, []
+        scores, self.unreported = self.unreported, []
         return response_bodies.chat_logprobs(self._texts, scores)
 
 

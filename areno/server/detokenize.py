@@ -68,7 +68,7 @@ class TextStream:
         """Return the last tokens, 8 or more without hidden ones, beginning at the start of a character."""
         last: list[int] = []
         for token in reversed(tokens):
-            if len(last) >= _CONTEXT and not self._is_byte(last[-1]):
+            if len(last) >= _CONTEXT and not is_byte(self._tokenizer, last[-1]):
                 break
             if token not in self._hidden:
                 last.append(token)
@@ -76,8 +76,8 @@ class TextStream:
 
     def _new_text(self, final: bool) -> str:
         """Decode the waiting tokens. Return "" if later tokens may change their text, unless `final`."""
-        if self._n_returned == len(self._tokens) or (not final and self._ends_in_byte()):
-            return ""
+        if self._n_returned == len(self._tokens) or (not final and is_byte(self._tokenizer, self._tokens[-1])):
+            return ""  # a byte is decoded together with further ones
         before = self._decode(self._tokens[self._context : self._n_returned])
         text = self._decode(self._tokens[self._context :])
         if len(text) <= len(before) or (text.endswith(PART_OF_A_CHARACTER) and not final):
@@ -89,13 +89,6 @@ class TextStream:
             if text.endswith(self._decode(self._tokens[shorter:])):
                 self._context = shorter
         return text[len(before) :]
-
-    def _ends_in_byte(self) -> bool:
-        """Return whether the last token stands for a byte. It is decoded together with further ones."""
-        return self._is_byte(self._tokens[-1])
-
-    def _is_byte(self, token: int) -> bool:
-        return is_byte(self._tokenizer.convert_ids_to_tokens(token) or "")
 
     def _decode(self, tokens: list[int]) -> str:
         return decode(self._tokenizer, tokens) if tokens else ""
@@ -123,8 +116,9 @@ def n_partial(tokenizer: Any, tokens: Sequence[int]) -> int:
     return len(tail) - next(ends, len(tail))
 
 
-def is_byte(name: str) -> bool:
+def is_byte(tokenizer: Any, token: int) -> bool:
     """Return whether a token stands for a single byte, such as <0x0A> in a vocabulary with byte fallback."""
+    name = tokenizer.convert_ids_to_tokens(token) or ""
     return len(name) == 6 and name.startswith("<0x")
 
 
@@ -173,13 +167,10 @@ class TokenTextCache:
         if PART_OF_A_CHARACTER not in text:
             return text, text.encode()
         name = self.tokenizer.convert_ids_to_tokens(token) or ""
-        if is_byte(name):
+        if is_byte(self.tokenizer, token):
             return text, bytes([int(name[1:5], 16)])
         is_spelled = all(character in _BYTES for character in name)
         return text, bytes(_BYTES[character] for character in name) if is_spelled else text.encode()
-
-    def is_byte(self, token: int) -> bool:
-        return is_byte(self.tokenizer.convert_ids_to_tokens(token) or "")
 
     def key(self, token: int, is_first: bool, taken: Sequence[str] | dict[str, Any]) -> str:
         r"""Return the name of a token among alternatives whose names are `taken`, in vLLM's notation.
@@ -250,7 +241,7 @@ class TokenTextStream:
             found.append(TokenText("", b"", is_first))
             is_first = is_first and token in self._hidden
         decoder, at = codecs.getincrementaldecoder("utf-8")("replace"), 0
-        for is_run, run in itertools.groupby(map(self._texts.is_byte, tokens)):
+        for is_run, run in itertools.groupby(is_byte(self._texts.tokenizer, token) for token in tokens):
             end = at + len(list(run))
             if is_run and not _is_utf8(b"".join(data[at:end])):  # the tokenizer replaces each byte, too
                 data[at:end] = [PART_OF_A_CHARACTER.encode()] * (end - at)

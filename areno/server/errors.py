@@ -55,9 +55,9 @@ class PromptTooLong(ApiError):
         super().__init__(400, f"{message}; shorten the prompt", param="prompt", code=CONTEXT_FULL)
 
 
-def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
+def bad_field(param: str | None, message: str) -> ApiError:
     """Return the error 400 for a field, whose name begins the message. `param` None stands for the whole body."""
-    return ApiError(400, message if param is None else f"{param} {message}", param=param, code=code)
+    return ApiError(400, message if param is None else f"{param} {message}", param=param)
 
 
 PIECE = 1 << 16  # characters that are encoded at once

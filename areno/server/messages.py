@@ -29,10 +29,8 @@ _LONG_TEXT = 1000  # characters of a text that is hashed without JSON
 TOO_LARGE = f"has more than {MAX_SCHEMA:,} characters"
 
 
-@dataclass(frozen=True)
-class Tool:
-    name: str
-    definition: dict[str, Any]  # in OpenAI's form, for the chat template
+Tool = dict[str, Any]
+"""A definition in OpenAI's form, for the chat template."""
 
 
 def read_messages(given: list[Any] | None) -> list[Message]:
@@ -122,7 +120,7 @@ def read_tools(given: list[Any] | None) -> list[Tool]:
     if is_larger(given, MAX_SCHEMA):
         raise bad_field("tools", TOO_LARGE)
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(given or [])]
-    for name, n in Counter(tool.name for tool in tools).items():
+    for name, n in Counter(map(_tool_name, tools)).items():
         if n > 1:
             raise bad_field("tools", f"has two functions named {show(name)}")
     return tools
@@ -145,7 +143,11 @@ def _tool(given: Any, where: str) -> Tool:
     fields.finish()
     if problem := bad_text(given):
         raise bad_field(where, problem)
-    return Tool(name, given)
+    return given
+
+
+def _tool_name(tool: Tool) -> str:
+    return tool["function"]["name"]
 
 
 def _check_schema(schema: Any, where: str, is_root: bool = False) -> None:
@@ -189,7 +191,7 @@ def read_tool_choice(value: Any, tools: list[Tool]) -> ToolChoice:
     kind = fields.choice("type", ("function", "allowed_tools"))
     if kind != "allowed_tools":
         name = _named_tool(fields, tools)
-        return ToolChoice([tool for tool in tools if tool.name == name], True, name)
+        return ToolChoice([tool for tool in tools if _tool_name(tool) == name], True, name)
     allowed = Fields(fields.take("allowed_tools"), "tool_choice.allowed_tools")
     fields.finish()
     mode, given = allowed.choice("mode", ("auto", "required")), allowed.items("tools", 1024)
@@ -202,14 +204,14 @@ def read_tool_choice(value: Any, tools: list[Tool]) -> ToolChoice:
     for entry in entries:
         entry.choice("type", ("function",))
     names = {_named_tool(entry, tools) for entry in entries}
-    return ToolChoice([tool for tool in tools if tool.name in names], mode == "required")
+    return ToolChoice([tool for tool in tools if _tool_name(tool) in names], mode == "required")
 
 
 def _named_tool(fields: Fields, tools: list[Tool]) -> str:
     function = Fields(fields.take("function"), fields.name("function"))
     name = function.text("name")
     fields.finish()
-    if name is None or name not in [tool.name for tool in tools]:
+    if name is None or name not in map(_tool_name, tools):
         raise bad_field(function.name("name"), f"is {show(name)}, which is none of the tools")
     return name
 

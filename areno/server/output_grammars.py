@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -30,17 +30,17 @@ _compilers: weakref.WeakKeyDictionary[Any, dict[Any, GrammarCompiler]] = weakref
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """The required form of a completion. The fields have the values of OpenAI's API.
+    """The required form of a completion, from the checked fields of a request.
 
     Properties that a schema does not list are forbidden unless it sets `additionalProperties`. A keyword that
     cannot be enforced is an error if the schema is strict. Otherwise it is left out, with a warning.
     """
 
     response_format: Mapping[str, Any] | None = None
-    tools: Sequence[Any] | None = None
-    tool_choice: str | Mapping[str, Any] = "auto"
-    parallel_tool_calls: bool = True  # a named function is called only once
-    parser: ToolCallParser | None = None  # None: the family is unknown
+    tools: Sequence[Mapping[str, Any]] = ()
+    requires_call: bool = False
+    parallel_tool_calls: bool = True  # False: at most one call
+    parser: ToolCallParser = field(default_factory=ToolCallParser)
     reasoning: Reasoning = "none"  # before the answer: none, the rest of what the prompt opened, or optional
 
     def grammar(self, special_tokens: Mapping[str, int]) -> str | None:
@@ -49,8 +49,7 @@ class Constraint:
         return None if (answer := self.rules(lark)) is None else lark.text(answer)
 
     def key(self) -> str:
-        parser = None if self.parser is None else self.parser.name
-        how = [self.tool_choice, self.parallel_tool_calls, parser, self.reasoning]
+        how = [self.requires_call, self.parallel_tool_calls, self.parser.name, self.reasoning]
         return json.dumps([self.response_format, self.tools, how], default=repr)
 
     def rules(self, lark: Lark) -> str | None:
@@ -61,18 +60,17 @@ class Constraint:
             raise GrammarError("the schema is nested too deeply for a grammar") from error
 
     def _rules(self, lark: Lark) -> str | None:
-        document, functions = self._schema(), dict[str, Document]()
-        wants_call = not isinstance(self.tool_choice, str) or self.tool_choice not in ("auto", "none")
-        if document is None and not wants_call:
+        document = self._schema()
+        if document is None and not self.requires_call:
             return None
-        has_calls = bool(self.tools) and self.tool_choice == "auto" and self.parser is not None and self.parser.tags
-        if wants_call or has_calls:
-            functions = self._functions()
-        if wants_call or document is None:
-            answer = self._calls(lark, functions)
-        else:
-            answer = JsonRules(lark, document, Style(is_free=True)).root()
-            answer = f"({answer} | {self._calls(lark, functions)})" if has_calls else answer
+        has_calls = self.requires_call or (self.tools and self.parser.tags)
+        functions = self._functions() if has_calls else {}
+        answers = []
+        if document is not None and not self.requires_call:
+            answers.append(JsonRules(lark, document, Style(is_free=True)).root())
+        if has_calls:
+            answers.append(self.parser.call_grammar(lark, functions, many=self.parallel_tool_calls))
+        answer = answers[0] if len(answers) == 1 else f"({' | '.join(answers)})"
         for where, each in (("response_format", document), *functions.items()):
             if each is not None and each.relaxed:
                 _warn(where, tuple(each.relaxed), json.dumps(each.root[0], sort_keys=True, default=str))
@@ -84,46 +82,19 @@ class Constraint:
         return answer
 
     def _schema(self) -> Document | None:
-        form = self.response_format
-        kind = "text" if form is None else form.get("type") if isinstance(form, Mapping) else None
-        if kind == "text":
+        if self.response_format is None:
             return None
-        if kind == "json_object":
+        if self.response_format["type"] == "json_object":
             return Document({"type": "object"})
-        if kind != "json_schema" or form is None:
-            raise GrammarError("response_format has type {!r}; expected text, json_object or json_schema", kind)
-        described = form.get("json_schema")
-        schema = described.get("schema", {}) if isinstance(described, Mapping) else None
-        if not isinstance(described, Mapping) or not isinstance(schema, dict | bool):
-            raise GrammarError("response_format.json_schema must be an object with a schema, which is an object itself")
-        return Document(schema, bool(described.get("strict")))
-
-    def _calls(self, lark: Lark, functions: dict[str, Document]) -> str:
-        if self.parser is None:
-            raise GrammarError("tool_choice asks for a call, but the format of this model's calls is not known")
-        named = not isinstance(self.tool_choice, str)
-        return self.parser.call_grammar(lark, functions, many=self.parallel_tool_calls and not named)
+        described = self.response_format["json_schema"]
+        return Document(described["schema"], bool(described.get("strict")))
 
     def _functions(self) -> dict[str, Document]:
-        functions: dict[str, Document] = {}
-        for number, tool in enumerate(self.tools or ()):
-            function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-            name = function.get("name") if isinstance(function, Mapping) else None
-            schema = (function.get("parameters") or {}) if isinstance(function, Mapping) else None
-            if not isinstance(name, str) or not name or not isinstance(schema, dict):
-                raise GrammarError("tools[{}] is not a function with a name and an object of parameters", number)
-            functions[name] = arguments_of(schema, bool(isinstance(function, Mapping) and function.get("strict")))
-        if not functions:
-            raise GrammarError("tool_choice asks for a call, but there are no tools")
-        if isinstance(self.tool_choice, str):
-            if self.tool_choice not in ("required", "auto"):
-                raise GrammarError("tool_choice is {!r}; expected none, auto, required or a function", self.tool_choice)
-            return functions
-        chosen = self.tool_choice.get("function")
-        name = chosen.get("name") if isinstance(chosen, Mapping) else None
-        if name not in functions:
-            raise GrammarError("tool_choice names {!r}; the tools are {}", name, ", ".join(functions))
-        return {name: functions[name]}
+        functions = [tool["function"] for tool in self.tools]
+        return {
+            function["name"]: arguments_of(function.get("parameters") or {}, bool(function.get("strict")))
+            for function in functions
+        }
 
 
 @lru_cache(4096)
@@ -148,21 +119,14 @@ def compiler_for(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]
 
 
 def compile_grammar(
-    constraint: Constraint | Mapping[str, Any] | str,
-    tokenizer: Any,
-    vocab_size: int,
-    eos_token_ids: Collection[int] = (),
+    constraint: Constraint, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int] = ()
 ) -> Grammar | None:
-    """Compile a constraint, a `response_format` object or the text of a grammar. None if nothing is constrained.
+    """Compile a constraint. None if nothing is constrained.
 
     A server calls this before it submits a request, so that a wrong grammar is an error of the client
     (GrammarError).
     """
     compiler = compiler_for(tokenizer, vocab_size, eos_token_ids)
-    if isinstance(constraint, str):
-        return compiler.compile(constraint)
-    if isinstance(constraint, Mapping):
-        constraint = Constraint(response_format=constraint)
     # Agents send the same schemas with every request.
     known, key = _known.setdefault(compiler, OrderedDict()), constraint.key()
     if key in known:

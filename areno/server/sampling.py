@@ -23,18 +23,18 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 
 
 class Histogram:
-    """A Prometheus histogram with ascending upper bounds."""
+    """A Prometheus histogram of seconds."""
 
-    def __init__(self, bounds: tuple[float, ...] = _SECONDS):
-        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+    def __init__(self) -> None:
+        self._counts, self._sum = [0] * (len(_SECONDS) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
+        self._counts[bisect_left(_SECONDS, value)] += 1
         self._sum += value
 
     def lines(self, name: str) -> Iterator[str]:
         total = 0
-        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+        for bound, count in zip([*map(str, _SECONDS), "+Inf"], self._counts, strict=True):
             total += count
             yield f'{name}_bucket{{le="{bound}"}} {total}'
         yield f"{name}_sum {self._sum}"

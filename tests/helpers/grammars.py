@@ -12,7 +12,7 @@ import numpy as np
 
 from areno.engine.decoder.grammar import GrammarState, matcher_of
 from areno.server.output_grammars import Constraint
-from areno.server.parsers import parser_for
+from areno.server.parsers import PARSERS
 
 
 @functools.cache
@@ -109,8 +109,8 @@ def answers(schema: Any, strict: bool = True) -> ByteGrammar:
 
 def calls(family: str, parameters: Any, **function: Any) -> ByteGrammar:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters, **function}}
-    how: Any = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "f"}}}
-    return ByteGrammar(Constraint(parser=parser_for(family), **how).grammar({}) or "")
+    how: Any = {"tools": [tool], "requires_call": True, "parallel_tool_calls": False}
+    return ByteGrammar(Constraint(parser=PARSERS[family], **how).grammar({}) or "")
 
 
 def call(family: str, **arguments: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areno.server.parsers import ParsedMessage, join_deltas, parser_for
+from areno.server.parsers import PARSERS, ParsedMessage, join_deltas
 
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}}
 TOOLS = [{"name": "get_weather", "parameters": {"type": "object", "properties": PROPERTIES}}]
@@ -18,7 +18,7 @@ def calls_of(message: ParsedMessage) -> list[tuple[str, Any]]:
 
 
 def test_the_arguments_of_hermes_may_be_called_parameters() -> None:
-    parser = parser_for("hermes")
+    parser = PARSERS["hermes"]
     for text in (
         '{"name": "f", "parameters": {"a": 1}}',
         '{"name": "f", "arguments": {"a": 1}, "parameters": {}}',
@@ -36,7 +36,7 @@ def in_xml(*parameters: str) -> str:
 
 @pytest.mark.parametrize("tools", [TOOLS, None])
 def test_a_closing_tag_of_a_parameter_may_be_missing(tools: Any) -> None:
-    parser = parser_for("qwen3_coder")
+    parser = PARSERS["qwen3_coder"]
     city, days, unit = "<parameter=city>\nDallas\n", "<parameter=days>\n3\n", "<parameter=unit>\nF\n"
     end = "</parameter>\n"
     expected = {"city": "Dallas", "days": 3 if tools else "3", "unit": "F"}
@@ -75,7 +75,7 @@ def test_values_in_xml_without_a_type_and_in_the_form_of_python() -> None:
     cases += [("m", "7", 7), ("m", "8", "8")]
     for key, text, expected in cases:
         call = f"<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>"
-        found = parser_for("qwen3_coder").parse(call, [{"name": "f", "parameters": schema}])
+        found = PARSERS["qwen3_coder"].parse(call, [{"name": "f", "parameters": schema}])
         assert calls_of(found) == [("f", {key: expected})], (key, text)
         assert type(json.loads(found.tool_calls[0].arguments)[key]) is type(expected), (key, text)
 
@@ -83,6 +83,6 @@ def test_values_in_xml_without_a_type_and_in_the_form_of_python() -> None:
 def test_a_schema_that_means_nothing_tells_no_types() -> None:
     text = "<function=f>\n<parameter=a>\n5\n</parameter>\n</function>"
     for schema in ({"$ref": "#/none"}, {"type": "nothing"}, {"properties": {"a": {"$ref": "#/none"}}}, {"anyOf": 3}):
-        assert calls_of(parser_for("qwen3_coder").parse(text, [{"name": "f", "parameters": schema}])) == [
+        assert calls_of(PARSERS["qwen3_coder"].parse(text, [{"name": "f", "parameters": schema}])) == [
             ("f", {"a": "5"})
         ]

@@ -134,7 +134,10 @@ def test_of_the_allowed_tools_the_prompt_is_made(proxy: SessionProxy, client: Op
     found = prompt_of(proxy, client, tools=TOOLS, tool_choice=choice)
     assert found == prompt_of(proxy, client, tools=[TOOLS[0], TOOLS[2]], tool_choice=mode)
     request = read_chat({"model": "a", "messages": [USER], "tools": TOOLS, "tool_choice": choice}, SamplingParams())
-    assert ([tool.name for tool in request.tools], request.requires_call) == (["move", "jump"], mode == "required")
+    assert ([tool["function"]["name"] for tool in request.tools], request.requires_call) == (
+        ["move", "jump"],
+        mode == "required",
+    )
     assert request.named is None
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.errors import GrammarError
 from areno.server.output_grammars import Constraint, Grammar, compile_grammar, reasoning_after
-from areno.server.parsers import ParsedMessage, parser_for
+from areno.server.parsers import PARSERS, ParsedMessage
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.schemas import Document
 from tests.helpers.grammars import allowed, response_format, schemas
@@ -37,7 +37,8 @@ WEATHER: dict[str, Any] = {
     "required": ["city", "exact"],
     "$defs": {"place": {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"]}},
 }
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}, {"name": "now"}]
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}]
+TOOLS.append({"type": "function", "function": {"name": "now"}})
 
 
 def drawn(grammar: Grammar | None, tokenizer: Any, seed: int, most: int = 200) -> tuple[str, bool]:
@@ -83,14 +84,14 @@ def test_the_work_for_a_schema_grows_like_the_schema(monkeypatch: pytest.MonkeyP
     for levels in (5, 10, 16):
         assert n_visited(levels, response_format=response_format(nested(levels))) < 6 * levels + 10
         for family in FAMILIES:
-            how: Any = {"tools": [{"name": "f", "parameters": nested(levels)}], "tool_choice": "required"}
-            assert n_visited(levels, parser=parser_for(family), **how) < 20 * levels + 20
+            how: Any = {"tools": [{"function": {"name": "f", "parameters": nested(levels)}}], "requires_call": True}
+            assert n_visited(levels, parser=PARSERS[family], **how) < 20 * levels + 20
 
 
 def test_a_grammar_that_would_be_too_large_is_refused_before_it_is_made() -> None:
     schema = {"properties": {"a": {"enum": [f"{number:01000}" for number in range(3000)]}}}
     constraint = Constraint(
-        tools=[{"name": "f", "parameters": schema}], tool_choice="required", parser=parser_for("pythonic")
+        tools=[{"function": {"name": "f", "parameters": schema}}], requires_call=True, parser=PARSERS["pythonic"]
     )
     with pytest.raises(GrammarError, match="more than 2,000,000 characters"):
         constraint.grammar({})
@@ -110,14 +111,14 @@ def tokenizer(request: pytest.FixtureRequest, tokenizer_of: Any) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_required_calls_are_calls_in_the_format_of_the_family(family: str, tokenizer: Any) -> None:
-    constraint = Constraint(tools=TOOLS, tool_choice="required", parser=parser_for(family))
+    constraint = Constraint(tools=TOOLS, requires_call=True, parser=PARSERS[family])
     grammar = compile_grammar(constraint, tokenizer, len(tokenizer))
     most, n_finished = 0, 0
     for seed in range(25):
         text, finished = drawn(grammar, tokenizer, seed)
         if finished:
             n_finished += 1
-            message = parser_for(family).parse(text, TOOLS)
+            message = PARSERS[family].parse(text, TOOLS)
             assert valid_calls(message), text
             most = max(most, len(message.tool_calls))
     assert n_finished > 10
@@ -125,25 +126,21 @@ def test_required_calls_are_calls_in_the_format_of_the_family(family: str, token
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_named_function_is_called_once(family: str, tiny: Any) -> None:
-    choice = {"type": "function", "function": {"name": "now"}}
-    for how in ({"tool_choice": choice}, {"tool_choice": "required", "parallel_tool_calls": False}):
-        constraint = Constraint(tools=TOOLS, parser=parser_for(family), **how)
-        grammar = compile_grammar(constraint, tiny, len(tiny))
-        for seed in range(5):
-            text, finished = drawn(grammar, tiny, seed)
-            calls = parser_for(family).parse(text, TOOLS).tool_calls
-            assert not finished or len(calls) == 1
-            assert {call.name for call in calls} <= (
-                {"now"} if "parallel_tool_calls" not in how else {"now", "get_weather"}
-            )
+def test_calls_that_are_not_parallel_are_one_call(family: str, tiny: Any) -> None:
+    how: Any = {"requires_call": True, "parallel_tool_calls": False, "parser": PARSERS[family]}
+    grammar = compile_grammar(Constraint(tools=TOOLS, **how), tiny, len(tiny))
+    for seed in range(5):
+        text, finished = drawn(grammar, tiny, seed)
+        calls = PARSERS[family].parse(text, TOOLS).tool_calls
+        assert not finished or len(calls) == 1
+        assert {call.name for call in calls} <= {"now", "get_weather"}
 
 
 @pytest.mark.slow
 def test_reasoning_comes_first_where_the_model_reasons(tokenizer: Any) -> None:
-    parser = parser_for("hermes")
+    parser = PARSERS["hermes"]
     for reasoning, opened in (("open", "<think>"), ("optional", "")):
-        constraint = Constraint(tools=TOOLS[1:], tool_choice="required", parser=parser, reasoning=reasoning)
+        constraint = Constraint(tools=TOOLS[1:], requires_call=True, parser=parser, reasoning=reasoning)
         grammar = compile_grammar(constraint, tokenizer, len(tokenizer))
         assert grammar is not None
         state = grammar.start()
@@ -169,7 +166,11 @@ def test_what_reasoning_a_prompt_leaves_open(tokenizer_of: Any) -> None:
 def test_fifty_schemas_of_growing_size(tokenizer_of: Any) -> None:
     tokenizer, n_finished = tokenizer_of("minimind"), 0
     for number, schema in enumerate(schemas()):
-        text, finished = drawn(compile_grammar(response_format(schema), tokenizer, len(tokenizer)), tokenizer, number)
+        text, finished = drawn(
+            compile_grammar(Constraint(response_format=response_format(schema)), tokenizer, len(tokenizer)),
+            tokenizer,
+            number,
+        )
         if finished:
             n_finished += 1
             jsonschema.validate(json.loads(text), schema)
@@ -178,22 +179,22 @@ def test_fifty_schemas_of_growing_size(tokenizer_of: Any) -> None:
 
 @pytest.mark.slow
 def test_any_object(tokenizer: Any) -> None:
-    grammar = compile_grammar({"type": "json_object"}, tokenizer, len(tokenizer))
+    grammar = compile_grammar(Constraint(response_format={"type": "json_object"}), tokenizer, len(tokenizer))
     finished = [text for text, ends in (drawn(grammar, tokenizer, seed) for seed in range(40)) if ends]
     assert finished
     assert all(isinstance(json.loads(text), dict) for text in finished)
 
 
 def test_an_answer_in_json_or_a_call(tiny: Any) -> None:
-    constraint = Constraint(response_format=response_format({"const": 1}), tools=TOOLS[1:], parser=parser_for("hermes"))
+    constraint = Constraint(response_format=response_format({"const": 1}), tools=TOOLS[1:], parser=PARSERS["hermes"])
     texts = {drawn(compile_grammar(constraint, tiny, len(tiny)), tiny, seed)[0] for seed in range(20)}
     assert "1" in texts
-    assert any(parser_for("hermes").parse(text).tool_calls for text in texts)
+    assert any(PARSERS["hermes"].parse(text).tool_calls for text in texts)
 
 
 def test_objects_end_with_their_properties_unless_the_schema_says_more(tiny: Any) -> None:
     def accepts(schema: Any, text: str) -> bool:
-        grammar = compile_grammar(response_format(schema), tiny, len(tiny))
+        grammar = compile_grammar(Constraint(response_format=response_format(schema)), tiny, len(tiny))
         assert grammar is not None
         state = grammar.start()
         for token in [*tiny.encode(text, add_special_tokens=False), tiny.eos_token_id]:
@@ -212,7 +213,7 @@ def test_objects_end_with_their_properties_unless_the_schema_says_more(tiny: Any
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_never_allowed(tiny: Any) -> None:
-    grammar = compile_grammar({"type": "json_object"}, tiny, len(tiny) + 50)
+    grammar = compile_grammar(Constraint(response_format={"type": "json_object"}), tiny, len(tiny) + 50)
     assert grammar is not None
     mask = grammar.start().mask()
     assert mask.dtype == np.int32
@@ -223,8 +224,7 @@ def test_ids_that_the_tokenizer_does_not_have_are_never_allowed(tiny: Any) -> No
 def test_nothing_is_constrained_where_nothing_was_asked(tiny: Any) -> None:
     for constraint in (
         Constraint(),
-        Constraint(response_format={"type": "text"}),
-        Constraint(tools=TOOLS, tool_choice="none"),
+        Constraint(tools=TOOLS, parser=PARSERS["hermes"]),
     ):
         assert compile_grammar(constraint, tiny, len(tiny)) is None
 
@@ -232,31 +232,22 @@ def test_nothing_is_constrained_where_nothing_was_asked(tiny: Any) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"response_format": {"type": "xml"}}, "has type 'xml'; expected text, json_object or json_schema"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema must be an object with a schema"),
-        ({"response_format": response_format([])}, "response_format.json_schema must be an object with a schema"),
         ({"response_format": response_format({"type": "nothing"})}, "cannot be compiled.*Invalid type: nothing"),
         ({"response_format": response_format({"$ref": "#/x"})}, "cannot be compiled.*'/x' does not exist"),
         ({"response_format": response_format({"type": "array", "uniqueItems": True})}, "Unimplemented.*uniqueItems"),
-        ({"tool_choice": "required", "tools": None}, "there are no tools"),
-        ({"tool_choice": "always"}, "tool_choice is 'always'; expected none, auto, required or a function"),
-        ({"tool_choice": {"function": {"name": "x"}}}, "names 'x'; the tools are get_weather, now"),
-        ({"tool_choice": {"function": 1}}, "names None; the tools are"),
-        ({"tool_choice": "required", "tools": [TOOLS[0], {"function": 1}]}, r"tools\[1\] is not a function"),
-        ({"tool_choice": "required", "tools": ["f"]}, r"tools\[0\] is not a function"),
-        ({"tool_choice": "required", "tools": [{"name": "f", "parameters": 1}]}, r"tools\[0\] is not a function"),
-        ({"tool_choice": "required", "parser": parser_for("text")}, "no format for tool calls"),
-        ({"tool_choice": "required", "parser": None}, "the format of this model.s calls is not known"),
+        ({"requires_call": True, "parser": PARSERS["text"]}, "no format for tool calls"),
     ],
 )
 def test_requests_that_are_none(how: dict[str, Any], message: str, tiny: Any) -> None:
     with pytest.raises(GrammarError, match=message):
-        compile_grammar(Constraint(**{"parser": parser_for("hermes"), "tools": TOOLS, **how}), tiny, len(tiny))
+        compile_grammar(Constraint(**{"parser": PARSERS["hermes"], "tools": TOOLS, **how}), tiny, len(tiny))
 
 
 def test_what_cannot_be_enforced_is_left_out_unless_it_is_strict(tiny: Any) -> None:
     schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 1, "uniqueItems": True}
-    assert drawn(compile_grammar(response_format(schema, strict=False), tiny, len(tiny)), tiny, 1)[1]
+    assert drawn(
+        compile_grammar(Constraint(response_format=response_format(schema, strict=False)), tiny, len(tiny)), tiny, 1
+    )[1]
 
 
 def test_without_the_library(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,12 +269,12 @@ def test_a_tokenizer_that_cannot_write_what_an_answer_must_contain() -> None:
     letters = [*string.ascii_lowercase, *string.digits, *' ":,[]{}']
     tokenizer = words_of(*letters)
     schema = {"type": "object", "properties": {"name": {"enum": ["a"]}}, "required": ["name"]}
-    assert compile_grammar(response_format(schema), tokenizer, len(tokenizer)) is not None
+    assert compile_grammar(Constraint(response_format=response_format(schema)), tokenizer, len(tokenizer)) is not None
     for missing, shown in (("{", "{"), ("m", '"name"')):
         short = words_of(*(letter for letter in letters if letter != missing))
         with pytest.raises(GrammarError, match=re.escape(f"the tokenizer cannot write {shown!r}")):
-            compile_grammar(response_format(schema), short, len(short))
-    constraint = Constraint(tools=TOOLS[1:], tool_choice="required", parser=parser_for("hermes"))
+            compile_grammar(Constraint(response_format=response_format(schema)), short, len(short))
+    constraint = Constraint(tools=TOOLS[1:], requires_call=True, parser=PARSERS["hermes"])
     with pytest.raises(GrammarError, match="the tokenizer cannot write '<tool_call>"):
         compile_grammar(constraint, tokenizer, len(tokenizer))
 
@@ -296,5 +287,7 @@ def test_the_text_of_a_constraint_is_kept(tiny: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_compiled_grammars_are_kept(tiny: Any) -> None:
-    first, second = (compile_grammar({"type": "json_object"}, tiny, len(tiny)) for _ in range(2))
+    first, second = (
+        compile_grammar(Constraint(response_format={"type": "json_object"}), tiny, len(tiny)) for _ in range(2)
+    )
     assert first is second

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from areno.errors import GrammarError
 from areno.server.output_grammars import Constraint
-from areno.server.parsers import parser_for
+from areno.server.parsers import PARSERS
 from areno.server.parsers.json_rules import JsonRules, Style
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.schemas import Document
@@ -75,12 +75,12 @@ def check_json(rng: random.Random, n_texts: int = 4) -> tuple[int, int]:
 
 
 def check_calls(family: str, rng: random.Random, n_texts: int = 4) -> tuple[int, int]:
-    draw, parser, n_drawn, n_written = Draw(rng, NAMES), parser_for(family), 0, 0
+    draw, parser, n_drawn, n_written = Draw(rng, NAMES), PARSERS[family], 0, 0
     if not isinstance(draw.schema, dict) or draw.schema.get("type", "object") != "object":
         return 0, 0
     draw.schema = {"properties": {}, **draw.schema, "type": "object"}
     tool = {"type": "function", "function": {"name": "f", "parameters": draw.schema, "strict": True}}
-    constraint = Constraint(tools=[tool], tool_choice="required", parallel_tool_calls=False, parser=parser)
+    constraint = Constraint(tools=[tool], requires_call=True, parallel_tool_calls=False, parser=parser)
     try:
         grammar = ByteGrammar(constraint.grammar({}) or "")
     except GrammarError:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from areno.errors import GrammarError
 from areno.server.output_grammars import Constraint
-from areno.server.parsers import parser_for
+from areno.server.parsers import PARSERS
 from tests.helpers.grammars import ByteGrammar, accepted, answers, call, calls, response_format
 
 pytest.importorskip("llguidance")
@@ -59,7 +59,7 @@ def test_the_root_of_arguments_may_be_a_reference_or_branches(family: str) -> No
     tool = pydantic.TypeAdapter(Tree).json_schema()
     assert "$ref" in tool  # so the library writes models that contain themselves
     strict: Any = pydantic_function_tool(Tree, name="f")
-    constraint = Constraint(tools=[strict], tool_choice="required", parser=parser_for(family))
+    constraint = Constraint(tools=[strict], requires_call=True, parser=PARSERS[family])
     text = call(family, value=1, child={"value": 2, "child": None})
     assert ByteGrammar(constraint.grammar({}) or "").accepts(text)
     both = {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {"type": "integer"}}, "required": ["b"]}]}
@@ -74,7 +74,7 @@ def test_the_root_of_arguments_may_be_a_reference_or_branches(family: str) -> No
         text = call(family, **arguments)
         assert calls(family, schema).accepts(text), (schema, arguments)
         described = [{"name": "f", "parameters": schema}]
-        [found] = parser_for(family).parse(text, described).tool_calls
+        [found] = PARSERS[family].parse(text, described).tool_calls
         assert json.loads(found.arguments) == arguments
     for schema, arguments in bad:
         assert not calls(family, schema).accepts(call(family, **arguments)), (schema, arguments)
@@ -125,9 +125,7 @@ def test_answers_in_a_schema_that_is_enforced_in_part(word: str, caplog: pytest.
 
 def test_calls_beside_an_answer_in_json_are_relaxed_too() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMAS["uniqueItems"]}}]
-    constraint = Constraint(
-        response_format=response_format({"type": "integer"}), tools=tools, parser=parser_for("hermes")
-    )
+    constraint = Constraint(response_format=response_format({"type": "integer"}), tools=tools, parser=PARSERS["hermes"])
     grammar = ByteGrammar(constraint.grammar({}) or "")
     assert grammar.accepts("5")
     assert grammar.accepts(call("hermes", x=[1, 1]))

@@ -22,7 +22,7 @@ from areno.engine.engine import Engine
 from areno.errors import EngineError, GrammarError
 from areno.kernels.sampling.random_keys import sample_keys, uniform
 from areno.kernels.sampling.reference import allowed_tokens
-from areno.server.output_grammars import compile_grammar
+from areno.server.output_grammars import Constraint, compile_grammar
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers import tiny_engine
 from tests.helpers.grammars import allowed, response_format, schemas
@@ -240,7 +240,7 @@ def test_fifty_schemas_from_random_weights(devices: int, tiny: Any, tmp_path: Pa
     asked = list(schemas())[:: 5 if devices > 1 else 1]
     requests = []
     for number, schema in enumerate(asked):
-        grammar = compile_grammar(response_format(schema), tiny, len(tiny) + 11)
+        grammar = compile_grammar(Constraint(response_format=response_format(schema)), tiny, len(tiny) + 11)
         assert grammar is not None
         item = tiny_engine.request(number, n_samples=2, max_new_tokens=160, temperature=2.0)
         item.grammar = grammar.text
