@@ -204,7 +204,7 @@ def test_loss_refuses_what_are_no_pairs():
     with pytest.raises(DataError, match=r"this loss needs ref_logprobs.*set TrainSequence\.ref_logprobs"):
         dpo_loss_fn(pack, logprobs)
     for how, message in (
-        ({"loss_type": "hinge"}, "loss_type is 'hinge'; expected sigmoid, robust, ipo, simpo or orpo"),
+        ({"loss_type": "none"}, "loss_type is 'none'; expected sigmoid, robust, ipo"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing has no effect with loss_type ipo"),
         ({"gamma": 1.0}, "gamma is not a setting of a loss_type; expected one of beta, label_smoothing, simpo_gamma"),
     ):

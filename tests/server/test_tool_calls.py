@@ -138,7 +138,7 @@ AMID = {
 )
 @pytest.mark.parametrize("family", AMID)
 def test_space_between_the_texts_around_calls_stays(family: str, text: str, content: str) -> None:
-    parser, written = PARSERS(family.split()[0]), text.replace("@", AMID[family])
+    parser, written = PARSERS[family.split()[0]], text.replace("@", AMID[family])
     whole = parser.parse(written, TOOLS, message_id="m")
     assert (whole.content, len(whole.tool_calls)) == (content, text.count("@"))
     assert in_pieces(parser, list(written), tools=TOOLS, message_id="m") == whole
