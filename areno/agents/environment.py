@@ -240,11 +240,10 @@ async def _advance(environment: Environment, message: Message, episode: Episode)
         if not valid:
             return False
         method, result = "step", await _call_method(environment.step, valid)
-    if not isinstance(result, tuple) or len(result) != 3:
+    is_triple = isinstance(result, tuple) and len(result) == 3
+    if not is_triple or (isinstance(result[1], bool) and not isinstance(result[2], bool)):
         raise DataError(f"an environment returned {result!r}; expected (messages, reward, whether it is done)")
     messages, reward, done = result
-    if isinstance(reward, bool) and not isinstance(done, bool):
-        raise DataError(f"an environment returned {result!r}; expected (messages, reward, whether it is done)")
     try:
         episode.rewards.append(reward_number(reward, "an environment returned the reward"))
     except (TypeError, ValueError, OverflowError) as error:

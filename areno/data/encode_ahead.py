@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic
 
 from areno import heartbeat
-from areno.data.encoder_process import EncoderProcess, encoder_message
+from areno.data.encoder_process import EncoderProcess
+from areno.engine.processes.child import dumps
 from areno.types import Item
 
 logger = logging.getLogger("areno.data")
@@ -209,7 +210,7 @@ class EncodedAhead(Generic[Item]):
         atexit.register(self.close)  # before multiprocessing waits for the processes, which ignore its signal
         try:
             with self._in_driver:
-                message = encoder_message(self._encode)
+                message = dumps(self._encode)
             for _ in range(n_processes):
                 process = EncoderProcess(message)
                 with self._changed:

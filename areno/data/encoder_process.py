@@ -1,7 +1,7 @@
 """A process that encodes the rows of a dataset beside the run.
 
 `EncoderProcess` starts the process and asks it for rows. Items come back as a few large arrays, since the driver would
-take longer to unpickle an array for each row. `encoder_message` pickles the encoder once for all processes.
+take longer to unpickle an array for each row.
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from areno.engine.processes.child import dumps, follow_parent, without_main_module
+from areno.engine.processes.child import follow_parent, without_main_module
 from areno.types import AnswersItem, PairItem, TrainSequence
 
 Encode = Callable[[Sequence[Any], Sequence[int]], Sequence[Any]]
 """(rows, index of each row) -> for each row its item, or the exception of a row that cannot be encoded."""
 
 
-def encoder_message(encode: Encode) -> bytes:
-    """Pickle an encoder whose items are instances of AnswersItem or PairItem. The tokenizer may raise any error."""
-    return dumps(encode)
-
-
 class EncoderProcess:
     """A process that encodes rows. It ends when `close` is called, or when the driver ends.
 
+    `message` is the pickled encoder, whose items are instances of AnswersItem or PairItem.
     Call `wait_ready` before the first `encode`. Both raise OSError or EOFError if the process has ended, for example
     because it cannot import the code of the tokenizer.
     """

@@ -208,16 +208,13 @@ class BatchLoader(Generic[Item]):
         if (item := self._cache.get(index)) is not None or index in self._too_long or index in self._ties:
             return item
         item = found[index]
-        if isinstance(item, Tie):
-            if not self._ties:
+        if isinstance(item, Tie | TooLong):
+            if not (self._ties if isinstance(item, Tie) else self._too_long):
                 logger.warning("%s row %d: %s; such rows are skipped and counted", self.name, index, item)
-            self._ties.add(index)
-            return None
-        if isinstance(item, TooLong):
-            if not self._too_long:
-                logger.warning("%s row %d: %s; such rows are skipped and counted", self.name, index, item)
-            self._too_long[index] = item.n_tokens
-            self._why_long = str(item)
+            if isinstance(item, Tie):
+                self._ties.add(index)
+            else:
+                self._too_long[index], self._why_long = item.n_tokens, str(item)
             return None
         if isinstance(item, DataError):
             raise self._row_error(index, item) from item

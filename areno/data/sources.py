@@ -165,13 +165,14 @@ def check_source(config: DatasetConfig | None, key: str) -> None:
 
     Hub datasets and environments are checked only when they are read.
     """
-    if config is not None and (config.loader or "").startswith(VERIFIERS):
+    if config is None:
         return
-    if config is not None and config.loader is not None:
-        resolve_spec(config.loader, "load_dataset", f"{key}.loader")
-    elif config is not None and config.path is not None:
+    if config.loader is not None:
+        if not config.loader.startswith(VERIFIERS):
+            resolve_spec(config.loader, "load_dataset", f"{key}.loader")
+    elif config.path is not None:
         _find(config.path, key)
-    elif config is not None:
+    else:
         raise ConfigError(_no_rows(key))
 
 

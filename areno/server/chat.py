@@ -21,7 +21,7 @@ from areno.server import response_bodies
 from areno.server.detokenize import TextStream, TokenText, TokenTextCache, TokenTextStream, special_ids
 from areno.server.errors import ApiError, PromptTooLong, bad_field
 from areno.server.messages import read_messages
-from areno.server.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, join_deltas
+from areno.server.parsers import MessageDelta, MessageStream, ToolCall, join_deltas
 from areno.server.parsers.message import END_THINK, THINK
 from areno.server.prompt_builder import Prompt, PromptBuilder, is_first_turn, template_names
 from areno.server.requests import ChatRequest
@@ -181,16 +181,12 @@ class _Chat:
 
     def _choice(self, index: int, output: GenerationOutput, choice: _Choice) -> Json:
         """Return the JSON of a choice. The event loop caches its turn later."""
-        parsed = choice.parsed()
-        message: Json = {"role": "assistant", "content": parsed.content, "refusal": None, "annotations": []}
-        if parsed.reasoning_content is not None:
-            message["reasoning_content"] = parsed.reasoning_content
-        if parsed.tool_calls:
-            message["tool_calls"] = [_call(call) for call in parsed.tool_calls]
+        message: Json = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
+        message |= {name: value for name, value in choice.message().items() if value is not None}
         # Runs after the answers that are ready have been sent, and before a client can send the next turn.
         asyncio.get_running_loop().call_soon(self.remember, output, message)
         logprobs = None if self.request.options.n_top is None else choice.logprobs()
-        reason = self.finish_reason(output, bool(parsed.tool_calls))
+        reason = self.finish_reason(output, choice.n_calls > 0)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def remember(self, output: GenerationOutput, message: Json) -> None:
@@ -324,11 +320,8 @@ class _Choice:
         self._deltas += kept
         return kept
 
-    def parsed(self) -> ParsedMessage:
-        return join_deltas(self._deltas)
-
     def message(self) -> Json:
-        parsed = self.parsed()
+        parsed = join_deltas(self._deltas)
         calls = [_call(call) for call in parsed.tool_calls]
         message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning_content}
         return message | ({"tool_calls": calls} if calls else {})
