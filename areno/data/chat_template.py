@@ -17,6 +17,11 @@ _CACHED = "_reads_only_parts"  # attribute of a tokenizer
 THINK, END_THINK = "<think>", "</think>"
 
 
+def opens_reasoning(rendered: str) -> bool:
+    """Return whether a rendered prompt ends with <think>, so that a reply begins with reasoning."""
+    return rendered.rstrip().endswith(THINK)
+
+
 def render_generation_prompt(
     tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None, tools: list[Any] | None = None
 ) -> str:

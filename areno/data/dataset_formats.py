@@ -321,7 +321,7 @@ def _text(row: Row, name: str) -> str:
 
 def _listed(row: Row, name: str) -> list[Any]:
     value = row.get(name)
-    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+    if isinstance(value, str) or not isinstance(value, Sequence):
         raise DataError(f"field {name} is {describe_value(value, name in row)}, not a list")
     return list(value)
 

@@ -250,7 +250,7 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
     """
     answers: dict[str, Any] = {name: row.get(name) for name in ("chosen", "rejected")}
     for name, answer in answers.items():
-        if not isinstance(answer, str) and (isinstance(answer, Mapping) or not isinstance(answer, Sequence)):
+        if not isinstance(answer, Sequence):
             raise DataError(_not_text(name, answer, name in row))
     chosen, rejected = answers.values()
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -309,7 +309,7 @@ def ranked_answers(row: Row) -> RankedAnswers:
     if problem := _prompt_problem(row):
         raise DataError(problem)
     answers, ratings = row["answers"], row.get("ratings")
-    if isinstance(answers, str | Mapping) or not isinstance(answers, Sequence) or len(answers) < 2:
+    if isinstance(answers, str) or not isinstance(answers, Sequence) or len(answers) < 2:
         raise DataError(f"field answers is {describe_value(answers)}, not a list of at least two answers")
     for number, answer in enumerate(answers):
         _check_answer(answer, f"answers[{number}]", True)
@@ -332,7 +332,7 @@ def labelled_steps(row: Row) -> tuple[Any, list[str], list[float]]:
     steps, labels = row.get("completions"), row.get("labels")
     problems = [_prompt_problem(row)]
     for name, values in (("completions", steps), ("labels", labels)):
-        if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
+        if isinstance(values, str) or not isinstance(values, Sequence):
             problems.append(f"field {name} is {describe_value(values, name in row)}, not a list")
         elif not values:
             problems.append(f"field {name} is an empty list")
@@ -370,7 +370,7 @@ def _check_answer(answer: Any, name: str, present: bool) -> None:
     """Raise DataError if an answer is neither text nor messages that begin with the assistant's."""
     if isinstance(answer, str):
         return
-    if isinstance(answer, Mapping) or not isinstance(answer, Sequence):
+    if not isinstance(answer, Sequence):
         raise DataError(_not_text(name, answer, present))
     if problem := messages_problem(answer):
         raise DataError(f"field {name} {problem}")

@@ -18,7 +18,7 @@ import numpy as np
 
 from areno import heartbeat
 from areno.config.judge import ANSWERS, JudgeConfig, fields_of
-from areno.data.chat_template import Prompt
+from areno.data.chat_template import END_THINK, Prompt
 from areno.errors import DataError, Key
 from areno.scoring.judge_readers import KEY, Reader, Score, Verdict, Write, strip_reasoning
 from areno.scoring.pool import report_failures
@@ -137,7 +137,7 @@ class Judging(AbstractContextManager["Judging"]):
             row, answer, rendered = record.asked.item.record, record.completion, record.rendered
         else:
             row, answer, rendered = record.record, record.final_answer, record.rendered_completion
-        if task.opens_reasoning and "</think>" not in rendered:
+        if task.opens_reasoning and END_THINK not in rendered:
             answer = ""
         prompt = task.prompt if isinstance(task.prompt, str) else _conversation(task.prompt)
         known = {**row, "solutions": record.solutions, "prompt": prompt}

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from areno.config.judge import REASON, VERDICT, JudgeConfig, json_reply
-from areno.data.chat_template import render_generation_prompt
+from areno.data.chat_template import END_THINK, THINK, opens_reasoning, render_generation_prompt
 from areno.data.encode import decode_all, encode_generation_prompt
 from areno.engine.decoder.grammar import Vocabulary
 from areno.errors import ConfigError, GrammarError, Key, Problem, printable
@@ -441,9 +441,4 @@ def _first_label(text: str, labels: Sequence[str]) -> int | None:
 
 def strip_reasoning(text: str) -> str:
     """Return a text without its reasoning between <think> and </think>, which may be unclosed."""
-    return text.rpartition("</think>")[2].partition("<think>")[0].strip()
-
-
-def opens_reasoning(rendered: str) -> bool:
-    """Return whether a rendered prompt ends with <think>, so that a reply begins with reasoning."""
-    return rendered.rstrip().endswith("<think>")
+    return text.rpartition(END_THINK)[2].partition(THINK)[0].strip()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
+from areno.data.chat_template import opens_reasoning
 from areno.engine.decoder.grammar import MAX_GRAMMARS, Grammar, GrammarCompiler, GrammarState
 from areno.errors import GrammarError
 from areno.server.parsers.json_rules import JsonRules, Style
@@ -104,10 +105,9 @@ def _warn(where: str, relaxed: tuple[str, ...], schema: str) -> None:
 
 def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
     """Return whether reasoning follows a prompt. It is "open" if the prompt ends with `<think>`."""
-    end = prompt.rstrip()
-    if end.endswith(THINK):
+    if opens_reasoning(prompt):
         return "open"
-    return "optional" if THINK in (chat_template or "") and not end.endswith(END_THINK) else "none"
+    return "optional" if THINK in (chat_template or "") and not prompt.rstrip().endswith(END_THINK) else "none"
 
 
 def compiler_for(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int] = ()) -> GrammarCompiler:

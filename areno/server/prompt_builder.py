@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from areno.data.chat_template import render
+from areno.data.chat_template import opens_reasoning, render
 from areno.data.control_tokens import BREAK, control_tokens, note_unknown
 from areno.data.messages import template_messages
 from areno.data.row_schema import bad_text
@@ -99,7 +99,7 @@ class Prompt:
     @property
     def opens_reasoning(self) -> bool:
         """Whether the chat template ended the prompt with `<think>`."""
-        return self.text.rstrip().endswith(THINK)
+        return opens_reasoning(self.text)
 
 
 @dataclass
@@ -263,13 +263,17 @@ class PromptBuilder:
         """Render messages and the beginning of the assistant's turn. Any thread may call it."""
         if self.tokenizer.chat_template is None:
             raise DataError("the model's tokenizer has no chat template, so messages cannot be rendered")
-        variables = {"enable_thinking": self._thinking, **(template or {})}
-        thinking = variables.pop("enable_thinking")
+        thinking, variables = self._variables(template)
         messages = template_messages(self.tokenizer, messages)
         text = render(self.tokenizer, messages, tools or None, thinking, True, **variables)
         if problem := bad_text(text):
             raise DataError(f"the text that the chat template renders {problem}")
         return text
+
+    def _variables(self, template: Mapping[str, Any] | None) -> tuple[bool | None, dict[str, Any]]:
+        """Return (enable_thinking, the other variables of the chat template)."""
+        variables = {"enable_thinking": self._thinking, **(template or {})}
+        return variables.pop("enable_thinking"), variables
 
     def _draft(
         self, messages: Sequence[Message], tools: Any, template: Any, inputs_key: str, keys: list[str]
@@ -278,8 +282,8 @@ class PromptBuilder:
         control, in_form = control_tokens(self.tokenizer), template_messages(self.tokenizer, messages)
         escaped = control.escape_messages(in_form), control.escape(tools), control.escape(template)
         text = self.text(*escaped)
-        variables = {"enable_thinking": self._thinking, **(template or {})}
-        check_rendered(self.tokenizer, in_form, tools or None, variables.pop("enable_thinking"), True, **variables)
+        thinking, variables = self._variables(template)
+        check_rendered(self.tokenizer, in_form, tools or None, thinking, True, **variables)
         draft = self._draft_after_turn(text, messages, inputs_key, keys) or _Draft(text, inputs_key, keys)
         if self._max_prompt_tokens is not None:
             n_before = 0 if draft.turn is None else len(draft.turn.prompt.tokens) + len(draft.turn.tokens)

@@ -11,12 +11,12 @@ import numpy as np
 
 from areno.api.session import sequence_of
 from areno.config.rollout import GenerationConfig
+from areno.data.chat_template import opens_reasoning
 from areno.data.encode import decode_all
 from areno.engine.requests import spans_of
 from areno.errors import keys_renamed
 from areno.run.setup import PolicySetup
 from areno.scoring.judge import Judging, Task, add_judged
-from areno.scoring.judge_readers import opens_reasoning
 from areno.scoring.pool import report_failures
 from areno.scoring.records import CompletionRecord, Record, RecordedPrompt, reward_problem
 from areno.trainers.rows import token_arrays
