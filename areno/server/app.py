@@ -291,7 +291,7 @@ def build_server(
         max_prompt_tokens=sampler.max_prompt_tokens,
     )
     return Server(
-        chat=ChatCompletions(prompts, sampler, session=session, enforces_calls=session is None),
+        chat=ChatCompletions(prompts, sampler, session=session),
         completions=Completions(tokenizer, sampler, threads, returns_tokens=session is not None),
         sampler=sampler,
         threads=threads,

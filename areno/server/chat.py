@@ -36,15 +36,13 @@ Json = dict[str, Any]
 class ChatCompletions:
     """Each response has `session` in its field `areno`, so that a session rejects trajectories sampled elsewhere.
 
-    `enforces_calls` lets a grammar force the calls that `tool_choice` asks for. A training session passes False,
-    because tokens forced by a grammar are not sampled by the policy, and the model shall learn to call tools.
+    A grammar forces the calls that `tool_choice` asks for, but not in a training session: tokens forced by a grammar
+    are not sampled by the policy, and the model shall learn to call tools.
     """
 
-    def __init__(
-        self, prompts: PromptBuilder, sampler: Sampler, *, session: str | None = None, enforces_calls: bool = True
-    ):
+    def __init__(self, prompts: PromptBuilder, sampler: Sampler, *, session: str | None = None):
         self.prompts, self.sampler = prompts, sampler
-        self._session, self._enforces_calls = session, enforces_calls
+        self._session, self._enforces_calls = session, session is None
         tokenizer = prompts.tokenizer
         self._grammars = Threads(1, "areno-grammars")  # one thread, since the compiler is not thread-safe
         self._texts = TokenTextCache(tokenizer)
@@ -64,19 +62,21 @@ class ChatCompletions:
             raise _about_messages(error, request) from error
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
-        constraint = {}
+        grammar = None
         if request.response_format is not None or (request.requires_call and self._enforces_calls):
             # A grammar of a large vocabulary takes a second the first time.
-            constraint = {"grammar": await self._grammars.run(lambda: self._grammar(request, prompt))}
+            grammar = await self._grammars.run(lambda: self._grammar(request, prompt))
         try:
             # An answer that is not streamed is read in pieces, too, so that its text is parsed before many samples
             # finish at once.
-            more = {
-                "pieces": not request.options.stream,
-                "draft_scope": task_hash(request.messages, prompt),
-                **constraint,
-            }
-            sampled = self.sampler.request(prompt.tokens, request.options, digest=prompt.digest, **more)
+            sampled = self.sampler.request(
+                prompt.tokens,
+                request.options,
+                digest=prompt.digest,
+                pieces=not request.options.stream,
+                draft_scope=task_hash(request.messages, prompt),
+                grammar=grammar,
+            )
         except ApiError as error:
             if error.param not in ("prompt", "max_tokens"):
                 raise

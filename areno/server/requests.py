@@ -171,7 +171,7 @@ def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> S
         max_new_tokens=max_new,
         min_new_tokens=fields.integer("min_tokens", 0, _MAX_TOKENS),
         stop=_stop(fields.take("stop")),
-        stop_token_ids=_token_ids(fields, "stop_token_ids"),
+        stop_token_ids=_stop_token_ids(fields),
         ignore_eos=fields.flag("ignore_eos", defaults.ignore_eos),
         skip_special_tokens=fields.flag("skip_special_tokens", defaults.skip_special_tokens),
     )
@@ -214,12 +214,12 @@ def replace_params(defaults: SamplingParams, **given: Any) -> SamplingParams:
     return params
 
 
-def _token_ids(fields: Fields, field: str) -> list[int] | None:
+def _stop_token_ids(fields: Fields) -> list[int] | None:
     """Read a list of at most 64 token ids. The engine checks later whether the model has them."""
-    ids = fields.items(field, 64)
+    ids = fields.items("stop_token_ids", 64)
     for token in ids or []:
         if type(token) is not int or token < 0:
-            raise bad_field(field, f"holds {show(token)}; token ids are expected")
+            raise bad_field("stop_token_ids", f"holds {show(token)}; token ids are expected")
     return ids
 
 

@@ -23,7 +23,7 @@ from areno.server.parsers.patterns import (
     decimal,
     escaped,
     is_found,
-    json_text,
+    json_expression,
     pattern_fault,
     slashed,
     text_fault,
@@ -189,8 +189,7 @@ class JsonRules:
         assert found.high is not None
         low, high = -(-found.low // step) * step, found.high // step * step
         words = {"type": "integer", "minimum": low, "maximum": high, "multipleOf": step}
-        rule = f"%json {json.dumps({**words, 'x-guidance': {'whitespace_flexible': False}})}"
-        return self._lark.rule(rule) if low <= high else None
+        return self._lark.rule(json_expression(words)) if low <= high else None
 
     # Strings ---------------------------------------------------------------------------------------------------------
 
@@ -215,10 +214,10 @@ class JsonRules:
             return None
         has_length = low > 0 or high is not None
         if has_length + len(patterns) + len(formats) > 1 or any(decimal(each) is None for each in patterns):
-            words: dict[str, Any] = {"minLength": low} | ({} if high is None else {"maxLength": high})
+            words: dict[str, Any] = {"type": "string", "minLength": low} | ({} if high is None else {"maxLength": high})
             words["allOf"] = [{"pattern": each} for each in (*patterns, *(f"^({FORMATS[each]})$" for each in formats))]
             if not (fault := text_fault(words)):
-                text = json_text(words)
+                text = json_expression(words)
                 return None if grammar_error(f"start: {text}") else self._lark.rule(text)
             self._document.leave_out(f"the keywords of a string beside each other ({fault})")
             patterns, formats = [], []

@@ -61,11 +61,6 @@ def slashed(regex: str) -> str:
     return f"/{''.join(pieces)}/" if pieces else '""'
 
 
-def json_text(words: dict[str, Any]) -> str:
-    """Return the expression of a string in JSON with keywords that llguidance enforces."""
-    return _json({"type": "string", **words})
-
-
 def text_fault(words: dict[str, Any]) -> str:
     """Return why keywords of a string cannot be enforced, "" if they can, even if no string has them."""
     return grammar_error(_or_null(words))
@@ -73,10 +68,11 @@ def text_fault(words: dict[str, Any]) -> str:
 
 def _or_null(words: dict[str, Any]) -> str:
     """Return a grammar that can be compiled even if no string has the keywords."""
-    return f"start: {_json({'anyOf': [{'type': 'string', **words}, {'type': 'null'}]})}"
+    return f"start: {json_expression({'anyOf': [{'type': 'string', **words}, {'type': 'null'}]})}"
 
 
-def _json(schema: dict[str, Any]) -> str:
+def json_expression(schema: dict[str, Any]) -> str:
+    """Return the expression of a value in JSON whose schema llguidance enforces."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}})}"
 
 
