@@ -26,7 +26,7 @@ from areno.bench.__main__ import checked_model
 from areno.bench.areno_contender import ArenoContender, requests
 from areno.bench.arguments import Settings, positive
 from areno.server.app import build_server
-from areno.server.sampling import ServerLimits
+from areno.server.sampling import Sampler, ServerLimits
 from areno.server.threads import ServerThread
 from areno.types import SamplingParams
 from benchmarks.texts import Texts, add_tokenizer_argument
@@ -111,9 +111,8 @@ def run(settings: Settings, folder: Path) -> dict[str, dict[str, float]]:
     firsts: dict[int, list[float]] = {1: [], n_clients: []}  # seconds to the first token
     with ours.engine as engine, get_context("spawn").Pool(n_processes) as processes:
         limits = ours.begin_rollout(n_clients, 2 * max(work.row_lens) + 64)  # a text may have more tokens than words
-        server = build_server(
-            engine, limits, tokenizer, models=["bench"], keys=[], defaults=SamplingParams(), limits=ServerLimits()
-        )
+        sampler = Sampler(engine, limits, SamplingParams(), ServerLimits(), seed=0)
+        server = build_server(sampler, tokenizer, models=["bench"], keys=[])
         thread = ServerThread(server.application)
         url = thread.start()
 
