@@ -6,8 +6,6 @@ The Dispatcher decides which copy of the model (data-parallel rank) samples whic
 expected completions come first. A copy gets as many samples as it has room for, and the rest waits for the copy that
 finishes first. If a copy is idle, another copy is asked to return requests that it has not started. These decisions
 change when samples are finished, not their tokens. The Dispatcher sends nothing itself.
-
-`wait_for_all` serves callers that submit many requests and wait for the last sample.
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from areno import trace
 from areno.engine.reports import RolloutStats
-from areno.errors import ConfigError, EngineError, Key, Problem, non_finite_logits
+from areno.errors import ConfigError, EngineError, Key, Problem
 from areno.schema.fields import partial_section, problems_between, settings
 from areno.schema.values import InvalidValue, show
 from areno.types import RETURNED, Begun, GenerationOutput, GenerationRequest, SamplingParams
@@ -401,44 +399,3 @@ def requests_of_rest(
 
 
 OnProgress = Callable[[list[GenerationOutput], list[RolloutStats]], None]
-
-
-class RolloutEngine(Protocol):
-    """The methods of an Engine that `wait_for_all` uses."""
-
-    def submit(self, requests: Iterable[GenerationRequest]) -> None: ...
-
-    def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Return outputs, or an empty list after at most `timeout` seconds."""
-        ...
-
-    def rollout_stats(self) -> list[RolloutStats]: ...
-
-
-def wait_for_all(
-    engine: RolloutEngine, requests: Sequence[GenerationRequest], on_progress: OnProgress | None, at_once: int | None
-) -> dict[int, list[GenerationOutput]]:
-    """Submit requests in order, at most `at_once` at the same time, and return the finished samples of each.
-
-    `on_progress` is called after each poll. Raises EngineError if the model computes no finite numbers.
-    """
-    waiting = iter(requests)
-    engine.submit(itertools.islice(waiting, at_once))
-    n_samples = {request.request_id: request.n_samples for request in requests}
-    done: dict[int, list[GenerationOutput]] = {request.request_id: [] for request in requests}
-    left = sum(request.n_samples for request in requests)
-    while left:
-        outputs = [output for output in engine.poll(0.5) if output.finish_reason is not None]
-        for output in outputs:
-            if output.finish_reason == "error":  # with valid settings only the model can be the cause
-                raise non_finite_logits()
-            done[output.request_id].append(output)
-        left -= len(outputs)
-        if at_once is not None:
-            ended = [id for id in {output.request_id for output in outputs} if len(done[id]) == n_samples[id]]
-            engine.submit(itertools.islice(waiting, len(ended)))
-        if on_progress is not None:
-            on_progress(outputs, engine.rollout_stats())
-    for outputs in done.values():
-        outputs.sort(key=lambda output: output.sample)
-    return done

@@ -11,7 +11,7 @@ from typing import Any
 from areno.engine.output_streams import Consumer, FairLock, RequestBatcher, RunningClock, Streams, TimeLimit
 from areno.engine.processes.workers import WorkerGroup
 from areno.engine.reports import DraftCounts, EngineInfo, RolloutStats
-from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, trace_request, wait_for_all
+from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, trace_request
 from areno.engine.train.checked_rows import read_tokens
 from areno.errors import EngineError, non_finite_logits
 from areno.specs.rollout import RolloutSpec
@@ -267,8 +267,9 @@ class SamplingEngine:
     ) -> dict[int, list[GenerationOutput]]:
         """Submit requests, wait until all are finished, and return the samples of each in order.
 
-        At most `at_once` requests are unfinished at the same time. It is ignored with `engine.deterministic`, because
-        the next submission would depend on the clock. Raises EngineError as `poll` and `submit` do.
+        At most `at_once` requests are unfinished at the same time. This is ignored with `engine.deterministic`, because
+        the next submission would depend on the clock. `on_progress` is called after each poll. Raises EngineError as
+        `poll` and `submit` do, and if the model computes no finite numbers.
         """
         self.check_runs()
         if self.spec.engine.deterministic:
@@ -277,7 +278,26 @@ class SamplingEngine:
             # Longest first, so that all copies finish at about the same time. With one copy, a resumed run must keep
             # the order.
             requests = sorted(requests, key=lambda request: -(request.expected_tokens or 0))
-        return wait_for_all(self, requests, on_progress, at_once)
+        waiting = iter(requests)
+        self.submit(itertools.islice(waiting, at_once))
+        n_samples = {request.request_id: request.n_samples for request in requests}
+        done: dict[int, list[GenerationOutput]] = {request_id: [] for request_id in n_samples}
+        left = sum(request.n_samples for request in requests)
+        while left:
+            outputs = [output for output in self.poll(0.5) if output.finish_reason is not None]
+            for output in outputs:
+                if output.finish_reason == "error":  # with valid settings only the model can be the cause
+                    raise non_finite_logits()
+                done[output.request_id].append(output)
+            left -= len(outputs)
+            if at_once is not None:
+                ended = [id for id in {output.request_id for output in outputs} if len(done[id]) == n_samples[id]]
+                self.submit(itertools.islice(waiting, len(ended)))
+            if on_progress is not None:
+                on_progress(outputs, self.rollout_stats())
+        for samples in done.values():
+            samples.sort(key=lambda output: output.sample)
+        return done
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         with self._poll_lock:

@@ -7,7 +7,7 @@ import multiprocessing
 import socket
 import time
 from multiprocessing import connection
-from typing import Any, Protocol
+from typing import Any
 
 from areno.engine.processes import stack_traces
 from areno.engine.processes.child import without_main_module
@@ -22,49 +22,13 @@ Arrived = tuple[list[tuple[int, bytes]], list[int]]
 """Pickled messages with the ranks that sent them, and the ranks whose connections have ended since."""
 
 
-class Processes(Protocol):
-    """The interface to a set of worker processes, on this machine (LocalProcesses) or on several (RayProcesses).
+class LocalProcesses:
+    """The worker processes of some global ranks on this machine. RayProcesses has the same methods for several.
 
     `rank` is always the global rank in the run. `send`, `receive` and `exit_codes` raise WorkerLost if a machine was
     lost. `spec` has the host of each rank. `counters` are FIELDS integers per rank, for WorkerHeartbeats. An exit code
-    is known at most `death_grace_s` after the end of a process.
-    """
-
-    spec: EngineSpec
-    counters: Any
-    death_grace_s: float
-
-    def send(self, rank: int, command: Command) -> None:
-        """Send a command without waiting. Raises BrokenPipeError or ConnectionResetError if the worker has ended."""
-        ...
-
-    def receive(self, timeout: float | None) -> Arrived:
-        """Return messages that have arrived within `timeout`, and ranks whose connection has newly ended."""
-        ...
-
-    def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
-        """Return the exit codes, None for a running worker, after waiting for the end of `rank`."""
-        ...
-
-    def suspect_loss(self) -> None:
-        """Notice lost machines sooner from now on, because a worker has failed."""
-        ...
-
-    def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return (process state, Python stacks) of each rank. The state is empty for a normal process."""
-        ...
-
-    def kill(self) -> None: ...
-
-    def close(self) -> None:
-        """Let all workers end by themselves, and kill those that are still running after a few seconds."""
-        ...
-
-
-class LocalProcesses:
-    """The worker processes of some global ranks on this machine.
-
-    `port` is that of the rendezvous on the host of rank 0. `listener` listens there, if rank 0 runs on this machine.
+    is known at most `death_grace_s` after the end of a process. `port` is that of the rendezvous on the host of rank 0.
+    `listener` listens there, if rank 0 runs on this machine.
     """
 
     death_grace_s = 2.0
@@ -93,12 +57,14 @@ class LocalProcesses:
             raise
 
     def send(self, rank: int, command: Command) -> None:
+        """Send a command without waiting. Raises BrokenPipeError or ConnectionResetError if the worker has ended."""
         self._pipes[rank].send(command)
 
     def send_bytes(self, rank: int, command: bytes) -> None:
         self._pipes[rank].send_bytes(command)
 
     def receive(self, timeout: float | None) -> Arrived:
+        """Return messages that have arrived within `timeout`, and ranks whose connection has newly ended."""
         open_ones = [rank for rank in self._pipes if rank not in self._gone]
         sentinels = {rank: self.processes[rank].sentinel for rank in open_ones}
         ready = set(connection.wait([*(self._pipes[rank] for rank in open_ones), *sentinels.values()], timeout))
@@ -115,14 +81,16 @@ class LocalProcesses:
         return messages, gone
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
+        """Return the exit codes, None for a running worker, after waiting for the end of `rank`."""
         if rank is not None:
             self.processes[rank].join(timeout)
         return {each: process.exitcode for each, process in self.processes.items()}
 
     def suspect_loss(self) -> None:
-        """Do nothing, since the end of a process on this machine is always noticed at once."""
+        """Notice lost machines sooner from now on, because a worker has failed. Here the loss is noticed at once."""
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
+        """Return (process state, Python stacks) of each rank. The state is empty for a normal process."""
         pids = {rank: process.pid for rank, process in self.processes.items()}
         return stack_traces.request(pids, self._stack_trace_pipes, self.spec.world_size > 1)
 
@@ -131,6 +99,7 @@ class LocalProcesses:
             process.kill()
 
     def close(self) -> None:
+        """Let all workers end by themselves, and kill those that are still running after a few seconds."""
         for pipe in self._pipes.values():
             pipe.close()  # a worker that waits for a command sees the end of its pipe and ends
         deadline = time.monotonic() + _EXIT_GRACE_S

@@ -11,16 +11,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from areno import heartbeat, trace
-from areno.engine.processes.local import Processes, on_this_machine
+from areno.engine.processes.local import LocalProcesses, on_this_machine
 from areno.engine.processes.messages import Command, Outputs, Reply, WorkerFailure, pack
 from areno.engine.processes.watchdog import Watchdog, WorkerHeartbeats
 from areno.engine.reports import RolloutStats
 from areno.errors import ArenoError, CheckpointError, EngineError, WorkerLost
 from areno.specs.engine import EngineSpec
 from areno.types import GenerationOutput
+
+if TYPE_CHECKING:
+    from areno.engine.processes.ray_workers import RayProcesses
+
+    Processes = LocalProcesses | RayProcesses
 
 _DEATH_WAIT_S = 2.0  # longest wait for the exit code of a process whose connection has ended
 _FAILURE_GRACE_S = 5.0  # for the other ranks to answer a command that failed on one rank

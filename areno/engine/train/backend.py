@@ -93,7 +93,7 @@ class TrainBackend:
         if role.optimizer is None:
             model.requires_grad_(False)
             named = list(model.named_parameters())
-            self.params = [parameter.detach() for _, parameter in named] if role.lora else [flatten(named)[0]]
+            self.params = [parameter.detach() for _, parameter in named] if role.lora else [flatten(named)]
             fill()
         else:
             stage, dp = spec.engine.zero_stage, context.dp
@@ -143,7 +143,7 @@ class TrainBackend:
         """
         self._teachers = self.kept_layers.teacher = teachers
         with self._out_of_memory_hint(update.mb_spec):
-            batches = [StepBatches(step, update.rows_per_unit, self.device, step.shares) for step in steps]
+            batches = [StepBatches(step, update.rows_per_unit, self.device) for step in steps]
             is_policy = self.model.config.head == "lm"
             if is_policy:
                 score = partial(self.scored_logprobs, sampling=update.sampling)

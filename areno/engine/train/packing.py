@@ -207,8 +207,8 @@ class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
     A micro-batch is packed when it is first read, so that a GPU computes the first one while the host packs the others.
     """
 
-    def __init__(self, step: StepMicroBatches, rows_per_unit: int, device: torch.device, share: bool = False):
-        self._step, self._rows_per_unit, self._device, self._share = step, rows_per_unit, device, share
+    def __init__(self, step: StepMicroBatches, rows_per_unit: int, device: torch.device):
+        self._step, self._rows_per_unit, self._device = step, rows_per_unit, device
         self._groups = step.groups
         self._n_groups = 0  # that are packed
         self._packs: list[tuple[PackedTokens, DataPack]] = []
@@ -234,7 +234,7 @@ class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
         routes = None
         if "routes" in self._step.rows.fields:
             routes = [rows.per_row(rows.fields["routes"]) for rows in group]
-        packed = pack_group(tokens, self._device, routes, trained, self._share)
+        packed = pack_group(tokens, self._device, routes, trained, self._step.shares)
         for rows, one in zip(group, packed, strict=True):
             one.teacher, one.for_teacher = rows.teachers[0], _pack_for_teacher(rows, self._device)
         pairs = zip(group, packed, strict=True)

@@ -73,16 +73,10 @@ class Chunk:
     segment: Segment
 
 
-def flatten(
-    named: Named, is_sharded: Callable[[str], bool] | None = None, align: int = ALIGN
-) -> tuple[torch.Tensor, list[Segment], dict[str, slice]]:
-    """Move parameters into one buffer of their dtype, so that they become views of it.
-
-    Every parameter starts at a multiple of `align` elements. Returns the buffer, its segments, and the range of each
-    name.
-    """
-    segments, places, end = _arranged(named, is_sharded, align, 0)
-    return _moved(named, places, end), segments, places
+def flatten(named: Named) -> torch.Tensor:
+    """Move parameters into one buffer of their dtype, so that they become views of it."""
+    _, places, end = _arranged(named, None, ALIGN, 0)
+    return _moved(named, places, end)
 
 
 class FlatParameters:

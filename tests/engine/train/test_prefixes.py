@@ -361,7 +361,7 @@ def test_halved_micro_batches_stay_linked() -> None:
     before = [len(linked) for linked in the_step.groups]
     old = [torch.arange(sum(row.n_tokens for row in batch)) for batch in the_step.micro_batches]
     tokens = [row.tokens for batch in the_step.micro_batches for row in batch]
-    packs = StepBatches(the_step, 1, torch.device("cpu"), share=True)
+    packs = StepBatches(the_step, 1, torch.device("cpu"))
     assert packs.halve(old)
     after = [len(linked) for linked in the_step.groups]
     assert max(after) > max(before) > 1
