@@ -156,12 +156,10 @@ class DecodeGraphs:
         sizes: Sequence[int],
         padding: Sequence[int],
         captures: Captures,
-        *,
-        at_once: bool = True,
     ):
         self._body, self._sizes, self.most = body, sizes, sizes[-1]
         self._padding = np.array(padding, dtype=np.int64)[:, None]
-        self.graphs = GraphCache[GraphKey](captures, at_once=at_once)
+        self.graphs = GraphCache[GraphKey](captures, at_once=True)
 
     def size_for(self, n_rows: int) -> int:
         return next(size for size in self._sizes if size >= n_rows)

@@ -77,7 +77,6 @@ class ParallelContext:
     data: ParallelGroup  # part of `dp` that trains different rows: one rank of each `cp`
     broadcast: CommandBroadcast | None = None  # None if `tp` has one rank
     states: Any = None  # gloo group of all ranks, for the thread that writes training states
-    n_ranks_on_machine: int = 1
 
     @property
     def world_size(self) -> int:
@@ -130,4 +129,4 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
         cp = ParallelGroup(cp_rank, layout.cp_size, cp_group)
         data = ParallelGroup(data_rank, layout.data_size, data_group)
     broadcast = CommandBroadcast(store, str(dp_rank), tp_rank, len(together)) if layout.is_sharded else None
-    return ParallelContext(rank, device, tp, dp, cp, data, broadcast, states, spec.n_ranks_on_machine(rank))
+    return ParallelContext(rank, device, tp, dp, cp, data, broadcast, states)

@@ -137,14 +137,11 @@ class StateCheckpointer:
                 with role.on_device(training=True) as backend:
                     load_role(readers[0], name, backend, role.spec.lora, with_moments)
 
-        def spread() -> None:
-            for role in roles.values():
-                with role.on_device(training=True) as backend:
-                    trained(backend)[0].from_masters()
-
         self._plans.clear()  # they contain facts about the moments
         if self._on_all_ranks(check) and self._on_all_ranks(load):
-            spread()  # a collective call
+            for role in roles.values():
+                with role.on_device(training=True) as backend:
+                    trained(backend)[0].from_masters()  # a collective call
 
     def forget(self) -> None:
         """Free save plans and host memory. Call this before roles are added or removed."""
@@ -205,7 +202,7 @@ class StateCheckpointer:
         """Allocate host memory for copies, once. Raises EngineError if too little is free."""
         missing = {buffer: parts for buffer, parts in sources.items() if buffer not in self._memory}
         n_bytes = sum(part.nbytes for parts in missing.values() for part in parts)
-        if n_bytes > host_bytes_free() // self._context.n_ranks_on_machine:
+        if n_bytes > host_bytes_free() // self._roles.spec.n_ranks_on_machine(self._context.rank):
             raise EngineError(f"a copy of the state takes {n_bytes / 2**30:.1f} GiB of host memory, which are not free")
         for buffer, parts in missing.items():
             pinned = self._stream is not None

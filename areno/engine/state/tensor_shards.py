@@ -74,15 +74,14 @@ def metadata(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]
     return {**found, "moments": with_moments, "moments_from": optimizer.moments_from}
 
 
-def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> dict[str, Buffer]:
+def buffers_of(role: str, backend: TrainBackend) -> dict[str, Buffer]:
     """Return the buffers of a role by name, such as "actor.master", on their devices or in host memory.
 
     The counters are a new tensor of N_COUNTERS values: the numbers of applied, of skipped and of empty updates.
     """
     flat, optimizer = trained(backend)
     counters = torch.tensor([optimizer.steps, optimizer.skipped_steps, optimizer.empty_steps])
-    moments = optimizer.moments if with_moments else {}
-    named: dict[str, Buffer] = {MASTER: flat.masters, **moments, COUNTERS: counters}
+    named: dict[str, Buffer] = {MASTER: flat.masters, **optimizer.moments, COUNTERS: counters}
     return {f"{role}.{kind}": buffer for kind, buffer in named.items()}
 
 

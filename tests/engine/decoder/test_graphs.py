@@ -22,7 +22,8 @@ class Steps:
 
     def __init__(self, captures: CpuCaptures, *, at_once: bool):
         self.n_of_slot = torch.zeros(SCRATCH + 1, dtype=torch.int64)
-        self.graphs = DecodeGraphs(self.body, [4, 8], (SCRATCH, 0, 0, 0), captures, at_once=at_once)
+        self.graphs = DecodeGraphs(self.body, [4, 8], (SCRATCH, 0, 0, 0), captures)
+        self.graphs.graphs = GraphCache(captures, at_once=at_once)
 
     def body(self, rows: Tensor, split_lens: Tensor, groups: object, splits: object, flags: object) -> Tensor:
         assert rows.shape[1] in (4, 8)

@@ -194,7 +194,7 @@ def test_inline_and_spawned_groups_have_one_face(group: SpawnedGroup, folder: Pa
         assert (stats.running, stats.waiting) == (0, 0)
         assert stats.generated_tokens == sum(len(output.tokens) for output in finished)
         each.call("end_rollout")
-        given = ("actor", "logprobs", [np.array([3, 4])], WHOLE, False, {"sampling": SamplingConfig()})
+        given = ("actor", "logprobs", [np.array([3, 4])], {"mb_spec": WHOLE, "sampling": SamplingConfig()})
         assert each.call_each("score", [given])[0][0][0][0] == 0.0
     assert outputs[0] == outputs[1]
     inline.close()
