@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import multiprocessing
@@ -87,7 +88,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or libraries would report what is left of their objects
+    # Or libraries would report what is left of their objects. Not earlier: pytest collects garbage at its end.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -45,7 +45,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def started(server: Any) -> str:
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     return f"http://127.0.0.1:{server.server_port}"
 
 

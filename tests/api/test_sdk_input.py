@@ -61,6 +61,16 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
             {"world_size": 2, "custom_config": ArenoConfig(runtime={"workers": "inline"})},
             "custom_config.runtime.workers: is inline, which holds one rank",
         ),
+        ({"metrics_log_dir": " "}, "metrics_log_dir: is ' '; a text that is not empty is expected, or null"),
+        ({"model_path": "model\0"}, r"model_path: is 'model\x00'; text without null characters is expected"),
+        (
+            {"custom_config": ArenoConfig(model_path="\ud800")},
+            r"custom_config.model_path: holds '\ud800' at character 0",
+        ),
+        (
+            {"custom_config": ArenoConfig(runtime={"tokenizer_path": ""})},
+            "custom_config.runtime.tokenizer_path: is ''; a",
+        ),
     ],
 )
 def test_arguments_are_checked_before_anything_starts(arguments: dict[str, Any], message: str) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from areno import ArenoConfig, SamplingParams, Trainer
+from areno import SamplingParams, Trainer
 from areno.config.datasets import DatasetConfig
 from areno.data.row_schema import RowKind
 from areno.data.sources import load_rows
 from areno.errors import ArenoError, ConfigError, DataError
-from tests.helpers.sdk_script import MODEL, SAMPLING, session
+from tests.helpers.sdk_script import SAMPLING, session
 
 
 @pytest.mark.parametrize(
@@ -65,24 +65,3 @@ def test_other_calls(trainer: Trainer, tmp_path: Path) -> None:
     for path in ("\ud800", "a\0b", " "):
         with pytest.raises(ConfigError, match=r"path: is .*; the name of a folder is expected"):
             trainer.save_checkpoint(path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"metrics_log_dir": " "}, "metrics_log_dir: is ' '; a text that is not empty is expected, or null"),
-        ({"model_path": "model\0"}, r"model_path: is 'model\x00'; text without null characters is expected"),
-        (
-            {"custom_config": ArenoConfig(model_path="\ud800")},
-            r"custom_config.model_path: holds '\ud800' at character 0",
-        ),
-        (
-            {"custom_config": ArenoConfig(runtime={"tokenizer_path": ""})},
-            "custom_config.runtime.tokenizer_path: is ''; a",
-        ),
-    ],
-)
-def test_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Trainer(**{"world_size": 1, "model_path": MODEL, **arguments})
-    assert message in str(caught.value)

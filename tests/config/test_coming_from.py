@@ -98,6 +98,7 @@ def test_variants_that_are_named_exist() -> None:
                 assert (ROOT / "conf" / "variant" / f"{code.partition('=')[2]}.yaml").exists(), code
 
 
+@pytest.mark.slow
 def test_settings_of_trl_exist_and_have_these_defaults() -> None:
     trl = pytest.importorskip("trl", reason="needs trl")
     [page] = [page for page in PAGES if page.stem == "trl"]
@@ -143,9 +144,8 @@ def test_the_half_of_trl_runs(tmp_path: Path, model: str) -> None:
     assert "rewards/right/mean" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem != "verl" else ()) for page in PAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.stem) for page in PAGES])
 def test_our_half_of_the_example_runs(page: Path, tmp_path: Path, model: str) -> None:
     import datasets
 

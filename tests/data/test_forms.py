@@ -212,41 +212,41 @@ def test_all_faulty_rows_are_reported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("kind", "row", "message"),
     [
-        ({"conversations": "x"}, "conversations is str 'x', not a list"),
-        ({"conversations": [{"from": "alien", "value": "x"}]}, r"conversations\[0\] is dict .*, not a turn"),
+        ("sft", {"conversations": "x"}, "conversations is str 'x', not a list"),
+        ("sft", {"conversations": [{"from": "alien", "value": "x"}]}, r"conversations\[0\] is dict .*, not a turn"),
         (
+            "sft",
             {"conversations": [{"from": "function_call", "value": "{x"}]},
             r"conversations\[0\] is a tool call, but not JSON",
         ),
         (
+            "sft",
             {"conversations": [{"from": "function_call", "value": "3"}]},
             r"conversations\[0\] is str '3', not a tool call",
         ),
-        ({"instruction": 3, "output": "x"}, "instruction is int 3, not text"),
-        ({"prompt": "x", "completion": 3}, "completion is int 3, not a list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"content\[0\] is dict .*, not a part"),
+        ("sft", {"instruction": 3, "output": "x"}, "instruction is int 3, not text"),
+        ("sft", {"prompt": "x", "completion": 3}, "completion is int 3, not a list"),
+        (
+            "sft",
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            r"content\[0\] is dict .*, not a part",
+        ),
+        (
+            "prm",
+            {"input": "x Step 1: 4 ки", "label": True},
+            "field label is bool True and field input str .*, not text",
+        ),
+        ("prm", {"input": "x Step 1: 4", "label": "x Step 1: 4"}, "field label is not the text of field input"),
+        ("prm", {"input": "x Step 1: 4 ки", "label": "x Step 1: 4 *"}, "field label is not the text of field input"),
+        ("prm", {"input": "x Step 1: 4 ки", "label": "x Step 1: 4 +-"}, "field label is not the text of field input"),
+        ("prm", {"input": "x 4 ки", "label": "x 4 +"}, "field input has no 'Step 1:', at which the question ends"),
     ],
 )
-def test_rows_that_are_not_of_their_form(row, message):
+def test_rows_that_are_not_of_their_form(kind, row, message):
     with pytest.raises(DataError, match=message):
-        check_dataset([row], "sft")
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"input": "x Step 1: 4 ки", "label": True}, "field label is bool True and field input str .*, not text"),
-        ({"input": "x Step 1: 4", "label": "x Step 1: 4"}, "field label is not the text of field input"),
-        ({"input": "x Step 1: 4 ки", "label": "x Step 1: 4 *"}, "field label is not the text of field input"),
-        ({"input": "x Step 1: 4 ки", "label": "x Step 1: 4 +-"}, "field label is not the text of field input"),
-        ({"input": "x 4 ки", "label": "x 4 +"}, "field input has no 'Step 1:', at which the question ends"),
-    ],
-)
-def test_marked_solutions_that_are_not_of_their_form(row, message):
-    with pytest.raises(DataError, match=message):
-        check_dataset([row], "prm")
+        check_dataset([row], kind)
 
 
 def test_parts_of_a_content_are_joined(chatml):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from areno.data.chat_template import render
@@ -11,10 +9,10 @@ from areno.data.messages import template_messages
 from areno.data.template_omissions import check_rendered, missing_text
 from areno.errors import DataError
 from tests.helpers.encoded_rows import sft_item
-from tests.helpers.tokenizers import load_tokenizer
+from tests.helpers.tokenizers import load_tokenizer, trl_templates
 
-trl = pytest.importorskip("trl", reason="trl is not installed; it is in the dev extra")
-TEMPLATES = {file.stem: file.read_text() for file in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")}
+TEMPLATES = trl_templates()
+pytestmark = pytest.mark.skipif(not TEMPLATES, reason="trl is not installed; it is in the dev extra")
 WITH_CALLS = (
     "{%% for m in messages %%}<|im_start|>{{ m.role }}\n{{ m.content }}{%% if m.tool_calls %%}%s{%% endif %%}"
     "<|im_end|>\n{%% endfor %%}{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"

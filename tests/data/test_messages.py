@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,21 +18,21 @@ from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder
 from tests.helpers.encoded_rows import prompt_item, sft_item, sft_sequence
 from tests.helpers.row_loaders import row_loader
-from tests.helpers.tokenizers import load_tokenizer, plain_values
+from tests.helpers.tokenizers import load_tokenizer, plain_values, trl_templates
 
-trl = pytest.importorskip("trl", reason="trl is not installed; it is in the dev extra")
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 ARGUMENTS = {"city": "Zürich", "days": [1, 2], "deep": {"x": None}}
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TEMPLATES = {"chatml": CHATML, **trl_templates()}
+pytestmark = pytest.mark.skipif(not trl_templates(), reason="trl is not installed; it is in the dev extra")
 PARTS = [{"type": "text", "text": "one "}, {"type": "text", "text": " two"}]
 
 
 def tokenizer_with(name):
     tokenizer = load_tokenizer("tiny")
-    tokenizer.chat_template = CHATML if name == "chatml" else (TEMPLATES / f"{name}.jinja").read_text()
+    tokenizer.chat_template = TEMPLATES[name]
     return tokenizer
 
 
@@ -116,7 +115,7 @@ def test_other_forms_of_a_call_are_those_of_tool_calls():
     assert served(tokenizer, legacy) == served(tokenizer, [*called(ARGUMENTS), *ANSWERED])
 
 
-@pytest.mark.parametrize("name", ["chatml", *sorted(file.stem for file in TEMPLATES.glob("*.jinja"))])
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_parts_are_joined_as_the_template_joins_them(name):
     tokenizer = tokenizer_with(name)
     for role in ("system", "user", "assistant"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder
 from tests.helpers.encoded_rows import pair_item, sft_item, sft_sequence
-from tests.helpers.tokenizers import load_tokenizer, plain_values
+from tests.helpers.tokenizers import load_tokenizer, plain_values, shared_tokenizer, trl_templates
 
 MARKERS = re.compile(
     r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>|</?s>|\[/?INST\]|\[gMASK\]|<sop>|<\|[^<>|\s]{1,20}>"
@@ -39,19 +37,12 @@ FAMILIES = [
 ]
 
 
-def shipped() -> dict[str, Path]:
-    """The chat templates that trl ships, without importing it."""
-    found = find_spec("trl")
-    folder = Path(found.origin).parent / "chat_templates" if found is not None and found.origin else None
-    return {file.stem: file for file in sorted(folder.glob("*.jinja"))} if folder is not None else {}
-
-
 def with_template(name: str, base: str = "tiny") -> Any:
     """A tokenizer with a chat template, whose vocabulary has the template's control tokens."""
-    if name not in OWN and name not in shipped():
+    if name not in OWN and name not in trl_templates():
         pytest.skip(f"trl ships no template {name}")
     tokenizer = load_tokenizer(base)
-    template = OWN[name] if name in OWN else shipped()[name].read_text(encoding="utf-8")
+    template = OWN[name] if name in OWN else trl_templates()[name]
     markers = sorted({*MARKERS.findall(template), *(GLM4 if name == "glm4" else ())})
     tokenizer.add_special_tokens({"additional_special_tokens": markers})
     if name == "mistral":
@@ -177,7 +168,7 @@ def test_turns_of_families(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in shipped() if name not in FAMILIES])
+@pytest.mark.parametrize("name", [name for name in trl_templates() if name not in FAMILIES])
 def test_turns_of_the_other_templates(name: str) -> None:
     check_template(name, "tiny")
 
@@ -369,9 +360,11 @@ def test_a_template_without_an_end_borrows_the_next_token() -> None:
 @pytest.mark.parametrize(
     ("prompt", "answer"), [("2+2=", "4"), ("Say ", "hi you"), ("def f(", "):"), ("a\n", "\nb"), ("x", " y")]
 )
-def test_no_space_is_added_before_an_answer(base: str, prompt: str, answer: str) -> None:
-    tokenizer = load_tokenizer(base)
-    tokenizer.chat_template = None
+def test_no_space_is_added_before_an_answer(
+    base: str, prompt: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = shared_tokenizer(base)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
     [(head, run)] = runs_of([sft_sequence(tokenizer, {"prompt": prompt, "response": answer})])
     assert head == tokenizer.encode(prompt)
     assert run[-1] == tokenizer.eos_token_id

@@ -21,10 +21,9 @@ from areno.engine.engine import Engine
 from areno.models.registry import build_model, load_config
 from areno.models.weights import MAPPED_BYTES
 from areno.specs.role import RoleSpec
-from tests.helpers.layouts import folder_with
 from tests.helpers.processes import worker_pids
 from tests.helpers.saving import save_weights
-from tests.helpers.tiny_engine import spec, wait_saved
+from tests.helpers.tiny_engine import folder_with, spec, wait_saved
 
 LARGE = {
     "hidden_size": 1024,

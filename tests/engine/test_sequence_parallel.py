@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 
 from areno.errors import ConfigError
 from areno.models.registry import load_config
-from tests.helpers.layouts import compare as compare_engines
-from tests.helpers.layouts import folder_with, other_losses, policy_steps
-from tests.helpers.tiny_engine import engine_spec
+from tests.helpers.tiny_engine import engine_spec, folder_with
 from tests.helpers.tp_ranks import Groups, compare, on_ranks
 
 LLAMA = {
@@ -51,14 +48,6 @@ def compare_all(folder: Path) -> None:
 @pytest.mark.parametrize("changes", [QWEN3 | EIGHT_HEADS, LLAMA], ids=["qwen3", "llama"])
 def test_four_ranks_in_all_forms(tmp_path: Path, changes: dict[str, Any]) -> None:
     on_ranks(4, compare_all, folder_with(tmp_path, 64, **changes))
-
-
-@pytest.mark.slow
-def test_an_engine_with_a_critic_pairs_and_plain_rows(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path / "model")
-    layout = {"devices": 2, "tp_size": 2, "sequence_parallel": True}
-    compare_engines(folder, tmp_path, layout, policy_steps)
-    compare_engines(folder, tmp_path, layout, partial(other_losses, folder=folder))
 
 
 def test_who_shares_tokens() -> None:

@@ -21,11 +21,10 @@ from areno.loss_fns.ppo import value_loss_fn
 from areno.specs.role import RoleSpec
 from areno.specs.update import UpdateSpec
 from tests.helpers.family_cases import random_model
-from tests.helpers.layouts import folder_with
 from tests.helpers.lora_models import lora
 from tests.helpers.moe_models import moe_folder
 from tests.helpers.shared_rows import Rows, group, train_rows, tree
-from tests.helpers.tiny_engine import engine_spec, spec
+from tests.helpers.tiny_engine import engine_spec, folder_with, spec
 
 UPDATE = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=120), n_minibatches=2, seed=3)
 KINDS: dict[str, dict[str, Any]] = {

@@ -19,12 +19,11 @@ from areno.loss_fns.gspo import gspo_loss_fn
 from areno.specs.role import RoleSpec
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
-from tests.helpers.layouts import folder_with
 from tests.helpers.lora_models import lora
 from tests.helpers.moe_models import moe_folder
 from tests.helpers.shared_rows import group, train_rows
 from tests.helpers.teachers import SGD, by_transformers, of_transformers
-from tests.helpers.tiny_engine import saved_tensors, spec
+from tests.helpers.tiny_engine import folder_with, saved_tensors, spec
 
 VOCAB, PROMPT = 65, 20
 SAMPLING = SamplingConfig(temperature=0.8)

@@ -24,11 +24,10 @@ from areno.specs.role import RoleSpec
 from areno.specs.shared_models import roles_to_load
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
-from tests.helpers.layouts import folder_with
 from tests.helpers.lora_models import engine_of, lora, train
 from tests.helpers.shared_rows import group, train_rows
 from tests.helpers.teachers import SGD, by_transformers, of_transformers
-from tests.helpers.tiny_engine import saved_tensors, spec
+from tests.helpers.tiny_engine import folder_with, saved_tensors, spec
 
 VOCAB, PROMPT = 65, 20
 SAMPLING = SamplingConfig(temperature=0.8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,4 @@ def critic_rows(n: int = 7) -> list[TrainSequence]:
 
 def large_shape(folder: Path) -> Path:
     """About 25M parameters: enough for memory to be told from noise."""
-    values = json.loads((model_folder(folder) / "config.json").read_text())
-    values |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
+    return model_folder(folder, hidden_size=512, intermediate_size=2048, num_hidden_layers=6)

@@ -67,7 +67,7 @@ def endpoint(say: Say) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.block_on_close = False
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}/v1", requests
         finally:

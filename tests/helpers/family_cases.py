@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, at least one of each family that `test_models.py` lacks."""
+"""Small models of transformers with random weights, at least one of each family."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import transformers
 
 from areno.models.transformer import Transformer
 from tests.helpers import tiny_shape
+from tests.helpers.moe_models import QWEN
 from tests.helpers.saving import save_weights
 from tests.helpers.two_ranks import load, packed
 
@@ -102,12 +103,71 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
 }
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": False}),
+    "qwen3-tied": (transformers.Qwen3Config, {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False}),
+    "llama3-rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "qwen3-yarn": (
+        transformers.Qwen3Config,
+        {
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llama-linear": (
+        transformers.LlamaConfig,
+        {
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 10,
+        },
+    ),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
+    "qwen2-tied": (transformers.Qwen2Config, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-experts": ("qwen3_moe", {**QWEN, "mlp_only_layers": [0], "tie_word_embeddings": False}),
+    "qwen3-tied-experts": (
+        "qwen3_moe",
+        {
+            **QWEN,
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 3,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral-experts": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
+    "mixtral-tied-experts": (
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+    ),
+}
 
 
-def random_model(case: str, folder: Path) -> transformers.PreTrainedModel:
+def config_of(case: str, **more: Any) -> Any:
+    """The configuration of transformers of a case of DENSE, CASES or EXPERTS."""
+    if case in EXPERTS:
+        kind, extra = EXPERTS[case]
+        return transformers.AutoConfig.for_model(kind, **{**tiny_shape.SHAPE, "num_hidden_layers": 3, **extra, **more})
+    kind, extra = (DENSE | CASES)[case]
+    return kind(**{**(SHAPE if case in CASES else tiny_shape.SHAPE), **extra, **more})
+
+
+def random_model(case: str, folder: Path, head: str = "CausalLM", **more: Any) -> transformers.PreTrainedModel:
     """Saved to `folder`. All weights are random, those of norms and biases, too."""
-    kind, extra = CASES[case]
-    return tiny_shape.random_model(kind(**{**SHAPE, **extra}), folder)
+    return tiny_shape.random_model(config_of(case, **more), folder, head)
 
 
 def logits_of(reference: Any, rows: list[torch.Tensor]) -> torch.Tensor:

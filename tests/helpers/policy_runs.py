@@ -85,7 +85,8 @@ def play(
 ) -> Played:
     """Run a recipe to its end. loss_fn: in place of the recipe's. `given`: what a script would hold."""
     algorithm = get_algorithm(recipe)
-    config = load(algorithm.config, task, [*SMALL, *overrides])
+    stateless = [] if any("recover." in text for text in overrides) else ["recover.mode=off"]
+    config = load(algorithm.config, task, [*SMALL, *stateless, *overrides])
     if loss_fn is not None:
         algorithm = dataclasses.replace(algorithm, loss_fn=lambda config: loss_fn)
     return watched(folder, lambda: algorithm.trainer(config, folder, **given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,20 @@ def optimizer(lr=1e-4):
     return OptimizerConfig(lr=lr, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
 
 
-def dpo_config(tmp_path, *, batch_size=4, actor=None, **more):
-    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(), **(actor or {})}
+def config_of(
+    kind: type, actor_kind: type, defaults: dict[str, Any], tmp_path: Path, *, batch_size=4, actor=None, **more
+) -> Any:
+    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(), **defaults, **(actor or {})}
     data = DatasetConfig(batch_size=batch_size, max_length=64)
-    return DPOConfig(**settings(tmp_path, DPOActorConfig(**how), train_dataset=data, **more))
+    return kind(**settings(tmp_path, actor_kind(**how), train_dataset=data, **more))
+
+
+dpo_config = partial(config_of, DPOConfig, DPOActorConfig, {})
+kto_config = partial(config_of, KTOConfig, KTOActorConfig, {})
+reward_model_config = partial(config_of, RewardModelConfig, RewardModelActorConfig, {"optimizer": optimizer(1e-3)})
+process_reward_config = partial(
+    config_of, ProcessRewardConfig, ProcessRewardActorConfig, {"optimizer": optimizer(1e-3), "step_separator": "?"}
+)
 
 
 LABELLED = [
@@ -59,23 +70,16 @@ LABELLED = [
 ]
 
 
-def kto_config(tmp_path, *, batch_size=4, actor=None, **more):
-    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(), **(actor or {})}
-    data = DatasetConfig(batch_size=batch_size, max_length=64)
-    return KTOConfig(**settings(tmp_path, KTOActorConfig(**how), train_dataset=data, **more))
+RATED = [
+    {"prompt": "27+35=", "answers": ["52", "62", "72"], "ratings": [1, 3, 2.5]},
+    {"prompt": "18+44=", "answers": ["62", "52"], "ratings": [1, 0]},
+    {"prompt": "59+27=", "answers": ["86", "76", "8", "86666"]},
+]
 
-
-def reward_model_config(tmp_path, *, batch_size=4, actor=None, **more):
-    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(1e-3), **(actor or {})}
-    data = DatasetConfig(batch_size=batch_size, max_length=64)
-    return RewardModelConfig(**settings(tmp_path, RewardModelActorConfig(**how), train_dataset=data, **more))
-
-
-def process_reward_config(tmp_path, *, batch_size=4, actor=None, **more):
-    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(1e-3), "step_separator": "?"}
-    data = DatasetConfig(batch_size=batch_size, max_length=64)
-    actor = ProcessRewardActorConfig(**{**how, **(actor or {})})
-    return ProcessRewardConfig(**settings(tmp_path, actor, train_dataset=data, **more))
+STEP_LABELLED = [
+    {"prompt": f"{a}+{b}=", "completions": [f"{a % 10}+{b}={a % 10 + b}", str(a + b - 10 * (a % 20 > 9))], "labels": y}
+    for a, b, y in [(17, 5, [1, 1]), (27, 6, [True, False]), (38, 7, [0, 0]), (48, 5, [0.9, 0.3]), (59, 4, [0, 1])]
+] + [{"prompt": "19+9=", "completions": ["28"], "labels": [True]}]
 
 
 def scalars(run_dir: Path) -> dict[str, list[float]]:

@@ -90,6 +90,11 @@ def request(request_id: int, length: int = 9, n_samples: int = 1, **params) -> G
     )
 
 
+def assert_all_blocks_are_free(decoder: Decoder) -> None:
+    decoder._scheduler.cache_departed()
+    assert decoder.blocks.n_available == decoder.blocks.n_blocks
+
+
 def run(decoder: Decoder) -> Outputs:
     outputs: Outputs = {}
     for _ in range(2000):
@@ -99,8 +104,7 @@ def run(decoder: Decoder) -> Outputs:
         if not decoder.has_work:
             break
     assert not decoder.has_work
-    decoder._scheduler.cache_departed()
-    assert decoder.blocks.n_available == decoder.blocks.n_blocks
+    assert_all_blocks_are_free(decoder)
     assert decoder.stats.running == decoder.stats.waiting == 0
     return outputs
 

@@ -34,7 +34,7 @@ ROLLOUT = RolloutSpec(max_running=16, max_len=96)
 Outputs = Mapping[int, list[GenerationOutput]]
 
 
-def model_folder(folder: Path, vocab_size: int = VOCAB, context: int = CONTEXT) -> Path:
+def model_folder(folder: Path, vocab_size: int = VOCAB, context: int = CONTEXT, **changes: Any) -> Path:
     """A folder with a config.json and no weights: for `random_init`."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -56,8 +56,13 @@ def model_folder(folder: Path, vocab_size: int = VOCAB, context: int = CONTEXT) 
         "eos_token_id": EOS,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
+
+
+def folder_with(path: Path, vocab_size: int = 65, **changes: Any) -> Path:
+    """A vocabulary that ranks do not divide, and changes in config.json."""
+    return model_folder(path, vocab_size, **changes)
 
 
 def folder_with_weights(path: Path) -> Path:

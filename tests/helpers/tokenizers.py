@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict, is_dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,20 @@ def load_tokenizer(name: str) -> Any:
     if folder is None:
         pytest.skip(f"the tokenizer {name} is not at {_REAL[0] / name}")
     return AutoTokenizer.from_pretrained(folder)
+
+
+@cache
+def shared_tokenizer(name: str) -> Any:
+    """The same, loaded once: for tests that leave it as it is. A real one takes half a second."""
+    return load_tokenizer(name)
+
+
+@cache
+def trl_templates() -> dict[str, str]:
+    """The chat templates that trl ships, without importing it, which takes seconds. None if it is not installed."""
+    found = find_spec("trl")
+    files = sorted((Path(found.origin).parent / "chat_templates").glob("*.jinja")) if found and found.origin else []
+    return {file.stem: file.read_text(encoding="utf-8") for file in files}
 
 
 def plain_values(item: Any) -> Any:

@@ -14,7 +14,7 @@ from areno.layers.parallel import ParallelGroup
 from areno.models.config import HeadName
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
-from areno.models.weights import load_weights
+from areno.models.weights import checkpoint_table, load_weights
 from tests.helpers import warm
 from tests.helpers.saving import save_weights
 
@@ -45,6 +45,31 @@ def values_of(model: Transformer, rows: list[torch.Tensor]) -> tuple[torch.Tenso
     """The head's output at every token of every row."""
     with torch.no_grad():
         return model.values(model(*packed(rows))).split([len(row) for row in rows])
+
+
+def gradient_of(name: str, theirs: dict[str, torch.nn.Parameter]) -> torch.Tensor | None:
+    """Of a checkpoint tensor; transformers stacks the experts of a layer in one parameter."""
+    if ".experts." not in name:
+        return theirs[name.replace("block_sparse_moe", "mlp")].grad
+    for ours, name_of_both in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+        name = name.replace("block_sparse_moe", "mlp").replace(ours, name_of_both)
+    layer, _, rest = name.partition(".experts.")
+    expert, kind, _ = rest.split(".")
+    if kind == "down_proj":
+        return theirs[f"{layer}.experts.down_proj"].grad[int(expert)]
+    return theirs[f"{layer}.experts.gate_up_proj"].grad[int(expert)].chunk(2)[kind == "up_proj"]
+
+
+def assert_gradients(model: Transformer, reference: torch.nn.Module, absolute: float) -> list[str]:
+    """Our gradients are those of transformers. Returns the names of the checkpoint tensors that were compared."""
+    theirs = dict(reference.named_parameters())
+    table = [*checkpoint_table(model)]
+    for name, parameter, part in table:
+        assert parameter.grad is not None
+        torch.testing.assert_close(
+            part.region(parameter.grad), gradient_of(name, theirs), atol=absolute, rtol=1e-4, msg=name
+        )
+    return [name for name, _, _ in table]
 
 
 def on_two_ranks(check: Callable[[Path, ParallelGroup], None], *folders: Path) -> None:

@@ -23,6 +23,7 @@ from areno.specs.role import RoleSpec
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.encoded_rows import pair_item
+from tests.helpers.policy_runs import other_actor
 from tests.helpers.tiny_engine import engine_spec
 
 pytestmark = pytest.mark.slow
@@ -39,17 +40,8 @@ ROWS = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[Path, Path]:
     """A policy, and a reference that disagrees with it."""
-    from transformers import AutoModelForCausalLM
-
-    policy = find_file("examples/quickstart/model")
-    reference = tmp_path_factory.mktemp("models") / "reference"
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
-    model.save_pretrained(reference)
-    return policy, reference
+    reference = other_actor(tmp_path_factory.mktemp("models") / "reference")
+    return find_file("examples/quickstart/model"), reference
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,15 @@ import transformers
 from areno.errors import CheckpointError
 from areno.models.families import FAMILIES
 from areno.models.registry import load_config
-from tests.helpers.family_cases import CASES, SHAPE, logits_of, random_model, read_and_saved_as_text
+from tests.helpers.family_cases import (
+    CASES,
+    EXPERTS,
+    SHAPE,
+    config_of,
+    logits_of,
+    random_model,
+    read_and_saved_as_text,
+)
 from tests.helpers.in_float64 import InFloat64
 from tests.helpers.saving import save_weights
 from tests.helpers.two_ranks import (
@@ -61,11 +69,15 @@ def test_logits_and_gradients_are_those_of_transformers(case: str, tmp_path: Pat
         torch.testing.assert_close(parameter.data, theirs[name], atol=5e-4 * scale, rtol=1e-3, msg=f"{case} {name}")
 
 
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("case", [*NAMES, *EXPERTS])
 def test_transformers_loads_what_is_saved(case: str, tmp_path: Path) -> None:
     reference = random_model(case, tmp_path)
     save_weights(load(tmp_path), tmp_path / "saved")
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    saved, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     for name, tensor in reference.state_dict().items():
         assert torch.equal(saved.state_dict()[name], tensor), name
     rows = random_rows(101, (60,))
@@ -75,10 +87,14 @@ def test_transformers_loads_what_is_saved(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits, gradients (after gathering), initialisation and saving."""
+    """Logits, gradients (after gathering), initialisation and saving.
+
+    101 tokens leave the last rank a padded row. Each rank has half of the experts.
+    """
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    references = {case: random_model(case, tmp_path / case) for case in NAMES}
-    on_two_ranks(compare_models, *(tmp_path / case for case in NAMES))
+    cases = ["qwen3", "qwen3-tied", "llama-linear", "llama3-rope", "qwen2", "qwen2-tied", *NAMES, *EXPERTS]
+    references = {case: random_model(case, tmp_path / case) for case in cases}
+    on_two_ranks(compare_models, *(tmp_path / case for case in cases))
     for case, reference in references.items():
         assert_saved_alike(reference, Path(f"{tmp_path / case}-saved"))
 
@@ -150,19 +166,23 @@ def test_older_files_are_read_as_transformers_reads_them(name: str, tmp_path: Pa
         assert (again.logits(again(*packed(rows))) - expected).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("case", ["mistral", "phi3", "smollm3", "olmo2", "olmo3", "glm4", "gemma3", "qwen3.5"])
+@pytest.mark.parametrize(
+    "case",
+    ["mistral", "phi3", "smollm3", "olmo2", "olmo3", "glm4", "gemma3", "qwen3.5", "qwen3-experts", "mixtral-experts"],
+)
 def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    kind, extra = CASES[case]
     torch.manual_seed(0)
-    config = kind(**{**SHAPE, **extra, "num_labels": 1, "pad_token_id": 0})
+    config = config_of(case, num_labels=1, pad_token_id=0)
     reference = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
     reference.save_pretrained(tmp_path / "in")
     save_weights(load(tmp_path / "in", head="value"), tmp_path / "out")
-    for folder in ("in", "out"):
-        row = random_rows(100, (30,))[0] + 1
-        with torch.no_grad():
-            [values] = values_of(load(tmp_path / folder, head="value"), [row])
-            assert values[-1].item() == pytest.approx(reference(row[None]).logits.item(), abs=1e-4)
+    rows = [row.clamp(min=1) for row in random_rows(101)]
+    with torch.no_grad():
+        expected = [reference(row[None]).logits[0, 0] for row in rows]
+        assert torch.stack(expected).std() > 0.1
+        for folder in ("in", "out"):
+            for values, score in zip(values_of(load(tmp_path / folder, head="value"), rows), expected, strict=True):
+                torch.testing.assert_close(values[-1], score, atol=1e-4, rtol=0)
 
 
 def test_families_that_transformers_has_token_classifiers_for() -> None:
@@ -225,6 +245,30 @@ WRONG = [
     ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types is .*all layers go by sliding_window"),
     ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers is .*a 0 or 1 for each of num_hidden_layers=4"),
     ("qwen2-window", {"use_sliding_window": False}, "layer_types is .*without use_sliding_window"),
+    ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate is False.*expected true"),
+    ("qwen3.5", {"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'.*expected 'swish'"),
+    ("qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads is 3.*a multiple of linear_num_key_heads=2"),
+    ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, "layer_types is .*'full_attention' in one layer at least"),
+    ("qwen3.5", {"layer_types": ["sliding_attention"] * 4}, "layer_types is .*'full_attention' or 'linear_attention'"),
+    ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'"),
+    ("qwen3.5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, expected int, at least 2"),
+    ("qwen3.5", {"linear_key_head_dim": 129}, "linear_key_head_dim is 129, expected int, at least 1, at most 128"),
+    ("qwen3-experts", {"num_local_experts": None}, "num_experts is missing"),
+    ("qwen3-experts", {"num_experts": 9}, "num_local_experts is 8, and num_experts is 9"),
+    ("qwen3-experts", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, .* at most num_local_experts=8"),
+    ("qwen3-experts", {"mlp_only_layers": [3]}, "mlp_only_layers is .*layers, 0 to 2"),
+    ("qwen3-experts", {"mlp_only_layers": [0, 1, 2]}, "leave no layer with experts"),
+    ("qwen3-experts", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, expected int, at least 1"),
+    ("qwen3-experts", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+    ("qwen3-experts", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window is True"),
+    (
+        "qwen3-experts",
+        {"shared_expert_intermediate_size": 8},
+        "shared_expert_intermediate_size is 8, a field that areno",
+    ),
+    ("mixtral-experts", {"sliding_window": 64}, "sliding_window is 64, which is not supported"),
+    ("mixtral-experts", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, which is not supported"),
+    ("mixtral-experts", {"rope_parameters": None}, "rope_theta is missing"),
 ]
 
 
@@ -235,4 +279,4 @@ def test_what_is_missing_is_told_by_its_field(case: str, changes: dict[str, Any]
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises(CheckpointError, match=message) as caught:
         load_config(tmp_path)
-    assert len(caught.value.problems) == 1
+    assert len(caught.value.problems) == (2 if changes == {"num_local_experts": None} else 1)

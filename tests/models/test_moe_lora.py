@@ -15,8 +15,8 @@ from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.adapter_shapes import adapter_parameters, linear_shapes
 from areno.models.registry import load_config
 from areno.plan.lora import lora_of
+from tests.helpers.family_cases import random_model
 from tests.helpers.lora_models import REQUESTS, ROWS, apart, engine_of, lora, of_peft, train
-from tests.helpers.moe_models import random_reference
 from tests.helpers.processes import worker_of
 from tests.helpers.tiny_engine import rollout, scored, train_rows
 
@@ -26,7 +26,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 @pytest.fixture(scope="module", params=["qwen3", "mixtral"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("experts")
-    random_reference(request.param, path)
+    random_model(f"{request.param}-experts", path)
     return path
 
 

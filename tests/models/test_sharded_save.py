@@ -31,6 +31,7 @@ from areno.types import TrainSequence
 from tests.helpers import warm
 from tests.helpers.processes import worker_pids
 from tests.helpers.saving import save_weights
+from tests.helpers.states import same
 from tests.helpers.tiny_engine import model_folder, saved_tensors, scored, spec, wait_saved
 
 ROW = list(range(3, 40))
@@ -57,10 +58,6 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         one.save(str(path))
     assert [file.name for file in path.glob("*.safetensors*")] == ["model.safetensors"]
     return saved_tensors(path)
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow

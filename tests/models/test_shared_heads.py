@@ -17,8 +17,7 @@ from areno.models.adapter_shapes import adapter_parameters, linear_shapes
 from areno.models.adapters import add_adapters
 from areno.models.parameters import parameters
 from areno.models.registry import build_model, layout_problems, load_config
-from tests.helpers.layouts import compare as compare_engines
-from tests.helpers.layouts import folder_with, policy_steps
+from tests.helpers.tiny_engine import folder_with
 from tests.helpers.tp_ranks import Groups, compare, on_ranks
 
 BIASED = {"num_key_value_heads": 2, "attention_bias": True}
@@ -48,12 +47,6 @@ def test_with_two_copies_of_the_model(tmp_path: Path) -> None:
     on_ranks(4, compare_copies, folder_with(tmp_path, 64, num_key_value_heads=1))
 
 
-@pytest.mark.slow
-def test_four_ranks_sample_train_and_save_as_one(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path / "model", **BIASED)
-    compare_engines(folder, tmp_path, {"devices": 4, "tp_size": 4}, policy_steps)
-
-
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("family", ["qwen3", "phi3"])  # whose files keep q, k and v as one
 def test_what_a_rank_holds_is_told_beforehand(tmp_path: Path, family: Any, n_kv_heads: int) -> None:
@@ -81,3 +74,14 @@ def test_ranks_that_do_not_share_heads_evenly_are_refused(tmp_path: Path) -> Non
     assert "2 (key-value heads)" in problem.message
     (problem,) = layout_problems(config, Layout(4, 2, 2))
     assert "3 attention heads and 1 key-value heads" in problem.message
+
+
+def test_heads_that_a_context_does_not_divide(tmp_path: Path) -> None:
+    config = load_config(folder_with(tmp_path, num_attention_heads=8, num_key_value_heads=4))
+    assert layout_problems(config, Layout(4, 2, 2)) == []
+    (problem,) = layout_problems(config, Layout(8, 2, 4))
+    assert problem.key == "engine.cp_size"
+    assert problem.message == (
+        "is 4, which does not divide the 2 key-value heads of the model on each device (config.json: "
+        "num_key_value_heads=4; engine.tp_size=2)"
+    )

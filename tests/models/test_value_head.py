@@ -15,27 +15,29 @@ from areno.errors import CheckpointError
 from areno.models.parameters import parameters
 from areno.models.registry import build_model, head_of, load_config
 from areno.models.transformer import Transformer
-from areno.models.weights import checkpoint_table, load_weights
-from tests.helpers.dense_models import CASES, random_reference
-from tests.helpers.family_cases import CASES as FAMILY_CASES
+from areno.models.weights import load_weights
+from tests.helpers.family_cases import DENSE, random_model
 from tests.helpers.saving import save_weights
 from tests.helpers.tiny_engine import saved_tensors
-from tests.helpers.tiny_shape import SHAPE, random_model
 from tests.helpers.train_backend import train_backend
-from tests.helpers.two_ranks import compare_values, load, on_two_ranks, packed, random_rows, values_of
+from tests.helpers.two_ranks import (
+    assert_gradients,
+    compare_values,
+    load,
+    on_two_ranks,
+    packed,
+    random_rows,
+    values_of,
+)
 
 PAD = 100  # of the 101 tokens
 
 
 def random_classifier(case: str, folder: Path, num_labels: int = 1, **extra: object) -> transformers.PreTrainedModel:
-    """A transformers model with random weights, norms and biases included, saved to `folder`."""
-    kind, settings = CASES[case]
-    return random_model(
-        kind(**{**SHAPE, **settings, "num_labels": num_labels, **extra}), folder, "SequenceClassification"
-    )
+    return random_model(case, folder, "SequenceClassification", num_labels=num_labels, **extra)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", DENSE)
 def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """At the last token, which is where transformers reads the score of a row without padding; and at the others."""
     reference = random_classifier(case, tmp_path)
@@ -74,10 +76,7 @@ def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     (model.values(model(*packed(rows))) * weights).sum().backward()
     hidden = torch.cat([reference.model(row[None]).last_hidden_state[0] for row in rows])
     (reference.score(hidden)[:, 0] * weights).sum().backward()
-    theirs = dict(reference.named_parameters())
-    for name, parameter, part in checkpoint_table(model):
-        assert parameter.grad is not None
-        torch.testing.assert_close(part.region(parameter.grad), theirs[name].grad, atol=2e-4, rtol=1e-4, msg=name)
+    assert_gradients(model, reference, 2e-4)
 
 
 def test_bf16_values_are_not_rounded_to_bf16(tmp_path: Path) -> None:
@@ -122,9 +121,9 @@ def test_transformers_loads_what_we_save(case: str, tied: bool, tmp_path: Path) 
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", DENSE)
 def test_a_critic_starts_from_the_body_of_a_language_model(case: str, tmp_path: Path) -> None:
-    reference = random_reference(case, tmp_path / "lm")
+    reference = random_model(case, tmp_path / "lm")
     model = load(tmp_path / "lm", head="value")
     rows = random_rows(101)
     with torch.no_grad():
@@ -143,7 +142,7 @@ def test_a_critic_starts_from_the_body_of_a_language_model(case: str, tmp_path: 
 
 def test_random_weights_leave_the_head_at_0(tmp_path: Path) -> None:
     """And the body is that of the language model with the same seed: a critic of an actor without weight files."""
-    random_reference("qwen3", tmp_path)
+    random_model("qwen3", tmp_path)
     actor = build_model(load_config(tmp_path), dtype=torch.float32, device="cpu")
     critic = build_model(load_config(tmp_path, "value"), dtype=torch.float32, device="cpu")
     for model in (actor, critic):
@@ -175,7 +174,7 @@ def test_a_head_that_is_not_there(tmp_path: Path) -> None:
     random_classifier("qwen2", tmp_path / "classifier")
     with pytest.raises(CheckpointError, match=r"Qwen2ForSequenceClassification.*no next token.*ForCausalLM"):
         load_config(tmp_path / "classifier")
-    random_reference("qwen2", tmp_path / "lm")
+    random_model("qwen2", tmp_path / "lm")
     with pytest.raises(CheckpointError, match=r"Qwen2ForCausalLM.*no trained value head.*ForSequenceClassification"):
         load_config(tmp_path / "lm", "value", needs_head=True)
     assert not load_config(tmp_path / "lm", "value").has_head
@@ -186,12 +185,10 @@ def test_a_head_that_is_not_there(tmp_path: Path) -> None:
 
 def random_steps(case: str, folder: Path, num_labels: int = 2) -> transformers.PreTrainedModel:
     """A token classifier of transformers, whose head has biases."""
-    kind, settings = CASES[case]
-    config = kind(**{**SHAPE, **settings, "num_labels": num_labels})
-    return random_model(config, folder, "TokenClassification")
+    return random_model(case, folder, "TokenClassification", num_labels=num_labels)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", DENSE)
 def test_log_odds_of_labels_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """Their values and gradients, and those of what is saved."""
     reference, rows = random_steps(case, tmp_path / "in"), random_rows(101, (5, 9))
@@ -204,12 +201,7 @@ def test_log_odds_of_labels_are_those_of_transformers(case: str, tmp_path: Path)
     torch.testing.assert_close(values, expected, atol=1e-4, rtol=0)
     assert expected.std() > 0.1
     (expected * weights).sum().backward()
-    theirs = dict(reference.named_parameters())
-    names = [name for name, _, _ in checkpoint_table(model)]
-    assert {"score.weight", "score.bias"} <= set(names)
-    for name, parameter, part in checkpoint_table(model):
-        assert parameter.grad is not None
-        torch.testing.assert_close(part.region(parameter.grad), theirs[name].grad, atol=2e-4, rtol=1e-4, msg=name)
+    assert {"score.weight", "score.bias"} <= set(assert_gradients(model, reference, 2e-4))
     save_weights(model, tmp_path / "out", source=tmp_path / "in")
     saved = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     with torch.no_grad():
@@ -218,7 +210,7 @@ def test_log_odds_of_labels_are_those_of_transformers(case: str, tmp_path: Path)
 
 
 def test_a_token_classifier_starts_from_a_language_model(tmp_path: Path) -> None:
-    random_reference("qwen3", tmp_path / "lm")
+    random_model("qwen3", tmp_path / "lm")
     model = load(tmp_path / "lm", head="step")
     assert all(values.eq(0).all() for values in values_of(model, random_rows(101)))
     assert model.score is not None
@@ -248,9 +240,8 @@ def test_heads_that_are_no_token_classifiers(tmp_path: Path) -> None:
     random_classifier("qwen2", tmp_path / "value")
     random_steps("qwen2", tmp_path / "three", 3)
     random_steps("qwen2", tmp_path / "step")
-    random_reference("qwen2", tmp_path / "lm")
-    gemma, extra = FAMILY_CASES["gemma3"]
-    random_model(gemma(**{**SHAPE, **extra}), tmp_path / "gemma")
+    random_model("qwen2", tmp_path / "lm")
+    random_model("gemma3", tmp_path / "gemma")
     for folder, head, message in (
         ("value", "step", r"Qwen2ForSequenceClassification.*no trained head for steps.*Qwen2ForTokenClassification"),
         (

@@ -16,9 +16,9 @@ from areno.layers.parallel import ParallelGroup
 from areno.models import folder as weight_files
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
-from areno.models.weights import load_weights
-from tests.helpers.layouts import folder_with
+from areno.models.weights import load_weights, save_weights
 from tests.helpers.saving import save_weights
+from tests.helpers.tiny_engine import folder_with
 from tests.helpers.train_backend import train_backend
 
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}

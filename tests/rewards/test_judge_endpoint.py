@@ -44,14 +44,16 @@ def test_the_score_is_the_expected_label_under_its_probabilities():
     assert found.parts["judge/seconds"] > 0
 
 
-def test_tokens_that_begin_a_label_count_for_it():
-    [found] = judged(lambda _: ("Yes", {"Yes": 0.3, "y": 0.2, "NO": 0.4, "n": 0.1}), "2")
-    assert found.value == pytest.approx(0.5, abs=1e-12)
-
-
-def test_tokens_longer_than_a_label_count_for_it():
-    [found] = judged(lambda _: ("no, it is", {"no,": 0.6, "yes": 0.2, "not": 0.2}), "2")
-    assert found.value == pytest.approx(0.25, abs=1e-12)
+@pytest.mark.parametrize(
+    ("reply", "likely", "expected"),
+    [
+        ("Yes", {"Yes": 0.3, "y": 0.2, "NO": 0.4, "n": 0.1}, 0.5),
+        ("no, it is", {"no,": 0.6, "yes": 0.2, "not": 0.2}, 0.25),
+    ],
+)
+def test_tokens_that_begin_a_label_or_are_longer_count_for_it(reply, likely, expected):
+    [found] = judged(lambda _: (reply, likely), "2")
+    assert found.value == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("text", "value"), [("<think>\nOkay, no", None), ("**Yes**", 1.0), (None, None)])

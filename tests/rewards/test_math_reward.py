@@ -275,16 +275,7 @@ def test_math500_solutions(every):
         # Digits and minus signs of other scripts
         ("\u22125", ["-5", "The answer is \u22125.", "\\boxed{\u22125}", "#### \u22125"], ["5"]),
         ("42", ["答案是 \uff14\uff12", "٤٢"], ["\uff14\uff13"]),
-    ],
-)
-def test_documented_exceptions(gold, right, wrong):
-    assert {answer: score(gold, answer) for answer in right} == dict.fromkeys(right, 1.0)
-    assert {answer: score(gold, answer) for answer in wrong} == dict.fromkeys(wrong, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("gold", "right", "wrong"),
-    [
+        # Words are compared as text.
         (
             "forty two",
             [r"\boxed{forty two}", r"\boxed{\text{Forty two.}}", "#### forty two", "**Answer:** forty two"],
@@ -300,7 +291,7 @@ def test_documented_exceptions(gold, right, wrong):
         ("偶数", [r"\boxed{偶数}", "#### 偶数"], [r"\boxed{奇数}", "数偶"]),
     ],
 )
-def test_words_are_compared_as_text(gold, right, wrong):
+def test_documented_exceptions_and_words(gold, right, wrong):
     assert {answer: score(gold, answer) for answer in right} == dict.fromkeys(right, 1.0)
     assert {answer: score(gold, answer) for answer in wrong} == dict.fromkeys(wrong, 0.0)
 

@@ -93,18 +93,19 @@ def test_outcomes_are_there_before_all_samples_are(pool: Callable[..., RewardPoo
     assert "ended its process (exit code 3)" in found[3].message
 
 
-@pytest.mark.parametrize(("call_s", "sizes"), [(1.0, [8, 7, 7, 6]), (1e-5, [32, 16, 8, 4]), (1e-3, [8, 7, 7, 6])])
-def test_fast_calls_are_sent_many_at_a_time(call_s: float, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("call_s", "n_calls", "is_async", "sizes"),
+    [
+        (1.0, 64, False, [8, 7, 7, 6]),
+        (1e-5, 64, False, [32, 16, 8, 4]),
+        (1e-3, 64, False, [8, 7, 7, 6]),
+        (5e-5, 1024, False, [100, 100]),  # a chunk of a plain function has 5 ms of calls
+        (5e-5, 1024, True, [64, 64]),
+    ],
+)
+def test_fast_calls_are_sent_many_at_a_time(call_s: float, n_calls: int, is_async: bool, sizes: list[int]) -> None:
     calls = _Calls(call_s)
-    for position in range(64):
-        calls.add(position, record("a"))
-    assert [len(calls.next_chunk(2, is_async=False)) for _ in sizes] == sizes
-
-
-@pytest.mark.parametrize(("is_async", "sizes"), [(False, [100, 100]), (True, [64, 64])])
-def test_a_chunk_of_a_fast_plain_function_has_5_ms_of_calls(is_async: bool, sizes: list[int]) -> None:
-    calls = _Calls(5e-5)
-    for position in range(1024):
+    for position in range(n_calls):
         calls.add(position, record("a"))
     assert [len(calls.next_chunk(2, is_async)) for _ in sizes] == sizes
 

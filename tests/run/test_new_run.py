@@ -12,6 +12,9 @@ from areno.errors import DataError
 from areno.tracking.reader import RunReader
 from tests.helpers.played import Main, load, problems_of, run, task_folder
 
+SWEEP = ["-m", "seed=1,1"]
+OTHER_FOLDERS = ("", "/test", "/test/one/mine", "/test/one/a/b.txt")
+
 
 @pytest.fixture
 def work(tmp_path, monkeypatch):
@@ -24,9 +27,13 @@ def everything(folder):
 
 
 @pytest.mark.parametrize(
-    "mine", ["", "/test", "/test/one", "/test/one/mine", "/test/one/a/b.txt", "/test/one/logs/run.log"]
+    ("mine", "how"),
+    [
+        *((mine, how) for mine in ("/test/one", "/test/one/logs/run.log") for how in ([], SWEEP)),
+        *((mine, []) for mine in OTHER_FOLDERS),
+        *(pytest.param(mine, SWEEP, marks=pytest.mark.slow) for mine in OTHER_FOLDERS),
+    ],
 )
-@pytest.mark.parametrize("how", [[], ["-m", "seed=1,1"]])
 def test_a_failed_run_removes_only_what_it_made(work, mine, how):
     place = work / f"out{mine}"
     place.parent.mkdir(parents=True, exist_ok=True)

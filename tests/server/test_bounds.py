@@ -12,6 +12,7 @@ from areno.schema.values import show
 from areno.server import errors, json_bodies
 from areno.server.errors import ApiError, has_more_tokens, is_deeper, is_larger
 from areno.server.json_bodies import decompress, read_json
+from tests.helpers.tokenizers import shared_tokenizer
 
 
 def nested(levels: int, kind: str) -> Any:
@@ -43,11 +44,9 @@ def test_size() -> None:
 @pytest.mark.parametrize(
     "text", ["hello world " * 5000, "a" * 50_000, "\U0001f600" * 9000, " " * 50_000, "<|im_end|>" * 3000]
 )
-def test_tokens_are_counted_in_pieces_without_a_wrong_refusal(
-    text: str, tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_counted_in_pieces_without_a_wrong_refusal(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tiny", "plain", "qwen3"):
-        tokenizer = tokenizer_of(name)
+        tokenizer = shared_tokenizer(name)
         n = len(tokenizer(text, add_special_tokens=False)["input_ids"])
         for piece in (9_999, errors.PIECE):
             monkeypatch.setattr(errors, "PIECE", piece)

@@ -20,6 +20,7 @@ from areno.agents.proxy import SessionProxy
 from areno.server.sampling import ServerLimits
 from tests.helpers.agent_model import made
 from tests.helpers.processes import worker_of
+from tests.helpers.tiny_decoder import assert_all_blocks_are_free
 
 HELLO = [{"role": "user", "content": "hello"}]
 LONG = {"max_tokens": 1900, "ignore_eos": True}
@@ -207,8 +208,7 @@ def test_clients_of_every_kind_leave_nothing_behind(n_clients: int, monkeypatch:
         assert sampler.metrics.in_flight == sampler.n_samples == 0
         assert not engine.dispatcher.missing
         assert not decoder.has_work
-        decoder._scheduler.cache_departed()
-        assert decoder.blocks.n_available == decoder.blocks.n_blocks
+        assert_all_blocks_are_free(decoder)
         assert tokens_of(temperature=0, max_tokens=20) == before
         for number, tokens in list(storm.tokens.items())[:6]:  # everyone got the answer to their own request
             assert tokens_of(seed=number, max_tokens=len(tokens)) == tokens

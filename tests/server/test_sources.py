@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import pytest
 
 from areno.server.token_sources import expand_runs, source_runs
+from tests.helpers.tokenizers import shared_tokenizer
 
 
 @pytest.mark.parametrize("start", [0, 7])
-def test_sources_are_found_by_bisection_as_one_token_after_the_other_finds_them(tokenizer_of: Any, start: int) -> None:
+def test_sources_are_found_by_bisection_as_one_token_after_the_other_finds_them(start: int) -> None:
     rng = random.Random(start)
     for name in ("tiny", "plain", "qwen3"):
-        tokenizer = tokenizer_of(name)
+        tokenizer = shared_tokenizer(name)
         for _ in range(30):
             words = ["hello", " ", "\n", "\u00e9", "\U0001f600", "<|im_end|>", "12", "  a"]
             text = "".join(rng.choices(words, k=rng.randint(0, 40))) + "end of text"

@@ -12,7 +12,7 @@ from areno.server.detokenize import special_ids
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder
 from tests.helpers.conversations import OTHER, USER, turn_of
-from tests.helpers.tokenizers import load_tokenizer
+from tests.helpers.tokenizers import shared_tokenizer
 
 
 @pytest.mark.parametrize("name", ["tiny", "qwen2.5", "qwen3", "minimind"])
@@ -29,7 +29,7 @@ from tests.helpers.tokenizers import load_tokenizer
     ],
 )
 def test_special_tokens_that_the_client_does_not_see_stay_in_the_prompt(name: str, end: str, said: str) -> None:
-    tokenizer = load_tokenizer(name)
+    tokenizer = shared_tokenizer(name)
     conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     special = special_ids(tokenizer, keep=conversations.parser.tags)
     sampled = said.format("<|im_start|>", "<|endoftext|>") + end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ NAMES = ["tiny", "qwen2.5", "gpt2", "phi3-v", "stories"]
 PROMPT = "  Tom saw the été: 你好\n"
 
 
+@cache
 def tokenizer_of(name: str) -> Any:
     if name != "stories":
         return load_tokenizer(name)

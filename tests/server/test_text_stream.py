@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from areno.data.encode import decode
 from areno.server.detokenize import TextStream
-from tests.helpers.tokenizers import load_tokenizer
+from tests.helpers.tokenizers import load_tokenizer, shared_tokenizer
 
 WORDS = "Hello, world ! It 's 3 o'clock . \u00e9t\u00e9 \U0001f600 \u4f60\u597d <|im_end|> don 't"
 
@@ -26,7 +26,7 @@ class Shouting(PreTrainedTokenizerFast):
 
 @pytest.mark.parametrize("name", ["tiny", "plain", "qwen2.5", "gpt2"])
 def test_text_is_what_the_tokenizer_decodes(name: str) -> None:
-    tokenizer = load_tokenizer(name)
+    tokenizer = shared_tokenizer(name)
     draw = random.Random(0)
     tokens = tokenizer.encode(WORDS, add_special_tokens=False) + draw.choices(range(len(tokenizer)), k=200)
     expected = tokenizer.decode(tokens, skip_special_tokens=False)
@@ -40,7 +40,7 @@ def test_text_is_what_the_tokenizer_decodes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "plain", "qwen2.5", "gpt2"])
 def test_long_pieces_are_decoded_about_once(name: str) -> None:
-    tokenizer = load_tokenizer(name)
+    tokenizer = shared_tokenizer(name)
     draw, n_decoded = random.Random(1), 0
 
     class Counted(TextStream):

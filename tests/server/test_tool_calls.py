@@ -17,6 +17,7 @@ from areno.server.parsers import (
     join_deltas,
     parser_for_template,
 )
+from tests.helpers.tokenizers import shared_tokenizer, trl_templates
 
 DATA = Path(__file__).parents[3] / "shared/data/toolcall"
 FAMILIES = ["hermes", "qwen3_coder", "llama3_json", "pythonic"]
@@ -325,13 +326,12 @@ def _type_of(tools: list[Any], name: str, key: str) -> str:
 def template_of(name: str, tokenizer_of: Any) -> tuple[Any, str]:
     """A tokenizer with a real chat template: one of those beside the checkout, or one that trl carries."""
     if name in ("qwen3", "minimind"):
-        tokenizer = tokenizer_of(name)
+        tokenizer = shared_tokenizer(name)
     else:
-        trl = pytest.importorskip("trl", reason="has the template")
+        if name not in trl_templates():
+            pytest.skip("trl, which has the template, is not installed")
         tokenizer = tokenizer_of("tiny")
-        tokenizer.chat_template = (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text(
-            encoding="utf-8"
-        )
+        tokenizer.chat_template = trl_templates()[name]
     return tokenizer, tokenizer.chat_template
 
 

@@ -390,16 +390,18 @@ def test_a_critic_is_trained_on_the_same_rows(tmp_path):
     assert max(run.series("rollout/oldest_gap")) >= 1
 
 
+DYNAMIC, STALE = "rollout.dynamic_sampling=true", "rollout.max_head_offpolicyness=1"
+
+
 @pytest.mark.parametrize(
     ("settings", "key", "words"),
     [
         (["rollout.prompts_ahead=5"], "rollout.prompts_ahead", "more than the prompts"),
-        (
-            ["rollout.max_head_offpolicyness=1", "rollout.prompts_ahead=5"],
-            "rollout.prompts_ahead",
-            "more than the prompts",
-        ),
+        ([STALE, "rollout.prompts_ahead=5"], "rollout.prompts_ahead", "more than the prompts"),
         (["rollout.max_head_offpolicyness=-1"], "rollout.max_head_offpolicyness", "-1"),
+        ([DYNAMIC, "rollout.prompts_ahead=1"], "rollout.dynamic_sampling", "does not replace prompts"),
+        ([DYNAMIC, STALE, "reward.path=somewhere"], "rollout.dynamic_sampling", "not known yet"),
+        ([DYNAMIC, STALE, "agent.fn=examples/agent.py"], "rollout.dynamic_sampling", "not known yet"),
     ],
 )
 def test_settings_that_do_not_fit(settings, key, words, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areno.errors import ArenoError, ConfigError
+from areno.errors import ArenoError
 from areno.run.group_selection import Group
 from areno.run.groups_in_flight import InFlight
 from areno.trainers import partial_rollout, rollout
@@ -284,18 +284,3 @@ def test_dropped_prompts_are_not_replaced_if_a_step_takes_one_batch(once, ahead,
             assert differ == [True] * (size - int(gone))
             n_partial += 1
     assert n_partial >= 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["rollout.prompts_ahead=1"], "does not replace prompts"),
-        (["rollout.max_head_offpolicyness=1", "reward.path=somewhere"], "not known yet"),
-        (["rollout.max_head_offpolicyness=1", "agent.fn=examples/agent.py"], "not known yet"),
-    ],
-)
-def test_settings_that_do_not_fit(settings, words, tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        play("grpo", tmp_path / "run", "rollout.dynamic_sampling=true", *settings)
-    assert "rollout.dynamic_sampling" in str(caught.value)
-    assert words in str(caught.value)

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 import areno
 from areno.config.models import RefConfig
 from areno.config.reward import RewardConfig
-from areno.config.run import EngineConfig
 from areno.launch.compose import load
 from areno.recipes.ppo import PPOConfig
 from tests.helpers import warm_python
@@ -166,27 +165,6 @@ def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
     assert len(played.rows) == 1
     assert len(played.series("train/loss")) == 1
     assert len(played.series("train/critic_loss")) == 3
-
-
-@pytest.mark.slow
-def test_two_ranks_train_as_one(tmp_path: Path, models: dict[str, Path]) -> None:
-    found = []
-    for world_size in (1, 2):
-        config = ppo_config(
-            tmp_path,
-            {"kl_ctl": 0.1},
-            {"path": str(models["critic"])},
-            ref=RefConfig(path=str(models["lm"])),
-            reward=RewardConfig(path=str(models["reward"]), workers=1),
-            engine=EngineConfig(device="cpu", world_size=world_size),
-            total_train_steps=3,
-        )
-        fitted(config, tmp_path / str(world_size), digits)
-        rows = [row for row in scalars_of(tmp_path / str(world_size)) if "train/loss" in row]
-        names = ("loss", "grad_norm", "kl_loss", "critic_loss", "critic_grad_norm", "explained_variance")
-        found.append([[row[f"train/{name}"] for name in names] for row in rows])
-    assert len(found[0]) == 3
-    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.slow

@@ -11,8 +11,6 @@ import torch
 
 import areno
 from areno.api.trainer import Trainer
-from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.config.run import EngineConfig
 from areno.data.solution_steps import StepReader, split_steps, step_draft
 from areno.errors import CheckpointError, ConfigError, DataError, EngineError
 from areno.launch.compose import load
@@ -24,17 +22,9 @@ from areno.tracking.reader import RunReader
 from areno.trainers.process_reward import _scored_rows, first_error_accuracy
 from areno.types import ModelRole
 from tests.helpers.policy_runs import classifier
-from tests.helpers.row_runs import MODEL, process_reward_config, scalars
+from tests.helpers.row_runs import MODEL, STEP_LABELLED, process_reward_config, scalars
 from tests.helpers.trl_runs import EPS, LR, STEPS, Training, same_training, tokenizer_of
 from tests.helpers.trl_runs import MODEL as FOLDER
-
-ROWS = [
-    {"prompt": f"{a}+{b}=", "completions": [f"{a % 10}+{b}={a % 10 + b}", str(a + b - 10 * (a % 20 > 9))], "labels": y}
-    for a, b, y in [(17, 5, [1, 1]), (27, 6, [True, False]), (38, 7, [0, 0]), (48, 5, [0.9, 0.3]), (59, 4, [0, 1])]
-] + [{"prompt": "19+9=", "completions": ["28"], "labels": [True]}]
-
-# The body has no gradient before the first step, and Adam with its small eps would multiply the rounding of the next.
-CALM = {"optimizer": OptimizerConfig(lr=1e-3, eps=1e-4, lr_scheduler_type="constant", warmup_steps_proportion=0.0)}
 
 
 def encoded(row):
@@ -61,7 +51,7 @@ def trained(tmp_path_factory):
     """A checkpoint, and the metrics of its run."""
     folder = tmp_path_factory.mktemp("prm")
     config = process_reward_config(folder, total_train_steps=4)
-    with areno.ProcessRewardTrainer(config, train_dataset=ROWS, valid_dataset=ROWS) as trainer:
+    with areno.ProcessRewardTrainer(config, train_dataset=STEP_LABELLED, valid_dataset=STEP_LABELLED) as trainer:
         trainer.fit()
         measured = trainer.evaluate()
         return trainer.run.folder / "checkpoints" / "latest", measured, scalars(trainer.run.folder)
@@ -69,16 +59,16 @@ def trained(tmp_path_factory):
 
 def test_evaluation_and_checkpoint_are_what_transformers_computes(trained):
     latest, measured, told = trained
-    values = hf_log_odds(latest, [encoded(row) for row in ROWS])
+    values = hf_log_odds(latest, [encoded(row) for row in STEP_LABELLED])
     v = np.concatenate(values)
-    y = np.array([float(label) for row in ROWS for label in row["labels"]])
+    y = np.array([float(label) for row in STEP_LABELLED for label in row["labels"]])
     p = 1 / (1 + np.exp(-v))
     assert measured["loss"] == pytest.approx(np.mean(-y * np.log(p) - (1 - y) * np.log(1 - p)), abs=1e-4)
     assert measured["accuracy"] == pytest.approx(np.mean((v > 0) == (y >= 0.5)), abs=1e-6)
     assert measured["rewards_mean"] == pytest.approx(p.mean(), abs=1e-4)
     found = [
         next((n for n, x in enumerate(of) if x < 0), None) == next(n for n, y in enumerate(row["labels"]) if y < 0.5)
-        for of, row in zip(values, ROWS, strict=True)
+        for of, row in zip(values, STEP_LABELLED, strict=True)
         if min(row["labels"]) < 0.5
     ]
     assert measured["first_error_accuracy"] == pytest.approx(np.mean(found))
@@ -90,7 +80,7 @@ def test_evaluation_and_checkpoint_are_what_transformers_computes(trained):
 
 
 def test_a_script_scores_steps(trained):
-    rows = [encoded(row) for row in ROWS]
+    rows = [encoded(row) for row in STEP_LABELLED]
     expected = [[1 / (1 + np.exp(-v)) for v in of] for of in hf_log_odds(trained[0], rows)]
     with Trainer(1, MODEL) as policy:
         policy.init()
@@ -109,7 +99,7 @@ def test_a_script_scores_steps(trained):
 
 
 def test_answers_are_cut_and_scored_as_rows_are(trained):
-    tokenizer, row = tokenizer_of(FOLDER), ROWS[0]
+    tokenizer, row = tokenizer_of(FOLDER), STEP_LABELLED[0]
     item = step_draft(tokenizer, row, 0, "?").encode(tokenizer)
     tokens, marks = encoded(row)
     assert item.rows[0].tokens.tolist() == tokens
@@ -168,42 +158,12 @@ def test_a_checkpoint_is_the_reward_of_a_policy(trained, recipe, how, tmp_path):
     assert [sample["reward"] for sample in samples] == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_loop_does_not_depend_on_how_rows_are_cut(tmp_path):
-    found = []
-    for mb_spec in ({"mini_bs": 1}, {"mini_bs": 64}, {"max_tokens_per_mb": 40}):
-        config = process_reward_config(
-            tmp_path, batch_size=3, actor={"mb_spec": MicroBatchSpec(**mb_spec), **CALM}, total_train_steps=3
-        )
-        with areno.ProcessRewardTrainer(config, train_dataset=ROWS) as trainer:
-            trainer.fit()
-            told = scalars(trainer.run.folder)
-            names = ("loss", "grad_norm", "margin", "rewards_mean", "first_error_accuracy")
-            found.append([told[f"train/{name}"] for name in names])
-    for other in found[1:]:
-        np.testing.assert_allclose(other, found[0], atol=1e-5, rtol=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [{"world_size": 2}, {"world_size": 2, "tp_size": 2}])
-def test_two_ranks_train_as_one(ranks, tmp_path):
-    found = []
-    for how in ({"world_size": 1}, ranks):
-        engine = EngineConfig(device="cpu", **how)
-        config = process_reward_config(tmp_path, total_train_steps=4, engine=engine, actor=CALM)
-        with areno.ProcessRewardTrainer(config, train_dataset=ROWS, valid_dataset=ROWS) as trainer:
-            trainer.fit()
-            told = scalars(trainer.run.folder)
-            names = ("train/loss", "train/margin", "train/grad_norm", "train/first_error_accuracy", "eval/loss")
-            found.append([value for name in names for value in told[name]])
-    np.testing.assert_allclose(found[1], found[0], atol=1e-5, rtol=1e-3)
-
-
 @pytest.mark.slow
 def test_training_is_that_of_transformers(tmp_path):
     """A plain loop over the token classifier and its own loss, by Adam, all rows in one padded batch."""
     from transformers import AutoModelForTokenClassification, Qwen3Config
 
-    rows = [{**row, "labels": [round(label) for label in row["labels"]]} for row in ROWS]
+    rows = [{**row, "labels": [round(label) for label in row["labels"]]} for row in STEP_LABELLED]
     values = json.loads((FOLDER / "config.json").read_text())
     torch.manual_seed(3)
     config = Qwen3Config(**{**values, "num_labels": 2, "initializer_range": 0.05, "classifier_dropout": 0.0})

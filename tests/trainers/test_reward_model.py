@@ -11,8 +11,6 @@ import torch
 
 import areno
 from areno.api.trainer import Trainer
-from areno.config.models import MicroBatchSpec
-from areno.config.run import EngineConfig
 from areno.errors import ConfigError, DataError
 from areno.launch.compose import load
 from areno.loss_fns import reward_model_loss_fn
@@ -22,15 +20,9 @@ from areno.trainers.reward_model import _scored_row, calibration_error
 from areno.types import ModelRole
 from tests.helpers.encoded_rows import pair_item
 from tests.helpers.policy_runs import classifier
-from tests.helpers.row_runs import MODEL, PAIRS, reward_model_config, scalars
+from tests.helpers.row_runs import MODEL, PAIRS, RATED, reward_model_config, scalars
 from tests.helpers.trl_runs import MODEL as TRL_MODEL
 from tests.helpers.trl_runs import same_training, tokenizer_of, train_with_trl
-
-RATED = [
-    {"prompt": "27+35=", "answers": ["52", "62", "72"], "ratings": [1, 3, 2.5]},
-    {"prompt": "18+44=", "answers": ["62", "52"], "ratings": [1, 0]},
-    {"prompt": "59+27=", "answers": ["86", "76", "8", "86666"]},
-]
 
 
 def hf_scores(folder, texts: list[list[int]]) -> list[float]:
@@ -111,49 +103,6 @@ def test_a_model_without_a_padding_token_gets_the_tokenizers(tmp_path):
         trainer.fit()
         latest = trainer.run.folder / "checkpoints" / "latest"
     assert json.loads((latest / "config.json").read_text())["pad_token_id"] == tokenizer_of(TRL_MODEL).pad_token_id
-
-
-@pytest.mark.slow
-def test_the_loop_does_not_depend_on_how_answers_are_cut(tmp_path):
-    found = []
-    for mb_spec in ({"mini_bs": 1}, {"mini_bs": 64}, {"max_tokens_per_mb": 40}):
-        config = reward_model_config(
-            tmp_path, batch_size=3, actor={"mb_spec": MicroBatchSpec(**mb_spec)}, total_train_steps=3
-        )
-        with areno.RewardModelTrainer(config, train_dataset=RATED) as trainer:
-            trainer.fit()
-            told = scalars(trainer.run.folder)
-            found.append([told[f"train/{name}"] for name in ("loss", "grad_norm", "margin", "rewards_mean")])
-    for other in found[1:]:
-        np.testing.assert_allclose(other, found[0], atol=1e-5, rtol=1e-3)
-
-
-@pytest.mark.gpu
-def test_a_gpu_trains_as_a_cpu(tmp_path):
-    found = []
-    for device in ("cpu", "cuda"):
-        engine = EngineConfig(device=device, world_size=1)
-        config = reward_model_config(tmp_path, actor={"dtype": "float32"}, total_train_steps=4, engine=engine)
-        with areno.RewardModelTrainer(config, train_dataset=PAIRS, valid_dataset=PAIRS[:5]) as trainer:
-            trainer.fit()
-            told = scalars(trainer.run.folder)
-            names = ("train/loss", "train/margin", "eval/loss", "eval/margin")
-            found.append([value for name in names for value in told[name]])
-    np.testing.assert_allclose(found[1], found[0], atol=1e-3, rtol=1e-2)
-
-
-@pytest.mark.slow
-def test_two_ranks_train_as_one(tmp_path):
-    found = []
-    for world_size in (1, 2):
-        engine = EngineConfig(device="cpu", world_size=world_size)
-        config = reward_model_config(tmp_path, total_train_steps=4, engine=engine)
-        with areno.RewardModelTrainer(config, train_dataset=PAIRS, valid_dataset=RATED) as trainer:
-            trainer.fit()
-            told = scalars(trainer.run.folder)
-            names = ("train/loss", "train/margin", "train/grad_norm", "eval/loss", "eval/margin")
-            found.append([value for name in names for value in told[name]])
-    np.testing.assert_allclose(found[1], found[0], atol=1e-5, rtol=1e-3)
 
 
 def test_padding_is_not_scored():

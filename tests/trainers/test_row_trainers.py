@@ -9,12 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import areno
 from areno.config.datasets import DatasetConfig, ValidDatasetConfig
 from areno.config.models import MicroBatchSpec, ModelConfig, ScoringRefConfig
-from areno.config.run import EngineConfig, EvaluatorConfig, RecoverConfig
+from areno.config.run import EvaluatorConfig, RecoverConfig
 from areno.errors import ConfigError, DataError
 from areno.launch.compose import load
 from areno.loss_fns import sft_loss_fn
@@ -23,6 +22,7 @@ from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
 from areno.types import AnswersItem, Batch
 from tests.helpers.agent_model import model_folder
+from tests.helpers.policy_runs import other_actor
 from tests.helpers.row_runs import (
     DEMONSTRATIONS,
     MODEL,
@@ -99,17 +99,7 @@ def test_evaluation_is_what_transformers_computes(tmp_path, loss_type):
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory):
-    """The quickstart's model with other weights."""
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("model")
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return folder
+    return other_actor(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("loss_type", ["simpo", "orpo"])
@@ -198,33 +188,6 @@ def test_without_evaluation_the_result_is_that_of_the_last_steps(tmp_path):
         accuracies = scalars(trainer.run.folder)["train/accuracy"]
     assert len(accuracies) == 7
     assert result == pytest.approx(sum(accuracies[-5:]) / 5)
-
-
-@pytest.mark.slow
-def test_the_loop_does_not_depend_on_how_pairs_are_cut(tmp_path):
-    """Same losses over several steps for every mb_spec; a pair that is torn apart would be another pair's."""
-    found = []
-    for mb_spec in ({"mini_bs": 1}, {"mini_bs": 4}, {"mini_bs": 64}, {"max_tokens_per_mb": 30}):
-        config = dpo_config(tmp_path, actor={"mb_spec": MicroBatchSpec(**mb_spec)}, total_train_steps=3)
-        with areno.DPOTrainer(config, train_dataset=PAIRS) as trainer:
-            trainer.fit()
-            told = scalars(trainer.run.folder)
-            found.append([told[f"train/{name}"] for name in ("loss", "grad_norm", "margin")])
-    for other in found[1:]:
-        torch.testing.assert_close(torch.tensor(other), torch.tensor(found[0]), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_two_ranks_train_as_one(tmp_path):
-    found = []
-    for world_size in (1, 2):
-        config = dpo_config(tmp_path, total_train_steps=4, engine=EngineConfig(device="cpu", world_size=world_size))
-        with areno.DPOTrainer(config, train_dataset=PAIRS, valid_dataset=PAIRS[:3]) as trainer:
-            trainer.fit()
-            told = scalars(trainer.run.folder)
-            steps = zip(*(told[f"train/{name}"] for name in ("loss", "grad_norm", "margin")), strict=True)
-            found.append([*steps, [told[f"eval/{name}"][-1] for name in ("loss", "accuracy", "margin")]])
-    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), atol=1e-5, rtol=1e-4)
 
 
 def test_settings_of_dpo_that_do_not_fit(tmp_path):

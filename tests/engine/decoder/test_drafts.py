@@ -223,9 +223,14 @@ class Batch:
     def finish(self, each: Sequence) -> None:
         self.drafter.finished([self.join(each)])
 
+    def propose(self, rows: list[Sequence], n: int) -> Any:
+        """Proposals of n tokens, whatever the lengths of earlier drafts say."""
+        self.drafter.length.next_length = lambda *_, **__: n  # type: ignore[method-assign]
+        assert self.drafter.is_due(len(rows))
+        return self.drafter.propose(rows)
+
     def drafts(self, rows: list[Sequence], n: int = 7) -> list[list[int]]:
-        self.drafter._n_tokens = n
-        made = self.drafter.propose(rows)
+        made = self.propose(rows, n)
         sampler, slots = settings_of(len(self.table.owner) + 1, 100, [GREEDY] * len(rows), "cpu")
         sampler.tensors.greedy[:] = True
         contexts = torch.from_numpy(made.contexts_BW[:, ::-1].T.copy())
@@ -296,8 +301,7 @@ def test_running_samples_are_entered_now_and_then() -> None:
 def test_tokens_that_were_sampled_are_the_next_context() -> None:
     batch = Batch()
     row = batch.join(sequence(COMPLETION))
-    batch.drafter._n_tokens = 3
-    made = batch.drafter.propose([row])
+    made = batch.propose([row], 3)
     assert made.contexts_BW[0].tolist() == [3, 4, *COMPLETION]
     made.verified(made, np.array([[1, 2, 3, 4]]), np.array([2]), np.array([[True, False, False]]))
     batch.table.n_new[row.slot] += 2
@@ -348,7 +352,7 @@ def test_before_a_try_the_texts_are_entered_in_small_parts() -> None:
     assert sum(n for _, n in counts) == 40 * 310 + 16 * 4
     assert 4 <= len(counts) < 8
     n_entered = drafter._n_entered
-    assert batch.drafts(rows, drafter._n_tokens)[0] == [*COMPLETION, 100][4 : 4 + drafter._n_tokens]
+    assert batch.drafts(rows)[0] == [*COMPLETION, 100][4:]
     assert drafter._n_entered == n_entered + 16 * 4  # what the rows have sampled
     drafter.prepare(rows)  # no try is due
     assert drafter._n_entered == n_entered + 16 * 4
@@ -396,8 +400,7 @@ def test_contexts_are_the_last_tokens_wherever_these_are_kept(n_prompt: int, n_s
     assert row.tokens_from(1).tolist() == expected[1:]
     if is_settled:
         row.settle()
-    batch.drafter._n_tokens = 1
-    found = batch.drafter.propose([row]).contexts_BW[0].tolist()
+    found = batch.propose([row], 1).contexts_BW[0].tolist()
     assert found == ([-1] * 12 + expected)[-12:]
     assert row.tokens_from(len(expected) - 1).tolist() == expected[-1:]
 

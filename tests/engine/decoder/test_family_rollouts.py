@@ -18,12 +18,8 @@ from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
 from areno.layers.parallel import ParallelGroup
 from areno.types import GenerationRequest, SamplingParams
-from tests.helpers.dense_models import CASES as OLDER
-from tests.helpers.dense_models import random_reference as random_older
-from tests.helpers.family_cases import CASES, random_model
+from tests.helpers.family_cases import CASES, DENSE, EXPERTS, random_model
 from tests.helpers.family_rollouts import REQUESTS, decode, prompt, trained_logprobs
-from tests.helpers.moe_models import CASES as WITH_EXPERTS
-from tests.helpers.moe_models import random_reference
 from tests.helpers.two_ranks import load, on_two_ranks
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -39,30 +35,14 @@ SHORT = [  # for rows that run alone, each of which takes as many steps as it ha
 ]
 
 
-ALL = [*CASES, *(f"older {case}" for case in OLDER), *(f"experts {case}" for case in WITH_EXPERTS)]
-
-
-# Of these families another case with the same layers runs; a head that is tied is the same for every family.
-TIED_AS_WELL = {"mistral-tied", "smollm3-tied", "olmo2-tied", "olmo3-tied", "older qwen3-tied", "older qwen2-tied"}
-TIED_AS_WELL |= {"gemma3-tied", "qwen3.5-tied", "glm4-tied", "experts qwen3-tied", "experts mixtral-tied"}
-WINDOW_AS_WELL = {"qwen2-window", "smollm3-window"}  # as in Mistral and Qwen3
-SLOW = TIED_AS_WELL | WINDOW_AS_WELL
-
-
-def make(case: str, folder: Path) -> Path:
-    """A model of any family, saved."""
-    kind, _, name = case.rpartition(" ")
-    {"": random_model, "older": random_older, "experts": random_reference}[kind](name, folder)
-    return folder
+ALL = [*CASES, *DENSE, *EXPERTS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.slow) if case in TIED_AS_WELL | WINDOW_AS_WELL else case for case in ALL],
-)
+@pytest.mark.parametrize("case", ALL)
 def test_rollout_agrees_with_training_however_it_is_run(case: str, tmp_path: Path) -> None:
-    model = load(make(case, tmp_path))
+    random_model(case, tmp_path)
+    model = load(tmp_path)
     found = {name: decode(model, **settings) for name, settings in SETTINGS.items()}
     outputs, _ = found["roomy"]
     assert sum(map(len, (out.tokens for out in outputs.values()))) == 3 * 10 + 2 * 12 + 16 + 2 * 6
@@ -89,7 +69,9 @@ def test_rollout_agrees_with_training_however_it_is_run(case: str, tmp_path: Pat
 @pytest.mark.slow
 def test_two_ranks_sample_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    on_two_ranks(compare_decoders, *(make(case, tmp_path / case.replace(" ", "-")) for case in ALL))
+    for case in ALL:
+        random_model(case, tmp_path / case)
+    on_two_ranks(compare_decoders, *(tmp_path / case for case in ALL))
 
 
 def compare_decoders(folder: Path, tp: ParallelGroup) -> None:

@@ -19,6 +19,7 @@ from areno.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.helpers.family_cases import random_model
 from tests.helpers.family_rollouts import prompt
 from tests.helpers.new_decoder import new_decoder
+from tests.helpers.tiny_decoder import assert_all_blocks_are_free
 from tests.helpers.two_ranks import load
 
 Outputs = dict[tuple[int, int], GenerationOutput]
@@ -53,8 +54,7 @@ def run(decoder: Decoder, requests: list[GenerationRequest], abort_at: int = 0) 
         steps += 1
         if steps == abort_at:
             decoder.abort(99)
-    decoder._scheduler.cache_departed()
-    assert decoder.blocks.n_available == decoder.blocks.n_blocks
+    assert_all_blocks_are_free(decoder)
     return outputs
 
 

@@ -16,6 +16,7 @@ from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.helpers.family_cases import random_model
 from tests.helpers.new_decoder import new_decoder
+from tests.helpers.tiny_decoder import assert_all_blocks_are_free
 from tests.helpers.two_ranks import load
 
 Outputs = dict[tuple[int, int], GenerationOutput]
@@ -90,8 +91,7 @@ def test_samples_are_those_of_a_decoder_with_room_for_all(case: str, seed: int, 
         found |= {(output.request_id, output.sample): output for output in decoder.step()}
 
     assert decoder.stats.preemptions > 0
-    decoder._scheduler.cache_departed()
-    assert decoder.blocks.n_available == decoder.blocks.n_blocks
+    assert_all_blocks_are_free(decoder)
     assert found.keys() == expected.keys()
     for key, output in found.items():
         other, n = expected[key], len(output.tokens)

@@ -22,8 +22,7 @@ from areno.models.transformer import Transformer
 from areno.types import Begun, GenerationOutput, GenerationRequest
 from tests.helpers.drafters import KnownDrafter
 from tests.helpers.family_cases import random_model
-from tests.helpers.moe_models import random_reference
-from tests.helpers.tiny_decoder import EOS, VOCAB, Outputs, make_decoder, model, request
+from tests.helpers.tiny_decoder import EOS, VOCAB, Outputs, assert_all_blocks_are_free, make_decoder, model, request
 from tests.helpers.two_ranks import load
 
 WRONG = [0.0, 1.0, 0.4]
@@ -84,8 +83,7 @@ def sampled(of: Transformer, requests: list[GenerationRequest], drafter: Any = N
         assert stats.generated_tokens == sum(len(o.tokens) for o in outputs.values()) - sum(
             len(item.begun.tokens) for item in requests if item.begun
         )
-    decoder._scheduler.cache_departed()
-    assert decoder.blocks.n_available == decoder.blocks.n_blocks
+    assert_all_blocks_are_free(decoder)
     return outputs
 
 
@@ -329,14 +327,13 @@ def random_requests(rng: random.Random) -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 9))])
-@pytest.mark.parametrize("case", ["gemma3-tied", "mistral-window", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", ["gemma3-tied", "mistral-window", pytest.param("qwen3-experts", marks=pytest.mark.slow)]
+)
 def test_random_rollouts(case: str, seed: int, tmp_path: Path) -> None:
     """In a small cache, with aborts, new weights and parked samples on the way. Routes are those without drafts."""
-    if case == "experts":
-        random_reference("qwen3", tmp_path)
-    else:
-        random_model(case, tmp_path)
-    of, rng, keeps_routes = load(tmp_path), random.Random(seed), case == "experts"
+    random_model(case, tmp_path)
+    of, rng, keeps_routes = load(tmp_path), random.Random(seed), case == "qwen3-experts"
     requests = random_requests(rng)
     expected = sampled(of, requests, n_blocks=400, max_prefill_tokens=512, keeps_routes=keeps_routes)
     completions = {key: output.tokens for key, output in expected.items()}
@@ -363,8 +360,7 @@ def test_random_rollouts(case: str, seed: int, tmp_path: Path) -> None:
             decoder.abort(number)
         found |= {(output.request_id, output.sample): output for output in decoder.step()}
     assert decoder.stats.accepted_tokens > 0
-    decoder._scheduler.cache_departed()
-    assert decoder.blocks.n_available == decoder.blocks.n_blocks
+    assert_all_blocks_are_free(decoder)
     assert found.keys() == expected.keys()
     for key, output in found.items():
         other, n = expected[key], len(output.tokens)
@@ -414,14 +410,20 @@ def test_on_the_gpu(wrong: float, use_graphs: bool) -> None:
         assert_equal(sampled(of, plain, known(expected, wrong), **how), alone, bits=True)
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-@pytest.mark.parametrize("n_blocks", [24, 30])
+@pytest.mark.parametrize(
+    ("runs_ahead", "n_blocks"),
+    [
+        (True, 24),
+        (False, 30),
+        pytest.param(False, 24, marks=pytest.mark.slow),
+        pytest.param(True, 30, marks=pytest.mark.slow),
+    ],
+)
 def test_samples_as_long_as_the_context(runs_ahead: bool, n_blocks: int) -> None:
     """Steps that draft plan with more positions than there are."""
     item = request(1, 9, max_new_tokens=87)
     drafter = NgramDrafter(torch.device("cpu"), table_bits=12)
-    drafter.is_due = lambda n_running: True  # type: ignore[method-assign]
-    drafter._n_tokens = 7
+    drafter.length.next_length = lambda *_, **__: 7  # type: ignore[method-assign]
     drafter.begin(StepCosts(fixed=10_000, verification=1, most_rows=200))
     decoder = make_decoder(exact_model(), drafter=drafter, n_blocks=n_blocks, runs_ahead=runs_ahead, **EXACT)
     expected = sampled(exact_model(), [item], **EXACT)
@@ -437,8 +439,7 @@ def test_samples_as_long_as_the_context(runs_ahead: bool, n_blocks: int) -> None
 
 def test_a_rollout_begins_while_tokens_of_the_last_one_are_in_flight() -> None:
     drafter = NgramDrafter(torch.device("cpu"), table_bits=12)
-    drafter.is_due = lambda n_running: True  # type: ignore[method-assign]
-    drafter._n_tokens = 3
+    drafter.length.next_length = lambda *_, **__: 3  # type: ignore[method-assign]
     costs = StepCosts(fixed=10_000, verification=1, most_rows=200)
     decoder = make_decoder(exact_model(), drafter=drafter, runs_ahead=True, **EXACT)
     drafter.begin(costs)

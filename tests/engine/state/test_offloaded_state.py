@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,16 +103,6 @@ def test_what_rests_on_the_device_and_what_does_not(folder: Path) -> None:
             assert all(isinstance(moment, HostBuffer) for moment in optimizer.moments.values())
             sizes = [buffer.untyped_storage().nbytes() > 0 for buffer in (flat.params, flat.grads)]
             assert sizes == [name == "actor", False]
-
-
-@pytest.fixture
-def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Nothing is written before the event is set."""
-    event = threading.Event()
-    write = storage.Writer._write
-    monkeypatch.setattr(storage.Writer, "_write", lambda self, file: event.wait(60) and write(self, file))
-    yield event
-    event.set()
 
 
 @pytest.mark.slow

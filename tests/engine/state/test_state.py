@@ -197,16 +197,6 @@ def test_moments_that_are_left_out_begin_at_zero(folder: Path, tmp_path: Path, k
         assert steps(again, 1) == expected, "the bias correction, too"
 
 
-@pytest.fixture
-def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Nothing is written before the event is set."""
-    event = threading.Event()
-    write = storage.Writer._write
-    monkeypatch.setattr(storage.Writer, "_write", lambda self, file: event.wait(60) and write(self, file))
-    yield event
-    event.set()
-
-
 @pytest.mark.slow
 def test_what_is_trained_after_the_call_is_not_in_the_state(
     folder: Path, tmp_path: Path, slow_disk: threading.Event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -24,6 +25,12 @@ from tests.helpers.tiny_engine import model_folder, saved_tensors, scored, spec,
 
 # The vocabulary of 65 is padded to 66 rows over two ranks.
 LAYOUTS: dict[str, dict[str, int]] = {"one": {}, "dp": {"devices": 2}, "tp": {"devices": 2, "tp_size": 2}}
+DIVIDED: dict[str, dict[str, int]] = {
+    "whole optimizer": {"devices": 2, "zero_stage": 0},
+    "divided gradients": {"devices": 2, "zero_stage": 2},
+    "three": {"devices": 3},
+}
+FOUR: dict[str, dict[str, int]] = {"four": {"devices": 4}, "dp and tp": {"devices": 4, "tp_size": 2}}
 
 
 def built(folder: Path, layout: dict[str, int], kind: Any = "adam") -> Engine:
@@ -54,31 +61,38 @@ def engines(folder: Path) -> Iterator[dict[str, Engine]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("writer", LAYOUTS)
-def test_any_layout_takes_over_the_state_of_any_other(engines: dict[str, Engine], writer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "sgd"])
+def test_any_layout_takes_over_the_state_of_any_other(folder: Path, kind: Any, tmp_path: Path) -> None:
     """Masters, moments and counters to the bit, and the weights are the rounded masters; training goes on alike."""
-    engine = engines[writer]
-    norms = [train(engine) for _ in range(2)]
-    state = saved(engine, tmp_path / "state")
-    expected, version = content(state), engine.weights_version
-    size = sum(file.stat().st_size for file in state.glob("*.bin"))
-    for reader, other in engines.items():
-        other.load_state(state)
-        assert other.weights_version == version
-        again = saved(other, tmp_path / reader)
-        assert same(content(again), expected)
-        # Ranks write each number once. Parameters start at multiples of 16.
-        assert sum(file.stat().st_size for file in again.glob("*.bin")) == pytest.approx(size, rel=0.01)
-        assert len({file.name.split(".")[-2] for file in again.glob("*.bin")}) == len(other.spec.devices)
-        other.save(str(tmp_path / f"model-{reader}"))
-    weights = saved_tensors(tmp_path / "model-one")
-    assert all(torch.equal(expected[f"actor.master.{name}"].bfloat16(), weights[name]) for name in weights)
-    for reader in LAYOUTS:
-        assert same(saved_tensors(tmp_path / f"model-{reader}"), weights)
-    after = {reader: train(other) for reader, other in engines.items()}
-    for found in after.values():
-        assert found == pytest.approx(after["one"], rel=0.02)
-    assert norms[0] != norms[1]
+    layouts = LAYOUTS | DIVIDED | FOUR
+    if kind != "adam":  # the 8-bit moments of tensor-parallel ranks are quantised anew: see below
+        layouts = {name: layout for name, layout in (LAYOUTS | DIVIDED).items() if "tp_size" not in layout}
+    with contextlib.ExitStack() as stack:
+        engines = {name: stack.enter_context(built(folder, layout, kind)) for name, layout in layouts.items()}
+        for writer in engines.keys() & {*LAYOUTS, "whole optimizer", "divided gradients"}:
+            engine = engines[writer]
+            norms = [train(engine) for _ in range(2)]
+            assert norms[0] != norms[1]
+            state = saved(engine, tmp_path / writer)
+            expected, version = content(state), engine.weights_version
+            size = sum(file.stat().st_size for file in state.glob("*.bin"))
+            for reader, other in engines.items():
+                path = tmp_path / f"{writer} {reader}"
+                other.load_state(state)
+                assert other.weights_version == version
+                again = saved(other, path)
+                assert same(content(again), expected), (writer, reader)
+                # Ranks write each number once. Parameters start at multiples of 16.
+                written = sum(file.stat().st_size for file in again.glob("*.bin"))
+                assert written == pytest.approx(size, rel=0.01 if kind == "adam" else 0.02)
+                if other.spec.engine.zero_stage or other.spec.layout.is_sharded:
+                    assert len({file.name.split(".")[-2] for file in again.glob("*.bin")}) == len(other.spec.devices)
+                other.save(str(path / "model"))
+                for name, weight in saved_tensors(path / "model").items():
+                    assert torch.equal(weight, expected[f"actor.master.{name}"].bfloat16()), (writer, reader, name)
+            after = {reader: train(other) for reader, other in engines.items()}
+            for found in after.values():
+                assert found == pytest.approx(after["one"], rel=0.02)
 
 
 @pytest.mark.slow
@@ -158,16 +172,3 @@ def test_a_worker_that_is_killed_while_it_writes(folder: Path, tmp_path: Path) -
         with pytest.raises(EngineError, match="killed by SIGKILL"):
             engine.state_written(wait=True)
     assert not (state / "index.json").exists()
-
-
-@pytest.mark.slow
-def test_one_rank_to_four_and_back(folder: Path, tmp_path: Path) -> None:
-    layouts = {"four": {"devices": 4}, "dp and tp": {"devices": 4, "tp_size": 2}}
-    with built(folder, {}) as engine:
-        train(engine)
-        expected = content(saved(engine, tmp_path / "one"))
-    for layout in layouts:
-        with built(folder, layouts[layout]) as engine:
-            engine.load_state(tmp_path / "one")
-            assert same(content(saved(engine, tmp_path / layout)), expected)
-            assert all(value > 0 for value in train(engine))

@@ -13,8 +13,7 @@ from areno.engine.train import optimizer_offload
 from areno.engine.train.optimizer_offload import HostBuffer, StateStream, pieces, within_parts
 from areno.kernels.adam import BLOCK
 from tests.helpers import tp_ranks, zero_ranks
-from tests.helpers.layouts import folder_with
-from tests.helpers.tiny_engine import model_folder
+from tests.helpers.tiny_engine import folder_with, model_folder
 from tests.helpers.zero_ranks import ALONE, assert_same_in_host, backend, three_steps
 
 CPU = torch.device("cpu")

@@ -19,10 +19,10 @@ from areno.models.adapter_shapes import linear_shapes
 from areno.models.adapters import add_adapters
 from areno.models.registry import build_model, load_config
 from areno.specs.update import UpdateSpec
-from tests.helpers.layouts import folder_with
 from tests.helpers.moe_models import moe_folder
 from tests.helpers.shared_rows import group, train_rows, tree
 from tests.helpers.tiny_backend import OPTIMIZER, WHOLE
+from tests.helpers.tiny_engine import folder_with
 from tests.helpers.tp_ranks import Groups, full_gradients, on_ranks
 from tests.helpers.train_backend import train_backend
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,16 @@ from tests.helpers.tiny_engine import model_folder
 from tests.helpers.zero_ranks import compare_stages, on_ranks, quick_checks
 
 
-def folder_of(path: Path, **changes: Any) -> Path:
-    values = json.loads((model_folder(path) / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps(values))
-    return path
-
-
 @pytest.mark.slow
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     """And what each holds; and a rank that begins a step again repeats no reduction."""
-    on_ranks(2, quick_checks, folder_of(tmp_path, num_hidden_layers=3, tie_word_embeddings=False))
+    on_ranks(2, quick_checks, model_folder(tmp_path, num_hidden_layers=3, tie_word_embeddings=False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("n_ranks", "tied"), [(2, True), (3, True), (2, False)])
 def test_ranks_train_as_one_in_all_forms(tmp_path: Path, n_ranks: int, tied: bool) -> None:
-    on_ranks(n_ranks, compare_stages, folder_of(tmp_path, num_hidden_layers=5, tie_word_embeddings=tied))
+    on_ranks(n_ranks, compare_stages, model_folder(tmp_path, num_hidden_layers=5, tie_word_embeddings=tied))
 
 
 @pytest.mark.parametrize("align", [16, BLOCK])
@@ -46,7 +39,7 @@ def test_every_element_has_one_owner(
 ) -> None:
     monkeypatch.setattr(zero_buffers, "BUCKET", 1)
     monkeypatch.setattr(zero_buffers, "CHUNK", 768)
-    folder = folder_of(tmp_path, vocab_size=65, num_hidden_layers=3)
+    folder = model_folder(tmp_path, vocab_size=65, num_hidden_layers=3)
     owners, size = None, 3
     for rank in range(size):
         model = build_model(load_config(folder), dtype=torch.bfloat16, device="cpu")
@@ -99,12 +92,12 @@ def gradients_from(model: Transformer, stage: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("how", [{}, {"recompute": True}, {"recompute": True, "n_kept": 1}, {"head": "value"}])
 def test_the_backward_pass_reports_stages_in_time(tmp_path: Path, how: dict[str, Any]) -> None:
-    stages_are_final(folder_of(tmp_path, num_hidden_layers=3, tie_word_embeddings=False, attention_bias=True), **how)
+    stages_are_final(model_folder(tmp_path, num_hidden_layers=3, tie_word_embeddings=False, attention_bias=True), **how)
 
 
 @pytest.mark.slow
 def test_the_backward_pass_of_fused_layers_reports_stages_in_time(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, num_hidden_layers=2)
+    folder = model_folder(tmp_path, num_hidden_layers=2)
     run_interpreted(
         f"from tests.engine.train.test_zero import fused_stages; fused_stages({str(folder)!r})", timeout=200
     )
