@@ -71,10 +71,28 @@ def test_scalar_that_is_not_there(tmp_path):
     assert "has no scalar train/los; it has train/loss" in done.stderr
 
 
-def test_run_that_is_not_there(tmp_path):
-    done = draw(tmp_path / "x.png", "None", f"reward={tmp_path}/nothing")
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        (SCRIPT, ("{}/x.png", "None", "reward={}/nothing"), "there is no run"),
+        (
+            CURVES,
+            ("draw", "{}", "{}/x.png"),
+            "there are no runs in {}; make them with: algorithm_curves.py run",
+        ),
+        (LEARNING, ("table", "{}"), "make them with: learning_curves.py run BASE"),
+        (LEARNING, ("table", "{}", "GRPOO"), "there is no run 'GRPOO'"),
+        (
+            LEARNING,
+            ("run", "base", "{}", "distillation, JSD"),
+            "'distillation, JSD' needs --student, the checkpoint of a smaller base model",
+        ),
+    ],
+)
+def test_what_is_not_there_is_told(tmp_path, script, words, message):
+    done = call(script, *(word.format(tmp_path) for word in words))
     assert done.returncode == 2
-    assert "there is no run" in done.stderr
+    assert message.format(tmp_path) in done.stderr
 
 
 # Curves of the algorithms --------------------------------------------------------------------------------------------
@@ -109,12 +127,6 @@ def test_curves_of_two_algorithms(tmp_path):
     ]
 
 
-def test_no_curves(tmp_path):
-    done = curves("draw", tmp_path, tmp_path / "x.png")
-    assert done.returncode == 2
-    assert f"there are no runs in {tmp_path}; make them with: algorithm_curves.py run" in done.stderr
-
-
 @pytest.mark.slow
 def test_settings_of_the_curves_compose(monkeypatch):
     for recipe, settings in algorithm_runs(monkeypatch).values():
@@ -146,13 +158,6 @@ def test_curves_of_countdown(tmp_path):
         "| GRPO | 0.562, 0.450 | 0.500, 0.400 | 0.750, 0.750 | 45, 45 | 0.250, 0.250 | 0.50, 0.50 |",
         "| lr 1e-4 | 0.281 | 0.250 | 0.750 | 45 | 0.250 | 0.50 |",
     ]
-
-
-def test_no_curves_of_countdown(tmp_path):
-    done = call(LEARNING, "table", tmp_path)
-    assert done.returncode == 2
-    assert "make them with: learning_curves.py run BASE" in done.stderr
-    assert "there is no run 'GRPOO'" in call(LEARNING, "table", tmp_path, "GRPOO").stderr
 
 
 def learning_curves(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -200,12 +205,6 @@ def test_students_wait_for_their_teachers(monkeypatch, tmp_path, capsys):
     assert sorted(order) == ["GRPO-1", "RL-1", "RL-2", f"{student}-1"]
     assert order.index("RL-1") < order.index(f"{student}-1")
     assert f"{student}, seed 2: FAILED, because its teacher failed" in capsys.readouterr().out
-
-
-def test_students_need_a_base_model(tmp_path):
-    done = call(LEARNING, "run", "base", tmp_path, "distillation, JSD")
-    assert done.returncode == 2
-    assert "'distillation, JSD' needs --student, the checkpoint of a smaller base model" in done.stderr
 
 
 def test_solve_rate_against_sampled_tokens(tmp_path):

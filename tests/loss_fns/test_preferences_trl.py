@@ -39,32 +39,27 @@ DPO = [
 ]
 
 
+def assert_trained_alike(tmp_path, kind, config_of, how, **more):
+    def trainer(model, rows, **settings):
+        return kind(model, args=config_of(**settings), train_dataset=rows, processing_class=tokenizer_of(MODEL))
+
+    found = train_with_trl(trainer, ROWS, tmp_path)
+    items = [pair_item(tokenizer_of(MODEL), row, index) for index, row in enumerate(ROWS)]
+    rows = [row for item in items for row in (item.chosen, item.rejected)]
+    same_training(found, rows, partial(dpo_loss_fn, **how), rows_per_unit=2, **more)
+
+
 @pytest.mark.parametrize(("how", "theirs"), DPO)
 def test_dpo_and_its_variants_train_as_in_trl(tmp_path, how, theirs):
     trl = pytest.importorskip("trl", reason="trl is not installed; it is in the dev extra")
-    items = [pair_item(tokenizer_of(MODEL), row, index) for index, row in enumerate(ROWS)]
-
-    def trainer(model, rows, **settings):
-        config = trl.DPOConfig(beta=how["beta"], max_length=None, **theirs, **settings)
-        return trl.DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer_of(MODEL))
-
-    found = train_with_trl(trainer, ROWS, tmp_path)
-    rows = [row for item in items for row in (item.chosen, item.rejected)]
-    same_training(found, rows, partial(dpo_loss_fn, **how), rows_per_unit=2, reference=True)
+    config_of = partial(trl.DPOConfig, beta=how["beta"], max_length=None, **theirs)
+    assert_trained_alike(tmp_path, trl.DPOTrainer, config_of, how, reference=True)
 
 
-@pytest.mark.parametrize("how", [{"beta": 2.0, "loss_type": "simpo", "simpo_gamma": 1.0}])
-def test_simpo_trains_as_in_trl(tmp_path, how):
+def test_simpo_trains_as_in_trl(tmp_path):
     cpo = pytest.importorskip("trl.experimental.cpo", reason="this version of trl has no CPO trainer")
-    items = [pair_item(tokenizer_of(MODEL), row, index) for index, row in enumerate(ROWS)]
-
-    def trainer(model, rows, **settings):
-        config = cpo.CPOConfig(loss_type="simpo", cpo_alpha=0.0, beta=2.0, simpo_gamma=1.0, **settings)
-        return cpo.CPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer_of(MODEL))
-
-    found = train_with_trl(trainer, ROWS, tmp_path)
-    rows = [row for item in items for row in (item.chosen, item.rejected)]
-    same_training(found, rows, partial(dpo_loss_fn, **how), rows_per_unit=2)
+    how = {"beta": 2.0, "loss_type": "simpo", "simpo_gamma": 1.0}
+    assert_trained_alike(tmp_path, cpo.CPOTrainer, partial(cpo.CPOConfig, cpo_alpha=0.0, **how), how)
 
 
 def test_orpo_trains_as_in_trl(tmp_path):
@@ -75,15 +70,8 @@ def test_orpo_trains_as_in_trl(tmp_path):
             chosen, rejected, *others = super().concatenated_forward(*args, **more)
             return chosen, rejected, *others[:2], -chosen.mean()
 
-    items = [pair_item(tokenizer_of(MODEL), row, index) for index, row in enumerate(ROWS)]
-
-    def trainer(model, rows, **settings):
-        config = orpo.ORPOConfig(beta=0.3, **settings)
-        return OverAnswers(model, args=config, train_dataset=rows, processing_class=tokenizer_of(MODEL))
-
-    found = train_with_trl(trainer, ROWS, tmp_path)
-    rows = [row for item in items for row in (item.chosen, item.rejected)]
-    same_training(found, rows, partial(dpo_loss_fn, loss_type="orpo", beta=0.3), rows_per_unit=2)
+    how = {"loss_type": "orpo", "beta": 0.3}
+    assert_trained_alike(tmp_path, OverAnswers, partial(orpo.ORPOConfig, beta=0.3), how)
 
 
 @pytest.mark.parametrize("answers", [("chosen", "rejected"), ("rejected", "chosen")])
