@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder
 from tests.helpers.encoded_rows import pair_item, sft_item, sft_sequence
-from tests.helpers.tokenizers import load_tokenizer, plain_values, shared_tokenizer, trl_templates
+from tests.helpers.tokenizers import load_tokenizer, plain_values, trl_templates
 
 MARKERS = re.compile(
     r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>|</?s>|\[/?INST\]|\[gMASK\]|<sop>|<\|[^<>|\s]{1,20}>"
@@ -356,15 +357,19 @@ def test_a_template_without_an_end_borrows_the_next_token() -> None:
 # Spaces between a prompt and an answer -------------------------------------------------------------------------------
 
 
+@cache
+def without_template(base: str) -> Any:
+    tokenizer = load_tokenizer(base)
+    tokenizer.chat_template = None
+    return tokenizer
+
+
 @pytest.mark.parametrize("base", ["stories260K-hf", "phi3-v", "qwen2.5", "tiny"])
 @pytest.mark.parametrize(
     ("prompt", "answer"), [("2+2=", "4"), ("Say ", "hi you"), ("def f(", "):"), ("a\n", "\nb"), ("x", " y")]
 )
-def test_no_space_is_added_before_an_answer(
-    base: str, prompt: str, answer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = shared_tokenizer(base)
-    monkeypatch.setattr(tokenizer, "chat_template", None)
+def test_no_space_is_added_before_an_answer(base: str, prompt: str, answer: str) -> None:
+    tokenizer = without_template(base)
     [(head, run)] = runs_of([sft_sequence(tokenizer, {"prompt": prompt, "response": answer})])
     assert head == tokenizer.encode(prompt)
     assert run[-1] == tokenizer.eos_token_id

@@ -87,11 +87,12 @@ def pairs() -> list[TrainSequence]:
     return rows
 
 
+N_OF_ODD_ROWS = 7
 Updates = list[tuple[list[TrainSequence], Any, UpdateSpec, str]]
 
 
 def updates_of(rows: list[TrainSequence]) -> Updates:
-    """One of each kind, with odd numbers of rows. Two have fewer rows than there are copies of the model."""
+    """Of each kind: first with odd numbers of rows, two of them fewer than the copies of the model, then with all."""
     clipped, preference = partial(grpo_loss_fn, clip_eps=0.2), partial(dpo_loss_fn, beta=0.1)
     return [
         (rows[:9], clipped, BY_TWO, "actor"),
@@ -147,7 +148,7 @@ def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     start = saved_tensors(path / "start")
     for name, weight in found["weights"]["actor"].items():
         assert (start[name] - weight).abs().max() > 1e-3, name
-    assert all(stats["grad_norm"] > 0 for stats in found["stats"])
+    assert all(stats["grad_norm"] > 0 for stats in found["stats"][:5])  # those of GSPO may be clipped
     return found | {"rows": rows, "path": path}
 
 
@@ -161,7 +162,9 @@ def test_every_layout_is_as_one_rank(one: dict[str, Any], name: str, tmp_path: P
         for ours, expected in zip(found[when], one[when], strict=True):
             np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)
     for number, (ours, expected) in enumerate(zip(found["stats"], one["stats"], strict=True)):
-        for metric in expected.keys() - {"memory_gib", "step_train_time_s"}:
+        # Copies divide the rows of a prompt, and a copy without a row trains one that counts for nothing.
+        counts = {"computed_tokens", "row_tokens"} if number < N_OF_ODD_ROWS else set()
+        for metric in expected.keys() - {"memory_gib", "step_train_time_s"} - counts:
             close = pytest.approx(expected[metric], rel=1e-3, abs=2e-3)
             if metric in ("loss", "grad_norm"):
                 close = pytest.approx(expected[metric], rel=1e-5, abs=1e-5)
@@ -190,7 +193,7 @@ def test_two_gpus_divide_the_optimizer(tmp_path: Path, kind: Any) -> None:
         with Engine(dataclasses.replace(build, devices=["cuda:0", "cuda:1"])) as engine:
             engine.ensure_roles({"critic": critic(folder, optimizer=optimizer, offload=True)})
             rollout(engine)  # graphs are captured before the first update
-            stats = train(engine, updates_of(train_rows(rollout(engine)))[:7])
+            stats = train(engine, updates_of(train_rows(rollout(engine)))[:N_OF_ODD_ROWS])
             as_trained = [item for item in MIXED if item.params.temperature == 1]
             rows = train_rows(rollout(engine, as_trained), as_trained)
             again = engine.train(rows, partial(grpo_loss_fn, clip_eps=0.2), BY_TWO)

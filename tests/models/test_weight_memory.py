@@ -16,7 +16,7 @@ from areno.layers.parallel import ParallelGroup
 from areno.models import folder as weight_files
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
-from areno.models.weights import load_weights, save_weights
+from areno.models.weights import load_weights
 from tests.helpers.saving import save_weights
 from tests.helpers.tiny_engine import folder_with
 from tests.helpers.train_backend import train_backend
