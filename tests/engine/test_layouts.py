@@ -162,10 +162,9 @@ def test_every_layout_is_as_one_rank(one: dict[str, Any], name: str, tmp_path: P
         for ours, expected in zip(found[when], one[when], strict=True):
             np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)
     for number, (ours, expected) in enumerate(zip(found["stats"], one["stats"], strict=True)):
-        # Copies of the model compute a prompt whose rows they divide once each. A copy without a row trains an empty one.
-        if number >= N_OF_ODD_ROWS:
-            assert ours["row_tokens"] == expected["row_tokens"]
-            assert expected["computed_tokens"] <= ours["computed_tokens"] <= ours["row_tokens"]
+        # A prompt is computed once in each copy that has a row of it. A copy without a row trains an empty one.
+        for metric in ("computed_tokens", "row_tokens"):
+            assert expected[metric] <= ours[metric] <= ours["row_tokens"] <= 1.5 * expected["row_tokens"]
         for metric in expected.keys() - {"memory_gib", "step_train_time_s", "computed_tokens", "row_tokens"}:
             close = pytest.approx(expected[metric], rel=1e-3, abs=2e-3)
             if metric in ("loss", "grad_norm"):
