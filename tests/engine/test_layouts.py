@@ -164,7 +164,7 @@ def test_every_layout_is_as_one_rank(one: dict[str, Any], name: str, tmp_path: P
     for number, (ours, expected) in enumerate(zip(found["stats"], one["stats"], strict=True)):
         # A prompt is computed once in each copy that has a row of it. A copy without a row trains an empty one.
         for metric in ("computed_tokens", "row_tokens"):
-            assert expected[metric] <= ours[metric] <= ours["row_tokens"] <= 1.5 * expected["row_tokens"]
+            assert expected[metric] <= ours[metric] <= ours["row_tokens"]
         for metric in expected.keys() - {"memory_gib", "step_train_time_s", "computed_tokens", "row_tokens"}:
             close = pytest.approx(expected[metric], rel=1e-3, abs=2e-3)
             if metric in ("loss", "grad_norm"):
