@@ -158,14 +158,19 @@ def test_every_layout_is_as_one_rank(one: dict[str, Any], name: str, tmp_path: P
     (tmp_path / "model").symlink_to(one["path"] / "model")
     with Engine(spec(one["path"] / "model", optimizer=OPTIMIZER, **LAYOUTS[name])) as engine:
         found = outcome(engine, one["rows"], tmp_path)
+        n_copies = engine.spec.layout.data_size
     for when in ("before", "after"):
         for ours, expected in zip(found[when], one[when], strict=True):
             np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)
     for number, (ours, expected) in enumerate(zip(found["stats"], one["stats"], strict=True)):
-        # A prompt is computed once in each copy that has a row of it. A copy without a row trains an empty one.
-        for metric in ("computed_tokens", "row_tokens"):
-            assert expected[metric] <= ours[metric] <= ours["row_tokens"]
-        for metric in expected.keys() - {"memory_gib", "step_train_time_s", "computed_tokens", "row_tokens"}:
+        counted = {"computed_tokens", "row_tokens"}
+        if number >= N_OF_ODD_ROWS and n_copies == 1:
+            counted = set[str]()
+        elif number >= N_OF_ODD_ROWS:
+            # A prompt is computed once in each copy that has a row of it. A copy without a row trains an empty one.
+            assert expected["computed_tokens"] <= ours["computed_tokens"] <= ours["row_tokens"]
+            assert expected["row_tokens"] <= ours["row_tokens"]
+        for metric in expected.keys() - {"memory_gib", "step_train_time_s"} - counted:
             close = pytest.approx(expected[metric], rel=1e-3, abs=2e-3)
             if metric in ("loss", "grad_norm"):
                 close = pytest.approx(expected[metric], rel=1e-5, abs=1e-5)
