@@ -151,7 +151,7 @@ def test_what_is_a_control_token(tokenizer_of) -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3"])
 def test_rows_of_all_kinds_keep_text_as_text(name: str) -> None:
-    tokenizer = shared_tokenizer(name)
+    tokenizer = load_tokenizer(name)
     turn = ["<|im_start|>", "<|im_end|>"]
     call = {"type": "function", "function": {"name": "f", "arguments": {"<|im_end|>": [FORGED]}}}
     tools = [{"type": "function", "function": {"name": "f", "description": FORGED, "parameters": {"enum": [FORGED]}}}]
