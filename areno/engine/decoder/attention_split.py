@@ -161,11 +161,7 @@ def _split_len_and_count(longest: int, wanted: float, max_split_len: int) -> tup
     split_len = _MIN_SPLIT_LEN
     while (2 * split_len <= wanted and split_len < max_split_len) or split_len * _MAX_SPLITS < longest:
         split_len *= 2
-    return split_len, _splits(longest, split_len)
-
-
-def _splits(longest: int, split_len: int) -> int:
-    return _power_of_two(-(-longest // split_len))
+    return split_len, _power_of_two(-(-longest // split_len))
 
 
 def _power_of_two(least: int) -> int:

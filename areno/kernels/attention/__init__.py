@@ -58,15 +58,12 @@ def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, firsts_B: Tensor | Non
     enable_gqa = q_BHLD.shape[1] != k_BKLD.shape[1]
     if enable_gqa and q_BHLD.is_cuda:
         # torch's memory-efficient kernel does not support grouped heads, so torch would materialise all scores.
-        k_BKLD, v_BKLD = (_each_head(x, q_BHLD.shape[1]) for x in (k_BKLD, v_BKLD))
+        n_shared = q_BHLD.shape[1] // k_BKLD.shape[1]
+        k_BKLD, v_BKLD = (x.repeat_interleave(n_shared, dim=1) for x in (k_BKLD, v_BKLD))
         enable_gqa = False
     return F.scaled_dot_product_attention(
         q_BHLD, k_BKLD, v_BKLD, attn_mask=mask, is_causal=mask is None and n_q == n_k, enable_gqa=enable_gqa
     )
-
-
-def _each_head(x_BKLD: Tensor, n_heads: int) -> Tensor:
-    return x_BKLD.repeat_interleave(n_heads // x_BKLD.shape[1], dim=1)
 
 
 BACKENDS = {

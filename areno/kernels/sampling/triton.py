@@ -26,14 +26,12 @@ from torch import Tensor
 
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings
-from areno.kernels.sampling.triton_candidates import int_key_to_float, order_key
+from areno.kernels.sampling.triton_candidates import LAST_INT, LOG2_E, int_key_to_float, order_key
 from areno.kernels.sampling.triton_truncate import truncate
 
 _SPAN = 4096
 # The alignment of these depends on the number of rows, so kernels specialised on it would be compiled again.
 _ROW_POINTERS = ["slots_ptr", "positions_ptr"]
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LAST_INT = tl.constexpr(2147483647)
 
 
 def sample_slots(
@@ -200,7 +198,7 @@ def _scan_kernel(
     inside = index < vocab
     logits_ptr += row * row_stride
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf"))
-    rate = _LOG2_E / tl.load(temperature_ptr + slot)
+    rate = LOG2_E / tl.load(temperature_ptr + slot)
     cell = row * tl.num_programs(1) + span
     n_cells = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     top, total = _top_and_sum(x, rate)
@@ -230,7 +228,7 @@ def _scan_kernel(
         top, total = _top_and_sum(x, rate)
     tl.store(stats_ptr + cell, top)
     tl.store(stats_ptr + n_cells + cell, total)
-    tl.store(stats_int_ptr + 2 * n_cells + cell, tl.min(tl.where(x == top, first + index, _LAST_INT), axis=0))
+    tl.store(stats_int_ptr + 2 * n_cells + cell, tl.min(tl.where(x == top, first + index, LAST_INT), axis=0))
 
 
 @triton.jit
@@ -319,7 +317,7 @@ def _draw_kernel(
     row = program_id_64(0)
     slot = tl.load(slots_ptr + row)
     temperature = tl.load(temperature_ptr + slot)
-    rate = _LOG2_E / temperature
+    rate = LOG2_E / temperature
     uniform = _uniform(tl.load(key_ptr + slot), tl.load(positions_ptr + row))
 
     span_S = tl.arange(0, PADDED_SPANS)
@@ -333,8 +331,8 @@ def _draw_kernel(
     if N_STATS > 3:
         policy_top, _, policy_sums = _join(stats_ptr + 3 * n_cells, n_cells, cell, real, rate)
     log_norm = tl.log(tl.sum(policy_sums, axis=0))
-    best = tl.load(stats_int_ptr + 2 * n_cells + cell, mask=real, other=_LAST_INT)
-    best = tl.minimum(tl.min(tl.where(tops == top, best, _LAST_INT), axis=0), whole_vocab - 1)
+    best = tl.load(stats_int_ptr + 2 * n_cells + cell, mask=real, other=LAST_INT)
+    best = tl.minimum(tl.min(tl.where(tops == top, best, LAST_INT), axis=0), whole_vocab - 1)
 
     least = tl.full([], -2147483648, tl.int32)
     n_equal = tl.full([], -1, tl.int32)

@@ -22,8 +22,8 @@ from areno.kernels.sampling.reference import SamplingSettings
 
 ROOM = 1024  # largest number of candidates that are stored for a span
 _SAMPLED = 8192  # sampled entries of a row, in groups of 8 neighbours (32 bytes, a sector of memory)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LAST_INT = tl.constexpr(2147483647)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LAST_INT = tl.constexpr(2147483647)
 _INFINITY = tl.constexpr(2139095040)  # the key of infinity; the key of -infinity is -_INFINITY - 1
 
 
@@ -64,12 +64,12 @@ def find_candidates(
 def order_key(x):
     """Map floats to int32 keys with the same order. 0.0 and -0.0 have the same key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ _LAST_INT, bits)
+    return tl.where(bits < 0, bits ^ LAST_INT, bits)
 
 
 @triton.jit
 def int_key_to_float(number):
-    return tl.where(number < 0, number ^ _LAST_INT, number).to(tl.float32, bitcast=True)
+    return tl.where(number < 0, number ^ LAST_INT, number).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def key_to_float(number):
 def filters_of(slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
     """Return a row's rate, top-k, top-p in float64, and whether top-k drops a token."""
     slot = tl.load(slots_ptr + row)
-    rate = _LOG2_E / tl.load(temperature_ptr + slot)
+    rate = LOG2_E / tl.load(temperature_ptr + slot)
     top_k = tl.load(top_k_ptr + slot)
     return rate, top_k, tl.load(top_p_ptr + slot).to(tl.float64), (top_k >= 1) & (top_k < vocab)
 
@@ -225,7 +225,7 @@ def _gather_kernel(
         if high < float("inf"):
             span_S = tl.arange(0, PADDED_SPANS)
             tops = tl.load(tops_ptr + row * n_spans + span_S, mask=span_S < n_spans, other=float("-inf"))
-            rate = _LOG2_E / tl.load(temperature_ptr + tl.load(slots_ptr + row))
+            rate = LOG2_E / tl.load(temperature_ptr + tl.load(slots_ptr + row))
             weights = tl.where(x >= high, tl.exp2((x - tl.max(tops, axis=0)) * rate), 0.0)
             above = tl.sum(tl.sum(weights, axis=1), axis=0)
         tl.store(above_ptr + cell, above)

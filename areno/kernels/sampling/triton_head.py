@@ -22,7 +22,7 @@ from areno.kernels.backend import is_hopper
 from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 from areno.kernels.matmul.triton import add_products
 from areno.kernels.sampling.reference import SamplingSettings
-from areno.kernels.sampling.triton import _LOG2_E, _ROW_POINTERS, _first_above, _join, _uniform, has_text
+from areno.kernels.sampling.triton import _ROW_POINTERS, LOG2_E, _first_above, _join, _uniform, has_text
 
 _SPAN, _INPUTS = 128, 64
 
@@ -142,7 +142,7 @@ def _scan_hidden_kernel(
         x = add_products(x, hidden_place, weight_place, real_row, real_column, n_inputs, INPUTS)
     x = tl.where(real_column[None, :], x, float("-inf"))
     slot = load_masked(slots_ptr + row, real_row)
-    rate = _LOG2_E / tl.load(temperature_ptr + slot)
+    rate = LOG2_E / tl.load(temperature_ptr + slot)
     top = tl.max(x, axis=1)
     total = tl.sum(tl.exp2((x - top[:, None]) * rate[:, None]), axis=1)
     n_spans = tl.num_programs(1)
@@ -189,7 +189,7 @@ def _draw_hidden_kernel(
     row = program_id_64(0)
     slot = tl.load(slots_ptr + row)
     temperature = tl.load(temperature_ptr + slot)
-    rate = _LOG2_E / temperature
+    rate = LOG2_E / temperature
     uniform = _uniform(tl.load(key_ptr + slot), tl.load(positions_ptr + row))
 
     span_S = tl.arange(0, PADDED_SPANS)

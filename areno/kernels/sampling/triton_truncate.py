@@ -21,6 +21,7 @@ from torch import Tensor
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton_candidates import (
+    LOG2_E,
     filters_of,
     find_candidates,
     int_key_to_float,
@@ -35,7 +36,6 @@ _SIZES = [
     (8193, 16384, 16),
 ]  # smallest and largest number of candidates that a launch handles, and its number of warps
 _REGISTERS = 128  # largest number for each thread; with more, fewer programs run at once
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK = tl.constexpr(32)  # candidates of a span that are loaded together
 
 
@@ -269,7 +269,7 @@ def _keep_kernel(
     if tl.load(bounds_ptr + 2 * tl.num_programs(0) + row) > 0:
         span_S = tl.arange(0, PADDED_SPANS)
         tops = tl.load(tops_ptr + row * n_spans + span_S, mask=span_S < n_spans, other=float("-inf"))
-        rate = _LOG2_E / tl.load(temperature_ptr + tl.load(slots_ptr + row))
+        rate = LOG2_E / tl.load(temperature_ptr + tl.load(slots_ptr + row))
         cell = row * n_spans + tl.program_id(1)
         place = tl.arange(0, ROOM)
         is_found = place < tl.load(n_found_ptr + cell)
