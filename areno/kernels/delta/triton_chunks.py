@@ -145,9 +145,10 @@ def state_columns(v_NHV: Tensor, n_rows: int) -> int:
 
 
 @triton.jit
-def chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE: tl.constexpr):
-    """Return the index of a chunk's first token, int64, and which of the chunk's SIZE positions have a token."""
-    return tl.load(tokens_ptr + chunk * SIZE), tl.arange(0, SIZE) < tl.load(sizes_ptr + chunk).to(tl.int32)
+def chunk_tokens(tokens_ptr, sizes_ptr, SIZE: tl.constexpr):
+    """Return the program's chunk, its first token, int64 both, and which of the chunk's SIZE positions have a token."""
+    chunk = program_id_64(1)
+    return chunk, tl.load(tokens_ptr + chunk * SIZE), tl.arange(0, SIZE) < tl.load(sizes_ptr + chunk).to(tl.int32)
 
 
 @triton.jit
@@ -258,8 +259,8 @@ def _prepare_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    head, chunk = tl.program_id(0), program_id_64(1)
-    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
+    head = tl.program_id(0)
+    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, SIZE)
     each, line = tl.arange(0, SIZE), first * HEADS + head
     g = tl.cumsum(load_masked(decay_ptr + line + each * HEADS, inside).to(tl.float64), 0)
     rounded = g.to(tl.float32)
@@ -357,8 +358,8 @@ def _out_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    head, chunk = tl.program_id(0), program_id_64(1)
-    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
+    head = tl.program_id(0)
+    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
     at, row, column = (chunk * HEADS + head) * SIZE, each[:, None], each[None, :]
     scores = tl.zeros((SIZE, SIZE), tl.float32)

@@ -41,7 +41,7 @@ from areno.kernels.delta.triton_chunks import (
     state_columns,
     store_rows,
 )
-from areno.kernels.jit import kernel, load_masked, program_id_64
+from areno.kernels.jit import kernel, load_masked
 from areno.kernels.matmul.triton import dot, dot_precision
 
 PRECISION = "bf16"  # of products if q, k and v are bfloat16; "bf16x3" works, too; see triton_chunks.py
@@ -126,8 +126,8 @@ def _local_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    head, chunk = tl.program_id(0), program_id_64(1)
-    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
+    head = tl.program_id(0)
+    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
     at = (chunk * HEADS + head) * SIZE
     transposed = tl.zeros((SIZE, SIZE), tl.float32)
@@ -216,8 +216,8 @@ def _chunks_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    key_head, chunk = tl.program_id(0), program_id_64(1)
-    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
+    key_head = tl.program_id(0)
+    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
     for head in range(key_head * SHARED, (key_head + 1) * SHARED):
         line, at, key_row = first * HEADS + head, (chunk * HEADS + head) * SIZE, (chunk * HEADS + head) * KEY
@@ -294,8 +294,8 @@ def _systems_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    key_head, chunk = tl.program_id(0), program_id_64(1)
-    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
+    key_head = tl.program_id(0)
+    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
     keys, total = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
     for start in range(0, KEY, KEY_PART):
@@ -354,8 +354,8 @@ def _keys_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    key_head, chunk = tl.program_id(0), program_id_64(1)
-    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
+    key_head = tl.program_id(0)
+    _, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, SIZE)
     key_line = first * (HEADS // SHARED) + key_head
     system = load_rows(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)
     system += load_columns(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)
