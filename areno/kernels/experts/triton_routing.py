@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel, load_masked, program_id_64
+from areno.kernels.jit import kernel, program_id_64
 
 MAX_COPIES = 8192  # every expert's program reads all copies, so for more of them torch's sort is faster
 _BLOCK = 1024
@@ -89,7 +89,7 @@ def _local_expert(chosen_ptr, copy, n_copies, first, n_experts):
 
     The index is n_experts for experts of other ranks, and n_experts + 1 where `copy` is not below n_copies.
     """
-    expert = load_masked(chosen_ptr + copy, copy < n_copies).to(tl.int32) - first
+    expert = tl.load(chosen_ptr + copy, mask=copy < n_copies, other=0).to(tl.int32) - first
     expert = tl.where((expert < 0) | (expert >= n_experts), n_experts, expert)
     return tl.where(copy < n_copies, expert, n_experts + 1)
 
@@ -117,8 +117,8 @@ def _sort_kernel(
         is_mine = _local_expert(chosen_ptr, copy, n_copies, first, n_experts) == mine
         count = is_mine.to(tl.int32)
         place = (at + tl.cumsum(count, 0) - 1).to(tl.int64)
-        tl.store(tokens_ptr + place, (copy // top_k).to(tl.int64), mask=is_mine)
-        tl.store(choices_ptr + place, copy.to(tl.int64), mask=is_mine)
+        tl.store(tokens_ptr + place, copy // top_k, mask=is_mine)
+        tl.store(choices_ptr + place, copy, mask=is_mine)
         tl.store(places_ptr + copy, place, mask=is_mine)
         at += tl.sum(count, 0)
     tl.store(ends_ptr + mine, at, mask=mine < n_experts)
