@@ -226,8 +226,8 @@ class NgramSteps:
         if groups_GR is not None:  # few numbers of splits, so few graphs; a split without positions costs little
             split.splits = split.splits[0], 4 if split.splits[1] <= 4 else 16
         inputs = np.empty((6 + CONTEXT, len(slots_B)), dtype=np.int64)
-        inputs[0], inputs[1], inputs[2], inputs[3] = slots_B, drafts.n_new_B, before_B, drafts.limits_B
-        inputs[4], inputs[5], inputs[6:] = drafts.follows_B, drafts.scopes_B, drafts.contexts_BW[:, ::-1].T
+        inputs[:6] = slots_B, drafts.n_new_B, before_B, drafts.limits_B, drafts.follows_B, drafts.scopes_B
+        inputs[6:] = drafts.contexts_BW[:, ::-1].T
         flags = self._sampler.flags(table, slots_B, drafts.n_new_B)
         if graphs is not None:
             return graphs.run(inputs, split, flags).flatten(1)

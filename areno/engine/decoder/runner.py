@@ -354,7 +354,7 @@ class Runner:
         sequences, slots_B, table = scheduled.decode, scheduled.slots_B, scheduled.table
         n_rows, lengths_B = len(sequences), table.n_kv[slots_B]
         rows = np.empty((4, n_rows), dtype=np.int64)
-        rows[0], rows[1], rows[2] = slots_B, lengths_B - 1, table.n_sampled[slots_B] - 1
+        rows[:3] = slots_B, lengths_B - 1, table.n_sampled[slots_B] - 1
         size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
         split = self._split(
             sequences,
