@@ -24,7 +24,7 @@ from areno.config.rollout import GenerationConfig
 from areno.errors import ArenoError, ConfigError
 from areno.run.recovery import Recovery
 from areno.run.setup import PolicySetup
-from areno.trainers import agent_rollout, partial_rollout, rollout
+from areno.trainers import agent_rollout, agents, partial_rollout, rollout
 from areno.types import ScoredSample, TokenRow, TrainSequence
 from tests.helpers import policy_runs
 from tests.helpers.agent_runs import run
@@ -266,7 +266,7 @@ def test_tokens_of_older_weights_keep_their_log_probabilities(temperature: float
     )
     row = token_row(temperature)
     rows = [TrainSequence(prompt_mask=~row.trained, tokens=row.tokens, logprobs=row.logprobs)]
-    scored = agent_rollout.score_missing(cast(Trainer, trainer), [row], rows, GenerationConfig(temperature=1.0))
+    scored = agents.score_missing(cast(Trainer, trainer), [row], rows, GenerationConfig(temperature=1.0))
     assert scored == [row]
     assert np.asarray(rows[0].logprobs).tolist() == expected
 

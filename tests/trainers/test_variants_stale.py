@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areno.trainers import update
+from areno.trainers import off_policy_correction, update
 from areno.types import TrainSequence
 from tests.helpers.policy_runs import trained
 from tests.helpers.variant_runs import Variant, advantages, close, player, reduced
@@ -51,7 +51,7 @@ WIDE = ["actor.eps_clip=1.0", "actor.eps_clip_higher=1e6"]  # the bare ratio
 
 def spied(rows_of: list[list[np.ndarray]]) -> Any:
     """Keeps (behaviour, proximal) log-probabilities of the trained tokens at the moment of correction."""
-    correct = update.correct_rows
+    correct = off_policy_correction.correct_rows
 
     def correct_rows(rows: Sequence[TrainSequence], prox: Sequence[Sequence[float]], actor: Any) -> dict[str, float]:
         for row, new in zip(rows, prox, strict=True):
@@ -66,7 +66,7 @@ def spied(rows_of: list[list[np.ndarray]]) -> Any:
 def before(stale: None, monkeypatch: pytest.MonkeyPatch) -> list[list[np.ndarray]]:
     """[behaviour, proximal] of each row of one step, for runs of one step."""
     found: list[list[np.ndarray]] = []
-    monkeypatch.setattr(update, "correct_rows", spied(found))
+    monkeypatch.setattr(off_policy_correction, "correct_rows", spied(found))
     return found
 
 
